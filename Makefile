@@ -1,0 +1,34 @@
+# Every target does its own set-up, and can be repeated. Another interpreter: make PYTHON=python3.12
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all check setup clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_gpt.py --check
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+setup: $(READY)
+
+# The stamp is written last: a set-up that was interrupted is done again.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""The `zinf` command: what this machine offers, and how to read a dump.
+
+Each command is a function from its arguments to an `Answer`; this file parses, prints once, and
+turns errors into exit codes: 0, 1 (a finding, a difference, an error), 2 (usage).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from zcompile.cli.answer import Answer
+from zcompile.cli.doctor import doctor
+from zcompile.cli.explain import explain
+from zcompile.cli.stages import diff, schedule, show
+from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
+from zcompile.run_format import PHASES
+
+RUN_HELP = "a dump: DIR (its newest run), DIR/run-3, or DIR/run-3/graph0"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Usage errors leave through argparse with 2."""
+    args = _parser().parse_args(argv)
+    try:
+        answer: Answer = args.command(args)
+    except ZinfError as error:
+        print(f"zinf: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigInvalid | UnknownOption) else 1
+    _write(answer.json() if args.json else answer.text)
+    return answer.code
+
+
+def _write(text: str) -> None:
+    try:
+        print(text.rstrip("\n"), flush=True)
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python flushes stdout once more when it ends,
+        # and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zinf", description="Look at a machine, or at a dump.")
+    parser.add_argument("--version", action="version", version=f"zcompile {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, summary: str, *arguments: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("--json", action="store_true", help="the same, for a program")
+        for argument in arguments:
+            command.add_argument(argument.lower(), metavar=argument, help=_HELP[argument],
+                                 type=Path if argument == "RUN" else str)  # fmt: skip
+        if "RUN" in arguments:
+            command.add_argument("--graph", type=int, metavar="K", help="only graph K of the run")
+        return command
+
+    asked = add("doctor", "what this machine offers, and what would stop zcompile from working")
+    asked.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
+                       help="probe a directory for the disk tier; may be repeated")  # fmt: skip
+    asked.set_defaults(command=lambda args: doctor(args.disk))
+    asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
+    asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
+    asked.set_defaults(command=lambda args: show(args.run, args.graph, args.stage))
+    asked = add(
+        "diff", "compare the graphs after two passes; exit 1 if they differ", "RUN", "A", "B"
+    )
+    asked.set_defaults(command=lambda args: diff(args.run, args.graph, args.a, args.b))
+    asked = add("schedule", "the instructions that the runtime walks", "RUN")
+    asked.add_argument("--phase", choices=PHASES, help="only this phase")
+    asked.set_defaults(command=lambda args: schedule(args.run, args.graph, args.phase))
+    asked = add("explain", "the life of one parameter", "RUN", "TENSOR")
+    asked.set_defaults(command=lambda args: explain(args.run, args.graph, args.tensor))
+    return parser
+
+
+_HELP = {
+    "RUN": RUN_HELP,
+    "A": "a pass, by number or by name",
+    "B": "another pass",
+    "TENSOR": "dotted name of a parameter, as in layers.3.mlp.up.weight",
+}
+
+
+def _version() -> str:
+    try:
+        return version("zcompile")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,173 @@
+"""`zinf doctor`: what this machine offers, and what would stop zcompile from working on it."""
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcompile.cli.answer import Answer
+from zcompile.cli.disk_probe import Disk, probe_disk
+from zcompile.errors import DiskUnusable, TorchUnsupported
+from zcompile.units import KiB, show_size
+
+
+@dataclass(frozen=True)
+class Device:
+    """A compute device; the CPU is one too, its memory is the machine's."""
+
+    name: str
+    model: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`stops`: zcompile does not work until this is mended."""
+
+    stops: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. Versions are None for what is not installed."""
+
+    python: str
+    torch: str
+    torch_tested: str
+    triton: str | None
+    devices: tuple[Device, ...]
+    cores: int
+    huge_pages: str
+    disks: tuple[Disk, ...]
+    findings: tuple[Finding, ...]
+
+
+def doctor(disks: Sequence[Path]) -> Answer:
+    """Exit code 1 if a finding stops zcompile from working."""
+    machine = examine(disks)
+    stopped = any(finding.stops for finding in machine.findings)
+    return Answer("\n".join(_lines(machine)), machine, 1 if stopped else 0)
+
+
+def examine(disks: Sequence[Path]) -> Machine:
+    """Look at everything once; what cannot be used becomes a finding, not an error."""
+    import torch  # takes seconds; the commands that read a dump do without
+
+    from zcompile.torch_private import TESTED
+
+    findings = [*_installation(torch.cuda.is_available())]
+    probed = []
+    for path in disks:
+        try:
+            probed.append(probe_disk(path))
+        except DiskUnusable as error:
+            findings.append(Finding(True, str(error)))
+    findings += (_buffered(disk) for disk in probed if not disk.direct)
+    return Machine(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_tested=" to ".join(".".join(map(str, release)) for release in TESTED),
+        triton=_version("triton"),
+        devices=tuple(_devices()),
+        cores=len(os.sched_getaffinity(0)),
+        huge_pages=_huge_pages(),
+        disks=tuple(probed),
+        findings=tuple(findings),
+    )
+
+
+def _buffered(disk: Disk) -> Finding:
+    return Finding(False, f"{disk.path} ({disk.filesystem}) has no O_DIRECT: transfers go through "
+                   "the page cache, which costs memory and time")  # fmt: skip
+
+
+def _installation(cuda: bool) -> Iterator[Finding]:
+    from zcompile.torch_private import check_torch
+
+    try:
+        check_torch()
+    except TorchUnsupported as error:
+        yield Finding(True, str(error))
+    backends = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    if "zinf" not in backends.names:
+        yield Finding(True, "torch.compile does not know backend='zinf': zcompile is not "
+                      "installed; run `pip install .` where its pyproject.toml is")  # fmt: skip
+    if cuda and _version("triton") is None:
+        yield Finding(False, "triton is not installed: kernels are plain torch; "
+                      "`pip install zcompile[cuda]` brings it")  # fmt: skip
+    if not cuda:
+        yield Finding(False, "torch sees no CUDA device: compute runs on the CPU, and the device "
+                      "arena is emulated in host memory")  # fmt: skip
+
+
+def _devices() -> Iterator[Device]:
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield Device(f"cuda:{index}", name, total_bytes, free_bytes)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
+    yield Device("cpu", _cpu_model(), total_bytes, _available_bytes(total_bytes))
+
+
+def _available_bytes(total_bytes: int) -> int:
+    """What can be used without swapping; where the kernel does not say, everything."""
+    for row in _rows(Path("/proc/meminfo")):
+        if row[0] == "MemAvailable":
+            return int(row[1].split()[0]) * KiB
+    return total_bytes
+
+
+def _cpu_model() -> str:
+    models = (row[1] for row in _rows(Path("/proc/cpuinfo")) if row[0] == "model name")
+    return next(models, platform.machine())
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str]]:
+    """key, value of a file of "key : value" lines; nothing if there is no such file."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            yield key.strip(), value.strip()
+
+
+def _huge_pages() -> str:
+    """The kernel's setting: "always", "madvise" or "never"; elsewhere "unknown"."""
+    file = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    text = file.read_text(encoding="utf-8") if file.exists() else "[unknown]"
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(machine: Machine) -> Iterator[str]:
+    yield f"python      {machine.python}"
+    yield f"torch       {machine.torch} (tested: {machine.torch_tested})"
+    yield f"triton      {machine.triton or 'not installed'}"
+    yield f"cores       {machine.cores}"
+    yield f"huge pages  {machine.huge_pages}"
+    for device in machine.devices:
+        size = f"{show_size(device.free_bytes)} free of {show_size(device.total_bytes)}"
+        yield f"device      {device.name}, {device.model}: {size}"
+    for disk in machine.disks:
+        direct = "O_DIRECT" if disk.direct else "no O_DIRECT"
+        yield f"disk        {disk.path}: {disk.filesystem}, {show_size(disk.free_bytes)} free"
+        yield f"            {direct}, read {_rate(disk.read_bytes_per_s)}, " \
+              f"write {_rate(disk.write_bytes_per_s)} (one request at a time)"  # fmt: skip
+    for finding in machine.findings:
+        yield f"{'STOP' if finding.stops else 'note':<12}{finding.text}"
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "not measured" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"

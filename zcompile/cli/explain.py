@@ -1,0 +1,198 @@
+"""`zinf explain`: the life of one parameter, read off the last graph, the plan and the schedules.
+
+What a parameter's value is read by is found by following its gathered value: a node that reads it
+and takes no bytes of its own is a view of it, and is followed too; any other node is a reader.
+"""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcompile.cli.answer import Answer
+from zcompile.errors import NotInRun
+from zcompile.run_format import InstructionRecord, NodeRecord, ParamRecord, PassRecord, SlotRecord
+from zcompile.runs import Graph, open_run
+from zcompile.units import show_size
+
+_READ = re.compile(r"%([A-Za-z_]\w*)")
+_GRAD = "zinf.reduce_grad"
+_OURS = {
+    "zinf.gather": "gathered",
+    "zinf.fetch": "fetch starts",
+    "zinf.wait": "waited for",
+    "zinf.release": "released",
+    _GRAD: "gradient goes home",
+}
+_VALUES = ("zinf.gather", "zinf.fetch", "zinf.wait")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line that is about the parameter. `line` counts from 0 within its phase."""
+
+    line: int
+    node: str
+    target: str
+    what: str
+    module: str | None
+    live_bytes: int
+
+
+@dataclass(frozen=True)
+class PhaseLife:
+    """`alive`: lines from its first event that holds bytes to its last; of `lines` in the phase."""
+
+    phase: str
+    lines: int
+    alive: int
+    events: tuple[Event, ...]
+    slots: tuple[SlotRecord, ...]
+    instructions: tuple[InstructionRecord, ...]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one pass did to it. `lead`: lines from each fetch to its wait, after the pass."""
+
+    step: int
+    name: str
+    did: dict[str, int]
+    lead: tuple[int, ...]
+    lead_before: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Life:
+    graph: int
+    param: ParamRecord
+    phases: tuple[PhaseLife, ...]
+    passes: tuple[Effect, ...]
+
+
+def explain(path: Path, graph: int | None, tensor: str) -> Answer:
+    """Where `tensor` rests, who reads it, when it comes and goes, what each pass did to it.
+
+    raises  RunUnreadable, NotInRun with the nearest names
+    """
+    run = open_run(path, graph)
+    lives, known = [], dict[str, None]()
+    for each in run.graphs:
+        params = each.plan().params
+        known.update(dict.fromkeys(param.name for param in params))
+        named = (param for param in params if param.name == tensor)
+        lives += [_life(each, param) for param in named][:1]
+    if not lives:
+        raise NotInRun(run.path, "parameter", tensor, known)
+    return Answer("\n".join(_text(life) for life in lives), lives)
+
+
+def _life(graph: Graph, param: ParamRecord) -> Life:
+    stages = [(row, graph.nodes(row)) for row in graph.passes()]
+    last = stages[-1][1] if stages else ()
+    phases = dict.fromkeys([*(node.phase for node in last), *graph.phases()])
+    lives = (_phase_life(graph, param, phase, last) for phase in phases)
+    told = (life for life in lives if life.events or life.instructions)
+    return Life(graph.index, param, tuple(told), tuple(_effects(param.name, stages)))
+
+
+def _phase_life(
+    graph: Graph, param: ParamRecord, phase: str, nodes: Sequence[NodeRecord]
+) -> PhaseLife:
+    mine = [node for node in nodes if node.phase == phase]
+    events = tuple(_events(param.name, mine))
+    held = [event.line for event in events if event.target not in ("placeholder", _GRAD)]
+    scheduled = graph.schedule(phase) if phase in graph.phases() else ()
+    return PhaseLife(
+        phase=phase,
+        lines=len(mine),
+        alive=held[-1] - held[0] + 1 if held else 0,
+        events=events,
+        slots=tuple(s for s in graph.plan().slots if s.param == param.name and s.phase == phase),
+        instructions=tuple(row for row in scheduled if row.name == param.name),
+    )
+
+
+def _events(name: str, nodes: Sequence[NodeRecord]) -> Iterator[Event]:
+    values: set[str] = set()
+    for line, node in enumerate(nodes):
+        reads = values & {read for arg in node.args for read in _READ.findall(arg)}
+        if node.param == name and node.op == "placeholder":
+            what = "its handle"
+        elif node.param == name and node.target in _OURS:
+            what = _OURS[node.target]
+        elif reads and node.op == "output":
+            what = "leaves the graph"
+        elif reads:
+            what = "a view of it" if node.nbytes == 0 else "reads it"
+        else:
+            continue
+        if what == "a view of it" or node.target in _VALUES:
+            values.add(node.name)
+        target = node.op if node.op in ("placeholder", "output") else node.target
+        yield Event(line, node.name, target, what, node.module, node.live_bytes)
+
+
+def _effects(
+    name: str, stages: Sequence[tuple[PassRecord, Sequence[NodeRecord]]]
+) -> Iterator[Effect]:
+    for (_, before), (row, after) in itertools.pairwise(stages):
+        counts = Counter(node.target for node in after if node.param == name)
+        counts.subtract(Counter(node.target for node in before if node.param == name))
+        did = {target: count for target, count in sorted(counts.items()) if count}
+        yield Effect(row.step, row.name, did, _leads(name, after), _leads(name, before))
+
+
+def _leads(name: str, nodes: Sequence[NodeRecord]) -> tuple[int, ...]:
+    """Lines from each fetch of the parameter to the wait that reads it."""
+    line = {node.name: i for i, node in enumerate(nodes)}
+    waits = (node for node in nodes if node.param == name and node.target == "zinf.wait")
+    return tuple(
+        line[node.name] - line[read]
+        for node in waits
+        for arg in node.args
+        for read in _READ.findall(arg)
+        if read in line
+    )
+
+
+def _text(life: Life) -> str:
+    param = life.param
+    shape = ", ".join(str(size) for size in param.shape)
+    lines = [
+        f"{param.name}: {param.dtype}[{shape}], {show_size(param.nbytes)}, rests on {param.home}",
+        f"graph{life.graph}, where its handle is %{param.handle}",
+    ]
+    for phase in life.phases:
+        lines += ["", f"  {phase.phase}", *_phase_lines(phase)]
+    lines += ["", "  passes"]
+    lines += (f"    {row.step:02d} {row.name:<18} {_effect_text(row)}" for row in life.passes)
+    return "\n".join(lines) + "\n"
+
+
+def _phase_lines(phase: PhaseLife) -> Iterator[str]:
+    for event in phase.events:
+        where = f"  in {event.module}" if event.module else ""
+        yield (
+            f"    {event.line:5d}  {event.what:<18} {event.target:<20} %{event.node:<24} "
+            f"{show_size(event.live_bytes):>9} live{where}"
+        )
+    for slot in phase.slots:
+        yield (
+            f"           slot [{slot.address}, {slot.address + slot.nbytes}) of the arena "
+            f"for %{slot.node}, lines {slot.first} to {slot.last}"
+        )
+    if phase.alive:
+        yield f"           on the device for {phase.alive} of {phase.lines} lines"
+    if phase.instructions:
+        steps = ", ".join(f"{row.index} {row.kind}" for row in phase.instructions)
+        yield f"           in the schedule: {steps}"
+
+
+def _effect_text(row: Effect) -> str:
+    said = [f"{target} {count:+d}" for target, count in row.did.items()]
+    if row.lead != row.lead_before and row.lead:
+        said.append(f"starts {', '.join(map(str, row.lead))} lines before its wait")
+    return ", ".join(said) or "nothing"

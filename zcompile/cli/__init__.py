@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from zcompile.cli import doctor, explain, stages
 from zcompile.cli.answer import Answer
-from zcompile.cli.doctor import doctor
-from zcompile.cli.explain import explain
-from zcompile.cli.stages import diff, schedule, show
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.run_format import PHASES
 
@@ -60,19 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     asked = add("doctor", "what this machine offers, and what would stop zcompile from working")
     asked.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
                        help="probe a directory for the disk tier; may be repeated")  # fmt: skip
-    asked.set_defaults(command=lambda args: doctor(args.disk))
+    asked.set_defaults(command=lambda args: doctor.doctor(args.disk))
     asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
     asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
-    asked.set_defaults(command=lambda args: show(args.run, args.graph, args.stage))
+    asked.set_defaults(command=lambda args: stages.show(args.run, args.graph, args.stage))
     asked = add(
         "diff", "compare the graphs after two passes; exit 1 if they differ", "RUN", "A", "B"
     )
-    asked.set_defaults(command=lambda args: diff(args.run, args.graph, args.a, args.b))
+    asked.set_defaults(command=lambda args: stages.diff(args.run, args.graph, args.a, args.b))
     asked = add("schedule", "the instructions that the runtime walks", "RUN")
     asked.add_argument("--phase", choices=PHASES, help="only this phase")
-    asked.set_defaults(command=lambda args: schedule(args.run, args.graph, args.phase))
+    asked.set_defaults(command=lambda args: stages.schedule(args.run, args.graph, args.phase))
     asked = add("explain", "the life of one parameter", "RUN", "TENSOR")
-    asked.set_defaults(command=lambda args: explain(args.run, args.graph, args.tensor))
+    asked.set_defaults(command=lambda args: explain.explain(args.run, args.graph, args.tensor))
     return parser
 
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +92,7 @@ def _installation(cuda: bool) -> Iterator[Finding]:
         check_torch()
     except TorchUnsupported as error:
         yield Finding(True, str(error))
-    backends = importlib.metadata.entry_points(group="torch_dynamo_backends")
-    if "zinf" not in backends.names:
+    if "zinf" not in _backends():
         yield Finding(True, "torch.compile does not know backend='zinf': zcompile is not "
                       "installed; run `pip install .` where its pyproject.toml is")  # fmt: skip
     if cuda and _version("triton") is None:
@@ -102,6 +101,11 @@ def _installation(cuda: bool) -> Iterator[Finding]:
     if not cuda:
         yield Finding(False, "torch sees no CUDA device: compute runs on the CPU, and the device "
                       "arena is emulated in host memory")  # fmt: skip
+
+
+def _backends() -> Container[str]:
+    """What `torch.compile(backend=...)` knows by name from installed packages."""
+    return importlib.metadata.entry_points(group="torch_dynamo_backends").names
 
 
 def _devices() -> Iterator[Device]:

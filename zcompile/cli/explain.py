@@ -194,5 +194,5 @@ def _phase_lines(phase: PhaseLife) -> Iterator[str]:
 def _effect_text(row: Effect) -> str:
     said = [f"{target} {count:+d}" for target, count in row.did.items()]
     if row.lead != row.lead_before and row.lead:
-        said.append(f"starts {', '.join(map(str, row.lead))} lines before its wait")
+        said.append(f"lines from its start to its wait: {', '.join(map(str, row.lead))}")
     return ", ".join(said) or "nothing"

@@ -1,0 +1,57 @@
+"""What every test may ask for: golden files, and a skip for tests that need a GPU."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is first imported; without a GPU its kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="write the golden files anew")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+class Accepting:
+    """Equal to every text; what it is compared with becomes the golden file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, str), "a golden file holds text"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(other, encoding="utf-8")
+        return True
+
+    __hash__ = None
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> str | Accepting:
+    """The accepted text of this test: `assert printer.text(graph) == golden`.
+
+    It lies in tests/golden, under the test's own path and name; `pytest --accept` writes it.
+    """
+    home = request.path.relative_to(TESTS).with_suffix("")
+    path = GOLDEN / home / (re.sub(r"[^\w.-]+", "_", request.node.name) + ".txt")
+    if request.config.getoption("--accept"):
+        return Accepting(path)
+    if not path.exists():
+        pytest.fail(f"there is no {path.relative_to(TESTS)}; write it with pytest --accept")
+    return path.read_text(encoding="utf-8")

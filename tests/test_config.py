@@ -1,0 +1,135 @@
+"""A `Config` is checked at the door: what it holds afterwards can be used as it stands."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.config import LINKS, PLAN_FIELDS, Config, build, with_plan_options
+from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
+from zcompile.units import GiB, MiB
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch):
+    monkeypatch.delenv("ZINF_DUMP", raising=False)
+
+
+def test_sizes_and_rates_become_numbers():
+    config = Config(device="cpu", device_memory="20GiB", host_memory=5 * MiB,
+                    throttle={"h2d": "1GB/s", "disk_read": 3e8})  # fmt: skip
+    assert config.device_memory == 20 * GiB
+    assert config.host_memory == 5 * MiB
+    assert dict(config.throttle) == {"h2d": 1e9, "disk_read": 3e8}
+
+
+def test_a_config_can_be_made_from_a_config(tmp_path):
+    config = Config(device="cpu", device_memory="1MiB", disk=tmp_path, throttle={"d2h": "1MB/s"})
+    again = dataclasses.replace(config, max_lead=2)
+    assert dataclasses.replace(again, max_lead=config.max_lead) == config
+
+
+def test_nothing_in_a_config_can_change():
+    config = Config(device="cpu", throttle={"h2d": 1e9})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_lead = 2
+    with pytest.raises(TypeError):
+        config.throttle["h2d"] = 2e9
+
+
+def test_the_device_defaults_to_what_there_is():
+    assert Config().device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_one_disk_or_several(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert Config().disk == ()
+    assert Config(disk=str(tmp_path)).disk == (tmp_path,)
+    assert Config(disk=(tmp_path, str(tmp_path / "a"))).disk == (tmp_path, tmp_path / "a")
+
+
+@pytest.mark.parametrize(("fields", "sentence"), [
+    ({"device_memory": "20 apples"}, "device_memory='20 apples' cannot be used: .*'20GiB'"),
+    ({"host_memory": 0}, "host_memory=0 cannot be used: .* more than zero"),
+    ({"device": "cuda9"}, "device='cuda9' is not a torch device"),
+    ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
+    ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
+    ({"regions": "inductor"}, "regions='inductor' is not one of auto, eager"),
+    ({"max_lead": -1}, "max_lead=-1 must be an int of regions"),
+    ({"max_lead": 1.5}, "max_lead=1.5 must be"),
+    ({"max_lead": True}, "max_lead=True must be"),
+])  # fmt: skip
+def test_a_field_that_cannot_be_used_says_why(fields, sentence):
+    with pytest.raises(ConfigInvalid, match=sentence):
+        Config(**fields)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_that_is_not_there_points_to_the_emulated_device():
+    with pytest.raises(ConfigInvalid, match="torch sees no CUDA device; use device='cpu'"):
+        Config(device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_throttle_on_a_real_device_is_refused():
+    with pytest.raises(ConfigInvalid, match="paces the CPU device only"):
+        Config(device="cuda", throttle={"h2d": 1e9})
+
+
+def test_an_unknown_link_offers_the_nearest():
+    with pytest.raises(UnknownOption, match="throttle does not know 'disk_reed'; did you mean"):
+        Config(device="cpu", throttle={"disk_reed": 1e9})
+    assert set(LINKS) == {"disk_read", "disk_write", "h2d", "d2h"}
+
+
+def test_a_disk_that_is_missing_or_a_file_says_what_to_do(tmp_path):
+    with pytest.raises(DiskUnusable, match="does not exist; create it"):
+        Config(disk=tmp_path / "nothing")
+    (file := tmp_path / "file").write_text("")
+    with pytest.raises(DiskUnusable, match="is not a directory; give a directory"):
+        Config(disk=file)
+
+
+def test_a_disk_given_twice_is_refused(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigInvalid, match="names a directory twice"):
+        Config(disk=(tmp_path, tmp_path / "a" / ".."))
+
+
+def test_a_disk_one_may_not_write_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(DiskUnusable, match="is not writable"):
+        Config(disk=tmp_path)
+
+
+def test_the_environment_names_the_dump_and_an_argument_wins(monkeypatch, tmp_path):
+    assert Config().dump is None
+    monkeypatch.setenv("ZINF_DUMP", str(tmp_path))
+    assert Config().dump == tmp_path
+    assert Config(dump="here").dump == Path("here")
+
+
+def test_build_takes_a_config_or_its_fields():
+    assert build(None, {"max_lead": 3}, "zcompile.offload()").max_lead == 3
+    config = Config(device="cpu", max_lead=5)
+    assert build(config, {}, "zcompile.offload()") == config
+    assert build(config, {"regions": "eager"}, "zcompile.offload()").max_lead == 5
+
+
+def test_build_refuses_what_it_does_not_know():
+    with pytest.raises(UnknownOption, match=r"offload\(\) does not know 'device_memmory'; did you "
+                                            "mean 'device_memory'"):  # fmt: skip
+        build(None, {"device_memmory": 1}, "zcompile.offload()")
+    with pytest.raises(ConfigInvalid, match=r"is not a zcompile\.Config; pass fields by name"):
+        build({"max_lead": 3}, {}, "zcompile.offload()")
+
+
+def test_torch_compile_may_change_plan_fields_only():
+    config = Config(device="cpu")
+    assert with_plan_options(config, {"max_lead": 0}).max_lead == 0
+    with pytest.raises(ConfigInvalid, match=r"device_memory=1 belongs to zcompile\.offload\(\)"):
+        with_plan_options(config, {"device_memory": 1})
+    with pytest.raises(UnknownOption, match="does not know 'max_leed'; did you mean 'max_lead'"):
+        with_plan_options(config, {"max_leed": 1})
+    assert set(PLAN_FIELDS) <= {field.name for field in dataclasses.fields(Config)}

@@ -1,0 +1,149 @@
+"""Every error says what, where, why and what to do; and is the built-in one people catch."""
+
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+from zcompile import errors
+from zcompile.errors import ZinfError
+from zcompile.units import GiB, MiB
+
+DISK = Path("/data")
+
+SENTENCES = {
+    errors.ConfigInvalid: (
+        ("regions", "fast", "is not one of auto, eager"),
+        "regions='fast' is not one of auto, eager",
+    ),
+    errors.UnknownOption: (
+        ("tile_byte", ["tile_bytes", "dump"], "offload()"),
+        "offload() does not know 'tile_byte'; did you mean 'tile_bytes'? (known: dump, tile_bytes)",
+    ),
+    errors.BudgetExceeded: (
+        ("device", 16 * GiB, 18 * GiB, "forward", [("b", 5 * GiB), ("a.weight", 6 * GiB)],
+         'device_memory="18GiB" would do'),
+        "forward needs 18.0 GiB on the device, the budget is 16.0 GiB\n"
+        "  at the peak these are alive:\n"
+        "      6.00 GiB  a.weight\n"
+        "      5.00 GiB  b\n"
+        '  to fit: device_memory="18GiB" would do',
+    ),
+    errors.TierFull: (
+        ("a.weight", 3 * MiB, [("host", MiB, 2 * MiB), ("disk", 0, GiB)]),
+        "no tier has 3.00 MiB left for 'a.weight'\n"
+        "    host: 1.00 MiB used of 2.00 MiB\n"
+        "    disk: 0 B used of 1.00 GiB\n"
+        "  to fit: raise host_memory, give a directory as disk, or free space on it",
+    ),
+    errors.DiskUnusable: (
+        (DISK, "does not exist", "create it"),
+        "disk='/data' does not exist; create it",
+    ),
+    errors.DiskOwned: (
+        (DISK, "process 12"),
+        "disk='/data' is in use by process 12; give each model a directory of its own, "
+        "or end that process",
+    ),
+    errors.IOFault: (
+        (28, "write", DISK / "tier.bin", "a.weight", 4096, 512, 8192, "No space left on device"),
+        "[Errno 28] write of 'a.weight' failed: No space left on device "
+        "(512 of 8192 bytes at offset 4096 of /data/tier.bin)",
+    ),
+    errors.DeviceTooSmall: (
+        ("cuda:0", 80 * GiB, 70 * GiB),
+        "device_memory asks for 80.0 GiB on cuda:0, which has 70.0 GiB free; lower device_memory "
+        "or free the device",
+    ),
+    errors.ModelWrapped: (
+        ("DistributedDataParallel",),
+        "the model is wrapped in DistributedDataParallel; remove the wrapper and give "
+        "zcompile.offload the plain module: placing and sharding parameters is done here",
+    ),
+    errors.TorchUnsupported: (
+        ("2.9.0", "2.11 to 2.13"),
+        "torch 2.9.0 is installed, zcompile is tested with 2.11 to 2.13: it relies on torch "
+        "internals that may differ; install a tested version",
+    ),
+    errors.ParameterChanged: (
+        ("a.weight", "was replaced", "offload the model again"),
+        "parameter 'a.weight' was replaced; offload the model again",
+    ),
+    errors.ValueUnset: (
+        ("a.weight",),
+        "'a.weight' has no value yet: its model was on the meta device when it was offloaded; "
+        "load one with model.load_state_dict(...) first",
+    ),
+    errors.Unsupported: (
+        ("a double backward", "call backward once"),
+        "a double backward; call backward once",
+    ),
+    errors.PassOrder: (
+        ("release-params", {"gathered"}, ["release-params", "gather-params"]),
+        "release-params needs gathered, which no earlier pass gives "
+        "(order: release-params > gather-params)",
+    ),
+    errors.GraphInvalid: (
+        ("release-params", "%mm reads %t, released above", "  > %mm = aten.mm(%x, %t)"),
+        "after release-params, %mm reads %t, released above\n  > %mm = aten.mm(%x, %t)",
+    ),
+    errors.ScheduleInvalid: (
+        ("3 reads slot 0 before its wait",),
+        "the schedule is not safe: 3 reads slot 0 before its wait",
+    ),
+    errors.RunUnreadable: (
+        (DISK, "holds no run"),
+        "/data holds no run; write one with ZINF_DUMP=DIR or Config(dump=DIR)",
+    ),
+    errors.NotInRun: (
+        (DISK, "pass", "gather-param", ["release-params", "gather-params"]),
+        "/data has no pass 'gather-param'; did you mean gather-params, release-params?",
+    ),
+}  # fmt: skip
+
+
+def every_error() -> list[type[ZinfError]]:
+    members = (value for _, value in inspect.getmembers(errors, inspect.isclass))
+    return [kind for kind in members if issubclass(kind, ZinfError) and kind is not ZinfError]
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_every_error_has_its_sentence(kind):
+    arguments, sentence = SENTENCES[kind]
+    assert str(kind(*arguments)) == sentence
+
+
+@pytest.mark.parametrize("kind", every_error(), ids=lambda kind: kind.__name__)
+def test_every_error_is_also_a_built_in_one(kind):
+    builtin = [base for base in kind.__mro__ if base.__module__ == "builtins"]
+    assert builtin[0] not in (Exception, BaseException, object)
+    assert issubclass(kind, ZinfError)
+
+
+def test_an_io_fault_keeps_its_errno():
+    fault = errors.IOFault(*SENTENCES[errors.IOFault][0])
+    assert fault.errno == 28
+    assert (fault.file, fault.name) == (DISK / "tier.bin", "a.weight")
+
+
+def test_many_live_values_are_summed_up():
+    alive = [(f"p{i}", (20 - i) * MiB) for i in range(12)]
+    error = errors.BudgetExceeded("device", GiB, 2 * GiB, "forward", alive, "raise it")
+    assert "20.0 MiB  p0" in str(error)
+    assert "p8" not in str(error)
+    assert "42.0 MiB  ... 4 more" in str(error)
+
+
+def test_an_unknown_key_without_a_neighbour_names_all():
+    error = errors.UnknownOption("zzz", ["dump", "regions"], "options")
+    assert str(error) == "options does not know 'zzz' (known: dump, regions)"
+
+
+def test_what_is_not_in_an_empty_run():
+    assert str(errors.NotInRun(DISK, "graph", "1", [])) == "/data has no graph '1', nor any other"
+    assert str(errors.NotInRun(DISK, "graph", "x", ["0"])) == "/data has no graph 'x'; it has 0"
+
+
+def test_the_root_can_travel_between_processes():
+    assert str(pickle.loads(pickle.dumps(ZinfError("why")))) == "why"

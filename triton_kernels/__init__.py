@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its formula in torch. They know torch and triton, nothing of ours."""

@@ -1,0 +1,178 @@
+"""The device arena: one bounded block of device memory, and who holds which bytes of it.
+
+Two kinds of holder share it. A schedule's slots lie at planned addresses, from the bottom; the
+arena only keeps account of them. Eager gathers take ranges where there is room, from the top down.
+"""
+
+import gc
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import BudgetExceeded
+from zcompile.runtime.device import Device
+from zcompile.runtime.meter import Gauge
+
+ALIGNMENT = 512
+"""What torch's own CUDA allocator gives, and more than any vectorized kernel asks for."""
+
+
+class Arena:
+    """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe."""
+
+    def __init__(self, device: Device, budget_bytes: int, in_use: Gauge) -> None:
+        self.budget_bytes = budget_bytes
+        self._device = device
+        self._in_use = in_use
+        self._memory: Tensor | None = None
+        self._lock = threading.Lock()
+        self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
+        self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
+        self._returned: deque[int] = deque()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in use at once, measured."""
+        return self._in_use.peak
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._reap()
+        return self._in_use.now
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the arena."""
+        if self._memory is None:
+            return False
+        begin = self._memory.data_ptr()
+        same = tensor.device == self._memory.device
+        return same and begin <= tensor.data_ptr() < begin + self.budget_bytes
+
+    def slot(self, address: int, nbytes: int) -> Tensor:
+        """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
+        if address + nbytes > self.budget_bytes:
+            raise BudgetExceeded("device", self.budget_bytes, address + nbytes,
+                                 "a planned slot", (), "raise device_memory")  # fmt: skip
+        return self._whole()[address : address + nbytes]
+
+    def take_slot(self, address: int, nbytes: int) -> None:
+        """A planned slot is in use from now on. raises BudgetExceeded if a gather holds it"""
+        if nbytes == 0:
+            return
+        holder = self._occupy(address, address + nbytes)
+        if holder is not None:
+            gc.collect()  # it may be held by a dead reference cycle only
+            holder = self._occupy(address, address + nbytes)
+        if holder is not None:
+            with self._lock:
+                raise self._crowded(nbytes, f"a slot at {address} of a schedule, which the "
+                                    f"gathered {holder!r} overlaps,")  # fmt: skip
+
+    def give_slot(self, address: int, nbytes: int) -> None:
+        """The slot is not in use any more."""
+        if nbytes == 0:
+            return
+        with self._lock:
+            self._slots.remove((address, address + nbytes))
+        self._in_use.change(-nbytes)
+
+    def take(self, nbytes: int, name: str) -> Tensor:
+        """Room for an eager value: uint8 [nbytes] with a storage of its own.
+
+        The range comes back to the arena when that storage dies.
+        raises  BudgetExceeded when no hole is large enough
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        begin = self._claim(size, name)
+        if begin is None:
+            gc.collect()  # a dead reference cycle may hold what is missing
+            begin = self._claim(size, name)
+        if begin is None:
+            with self._lock:
+                raise self._crowded(nbytes, f"gathering {name!r}")
+        memory = self._whole()[begin : begin + nbytes]
+        return self._device.lend(memory, partial(self._returned.append, begin))
+
+    def _claim(self, size: int, name: str) -> int | None:
+        with self._lock:
+            self._reap()
+            begin = self._hole(size)
+            if begin is None:
+                return None
+            self._lent[begin] = (begin + size, name)
+            self._in_use.change(size)
+            return begin
+
+    def _hole(self, size: int) -> int | None:
+        """Where `size` bytes fit: the tightest hole above all slots, else the highest below."""
+        floor = self._slots[-1][1] if self._slots else 0
+        above: list[tuple[int, int]] = []
+        below: list[int] = []
+        top = self.budget_bytes // ALIGNMENT * ALIGNMENT
+        for begin, end in [*reversed(self._held()), (0, 0)]:
+            low = -(-end // ALIGNMENT) * ALIGNMENT
+            if top - low >= size:
+                if low >= floor:
+                    above.append((top - low, -(top - size)))
+                else:
+                    below.append(top - size)
+            top = min(top, begin // ALIGNMENT * ALIGNMENT)
+        if above:
+            return -min(above)[1]
+        return max(below, default=None)
+
+    def _held(self) -> list[tuple[int, int]]:
+        ranges = list(self._slots)
+        for begin, (end, _) in self._lent.items():
+            insort(ranges, (begin, end))
+        return ranges
+
+    def _occupy(self, begin: int, end: int) -> str | None:
+        """Enter a slot, or name who is in its way."""
+        with self._lock:
+            if (holder := self._lent_within(begin, end)) is not None:
+                return holder
+            at = bisect_left(self._slots, (begin, end))
+            assert at == 0 or self._slots[at - 1][1] <= begin, "two slots overlap"
+            assert at == len(self._slots) or end <= self._slots[at][0], "two slots overlap"
+            self._slots.insert(at, (begin, end))
+            self._in_use.change(end - begin)
+            return None
+
+    def _lent_within(self, begin: int, end: int) -> str | None:
+        self._reap()
+        for low, (high, name) in self._lent.items():
+            if low < end and begin < high:
+                return name
+        return None
+
+    def _reap(self) -> None:
+        """Take back the ranges whose tensors died. They only say so, without any lock, since
+        they may die within a garbage collection that strikes while the lock is held."""
+        while self._returned:
+            begin = self._returned.popleft()
+            if begin in self._lent:
+                end, _ = self._lent.pop(begin)
+                self._in_use.change(begin - end)
+
+    def _crowded(self, nbytes: int, where: str) -> BudgetExceeded:
+        alive = [(name, end - begin) for begin, (end, name) in self._lent.items()]
+        slots = sum(end - begin for begin, end in self._slots)
+        if slots:
+            alive.append(("slots of the running schedule", slots))
+        return BudgetExceeded("device", self.budget_bytes, self._in_use.now + nbytes, where, alive,
+                              "drop references to gathered values, compile the model so that "
+                              "gathers are planned, or raise device_memory")  # fmt: skip
+
+    def _whole(self) -> Tensor:
+        with self._lock:
+            if self._memory is None:
+                self._memory = self._device.allocate(self.budget_bytes)
+            return self._memory

@@ -1,0 +1,104 @@
+"""Where compute happens: the verbs that the CPU and CUDA devices share.
+
+A device hands out its memory, copies both ways beside compute, and says when compute has passed
+a point. Copies of one direction are started in order; each tells its `Landing` how it went.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from zcompile.config import Config
+from zcompile.runtime.meter import Meter, Stamp
+from zcompile.runtime.ticket import Ticket
+
+Direction = Literal["h2d", "d2h"]
+
+
+class Landing(Protocol):
+    """Who is told about one copy. Called from any thread, each at most once, in this order."""
+
+    def enqueued(self, event: object) -> None:
+        """The copy is enqueued; `Device.join(event)` makes compute wait for it."""
+
+    def landed(self, error: BaseException | None) -> None:
+        """The bytes have arrived, or `error` says why not; neither memory is touched again."""
+
+
+class Device(Protocol):
+    torch_device: torch.device
+
+    def free_bytes(self) -> int:
+        """Bytes that an arena could have now."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Arena memory: uint8 [nbytes] on the device. raises DeviceTooSmall"""
+
+    def host_block(self, nbytes: int) -> Tensor:
+        """Host memory that copies are fast from and to: uint8 [nbytes], zeroed, 2 MiB aligned."""
+
+    def lend(self, memory: Tensor, on_free: Callable[[], None]) -> Tensor:
+        """A tensor with a storage of its own over `memory`'s bytes, which it keeps alive.
+
+        on_free  runs once the last tensor over that storage has died, in any thread, possibly
+                 within a garbage collection: it must take no lock
+        """
+
+    def mark(self) -> Ticket:
+        """Complete once all compute that this thread submitted so far is."""
+
+    def copy(self, direction: Direction, target: Tensor, source: Tensor,
+             after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
+        """Start a copy between host and device memory once the marks `after` are complete.
+
+        target, source  uint8 [n], contiguous
+        """
+
+    def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
+        """Start zeroing device memory; ordered like a copy to it, and no traffic."""
+
+    def join(self, event: object) -> None:
+        """Compute of this thread waits for an enqueued copy."""
+
+    def stamp(self) -> Stamp:
+        """This moment of compute, for a stopwatch."""
+
+    def elapsed(self, begin: Stamp, end: Stamp) -> float:
+        """Seconds between two stamps; blocks until compute has passed both."""
+
+    def close(self) -> None:
+        """Stop copying and let go of host memory; idempotent."""
+
+
+class Arriving:
+    """Runs a copy and tells its landing the outcome, whatever that is."""
+
+    __slots__ = ("_landing",)
+
+    def __init__(self, landing: Landing) -> None:
+        self._landing = landing
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> bool:  # fmt: skip
+        if error is None:
+            self._landing.enqueued(None)
+        self._landing.landed(error)
+        return True
+
+
+def open_device(config: Config, meter: Meter,
+                crashed: Callable[[BaseException], None]) -> Device:  # fmt: skip
+    """The device that `config` names. CUDA is not touched unless it does."""
+    from zcompile.runtime.device_cpu import CpuDevice
+    from zcompile.runtime.device_cuda import CudaDevice
+
+    device = torch.device(config.device or "cpu")
+    if device.type == "cuda":
+        return CudaDevice(device, meter, crashed)
+    return CpuDevice({k: float(v) for k, v in config.throttle.items()}, meter, crashed)

@@ -1,0 +1,130 @@
+"""What was measured: bytes per link, seconds per activity, peaks per tier, counts.
+
+Bytes are counted where they move, peaks where bytes are handed out; nothing here is copied from
+a plan, except `planned_peak`, which is there to be compared.
+"""
+
+import threading
+from collections import deque
+from typing import Protocol
+
+from zcompile.config import LINKS
+
+SECONDS = ("compute", "stall", "optimizer")
+TOTALS = ("steps", "gathers")
+"""Counts of what happened; a reset zeroes them."""
+STRUCTURE = ("graphs", "regions", "distinct_regions")
+"""Counts of what was compiled; they stay true, so a reset leaves them."""
+MOST_SPANS = 4096
+"""Device stopwatch pairs kept unread; far more than are under way on a stream at once."""
+
+Value = dict[str, int] | dict[str, float] | int
+
+
+class Stamp(Protocol):
+    """A moment on a device's clock."""
+
+    def until(self, later: "Stamp") -> float:
+        """Seconds from here to `later`; blocks until the device has passed both."""
+
+
+class Gauge:
+    """A level and its high-water mark; thread-safe."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._lock = threading.Lock()
+
+    def change(self, delta: int) -> None:
+        with self._lock:
+            self.now += delta
+            if self.now > self.peak:
+                self.peak = self.now
+
+    def at_least(self, level: int) -> None:
+        with self._lock:
+            self.peak = max(self.peak, level)
+
+    def reset(self) -> None:
+        with self._lock:
+            self.peak = self.now
+
+
+class Meter:
+    """The measurements of one store; thread-safe."""
+
+    def __init__(self) -> None:
+        self.device, self.host, self.disk = Gauge(), Gauge(), Gauge()
+        self.planned_device, self.planned_host, self.planned_disk = Gauge(), Gauge(), Gauge()
+        self._lock = threading.Lock()
+        self._bytes = dict.fromkeys(LINKS, 0)
+        self._seconds = dict.fromkeys(SECONDS, 0.0)
+        self._counts = dict.fromkeys((*TOTALS, *STRUCTURE), 0)
+        self._spans: deque[tuple[str, Stamp, Stamp]] = deque()
+
+    def moved(self, link: str, nbytes: int) -> None:
+        """`nbytes` have travelled over `link`."""
+        with self._lock:
+            self._bytes[link] += nbytes
+
+    def add(self, activity: str, seconds: float) -> None:
+        """`activity`, one of SECONDS, took that long."""
+        with self._lock:
+            self._seconds[activity] += seconds
+
+    def span(self, activity: str, begin: Stamp, end: Stamp) -> None:
+        """`activity` lasted from `begin` to `end` of the device's clock, which is read later."""
+        self._spans.append((activity, begin, end))
+        if len(self._spans) > MOST_SPANS:
+            self._read_spans(MOST_SPANS // 2)
+
+    def count(self, what: str, n: int = 1) -> None:
+        """`n` more of one of TOTALS or STRUCTURE."""
+        with self._lock:
+            self._counts[what] += n
+
+    def plan_device(self, nbytes: int) -> None:
+        """A schedule was made that will use `nbytes` of the device arena at once."""
+        self.planned_device.at_least(nbytes)
+
+    def bytes(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._bytes)
+
+    def seconds(self) -> dict[str, float]:
+        self._read_spans(0)
+        with self._lock:
+            return dict(self._seconds)
+
+    def peak(self) -> dict[str, int]:
+        return {"device": self.device.peak, "host": self.host.peak, "disk": self.disk.peak}
+
+    def planned_peak(self) -> dict[str, int]:
+        return {"device": self.planned_device.peak, "host": self.planned_host.peak,
+                "disk": self.planned_disk.peak}  # fmt: skip
+
+    def snapshot(self) -> dict[str, Value]:
+        """All of it as a plain dict: the value of `zcompile.stats`."""
+        with self._lock:
+            counts = dict(self._counts)
+        return {"bytes": self.bytes(), "seconds": self.seconds(), "peak": self.peak(),
+                "planned_peak": self.planned_peak(), **counts}  # fmt: skip
+
+    def reset(self) -> None:
+        """Zero the totals; peaks start again from what is in use now."""
+        self._read_spans(0)
+        with self._lock:
+            self._bytes = dict.fromkeys(LINKS, 0)
+            self._seconds = dict.fromkeys(SECONDS, 0.0)
+            self._counts.update(dict.fromkeys(TOTALS, 0))
+        for gauge in (self.device, self.host, self.disk):
+            gauge.reset()
+
+    def _read_spans(self, keep: int) -> None:
+        while len(self._spans) > keep:
+            try:
+                activity, begin, end = self._spans.popleft()
+            except IndexError:  # another thread reads them too
+                return
+            self.add(activity, begin.until(end))

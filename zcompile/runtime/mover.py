@@ -1,0 +1,117 @@
+"""The order of transfers: what follows what, what is under way, and what went wrong first.
+
+A transfer starts in the thread that submits it, when nothing stands before it, else in a thread
+of the mover, which keeps long queues on one entry from nesting.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from zcompile.runtime.place import Place
+from zcompile.runtime.ticket import Countdown, Ready, Ticket
+from zcompile.runtime.transfers import Transfer
+from zcompile.runtime.workers import Workers
+
+
+def marks_of(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
+    """The tickets that are points of compute, for the device to wait for."""
+    return tuple(t for t in after if not isinstance(t, Transfer | Ready))
+
+
+class Mover:
+    """All transfers of one store; thread-safe."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """The first that a transfer failed with."""
+        self.closed: BaseException | None = None
+        self._starter = Workers("zinf-start", 1, self.abandon)
+        self._under_way: set[Transfer] = set()
+        self._idle = threading.Condition()
+
+    def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
+        """Start `transfer` once its entry and the transfers in `after` let it.
+
+        A put in `after` counts as complete when its memory is free, not when its bytes are home.
+        raises  what an earlier transfer on the entry failed with
+        """
+        gate = Countdown()
+        place = transfer.place
+        with self._idle:
+            self.check(place)
+            blockers = place.blockers(transfer)
+            transfer.prepare()
+            place.under_way.append(transfer)
+            self._under_way.add(transfer)
+        transfer.home.then(partial(self._finished, transfer))
+        for blocker in blockers:
+            gate.hold()
+            blocker.home.then(gate.drop)
+        for ticket in after:
+            if isinstance(ticket, Transfer):
+                gate.hold()
+                ticket.over.then(gate.drop)
+        gate.drop()
+        if gate.done():
+            transfer.start(gate.error)
+        else:
+            gate.then(partial(self._start_later, transfer))
+
+    def check(self, place: Place) -> None:
+        error = self.closed or place.error
+        if error is not None:
+            raise error
+
+    def blank(self, place: Place) -> None:
+        """From here on in the order of submission, the entry holds nothing."""
+        with self._idle:
+            self.check(place)
+            place.written.clear()
+
+    def free(self, place: Place) -> None:
+        """Give the extent back once nothing is under way on it."""
+        with self._idle:
+            place.freed = True
+            idle = not place.under_way
+        if idle:
+            place.tier.release(place.extent)
+
+    def drain(self) -> None:
+        """All is done; raises the first error of any transfer."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._under_way)
+        if self.error is not None:
+            raise self.error
+
+    def close(self, error: BaseException) -> None:
+        """Start nothing any more; `error` is what later submissions raise."""
+        with self._idle:
+            self.closed = self.closed or error
+        self._starter.stop()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail all that is left; the threads that moved it have stopped, or it will never move."""
+        with self._idle:
+            self.closed = self.closed or error
+            left = list(self._under_way)
+        for transfer in left:
+            transfer.fail(error)
+
+    def _start_later(self, transfer: Transfer, error: BaseException | None) -> None:
+        self._starter.submit(partial(transfer.start, error))
+
+    def _finished(self, transfer: Transfer, error: BaseException | None) -> None:
+        place = transfer.place
+        with self._idle:
+            self._under_way.discard(transfer)
+            place.under_way.remove(transfer)
+            if error is not None:
+                place.error = place.error or error
+                if self.closed is None:
+                    self.error = self.error or error
+            free = place.freed and not place.under_way
+            if not self._under_way:
+                self._idle.notify_all()
+        if free:
+            place.tier.release(place.extent)

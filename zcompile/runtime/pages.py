@@ -1,0 +1,52 @@
+"""Host memory in huge pages.
+
+Transfers through 4 KiB pages reach about 0.6 of the speed of 2 MiB pages and cost several times
+the CPU time, so every arena on the host is an anonymous mapping, aligned to 2 MiB and advised
+huge. Nothing is touched here: resident memory grows with use.
+"""
+
+import ctypes
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from zcompile.units import MiB
+
+HUGE_PAGE_BYTES = 2 * MiB
+
+
+def machine_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_pages(nbytes: int) -> Tensor:
+    """Zeroed host memory of its own mapping; unmapped when its last tensor dies.
+
+    returns  uint8 [nbytes], 2 MiB aligned
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # Private, since Python's default, a shared mapping, is backed by shmem without huge pages.
+    mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    whole_pages = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole_pages)
+    return memory[start : start + nbytes]
+
+
+def copy_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
+    """Copy between host memories: one thread, the GIL released.
+
+    `Tensor.copy_` would start a team of OpenMP threads in every worker that calls it.
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
+def clear_bytes(target: Tensor, nbytes: int) -> None:
+    """Zero host memory: one thread, the GIL released."""
+    ctypes.memset(target.data_ptr(), 0, nbytes)

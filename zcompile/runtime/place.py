@@ -1,0 +1,52 @@
+"""An entry at home: where its bytes rest, which of them hold a value, and what is under way.
+
+Operations on one entry take effect in the order of their submission. Two that touch the same
+bytes, one of them writing, follow each other; all others run side by side.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from zcompile.runtime.extents import Written
+from zcompile.runtime.ticket import Promise
+from zcompile.runtime.tiers import Extent, TierIO
+
+
+class Operation(Protocol):
+    """One fetch, put or add of bytes [begin, end)."""
+
+    begin: int
+    end: int
+    writes: bool
+
+    @property
+    def home(self) -> Promise: ...
+
+
+class Place:
+    """Where an entry rests. Guarded by the lock of the `Mover`."""
+
+    def __init__(self, name: str, nbytes: int, tier: TierIO, extent: Extent) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.tier = tier
+        self.extent = extent
+        self.written = Written()
+        self.error: BaseException | None = None
+        self.freed = False
+        self.under_way: list[Operation] = []
+
+    def blocks(self, begin: int, end: int) -> tuple[int, int]:
+        """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""
+        unit = self.tier.alignment
+        return begin // unit * unit, -(-end // unit) * unit
+
+    def blockers(self, new: Operation) -> Sequence[Operation]:
+        """The operations that must be over before `new` may start."""
+        low, high = self.blocks(new.begin, new.end)
+        found = []
+        for old in self.under_way:
+            begin, end = self.blocks(old.begin, old.end)
+            if begin < high and low < end and (old.writes or new.writes):
+                found.append(old)
+        return found

@@ -1,0 +1,127 @@
+"""The staging ring: a fixed set of host buffers between the disk and the device.
+
+A transfer that needs buffers joins the queue of its lane and is handed one per chunk, first come,
+first served. Reads go before writes, and neither lane may hold all buffers, so a backlog of
+writes never stops a read, nor the other way round.
+"""
+
+import threading
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from zcompile.errors import ConfigInvalid
+from zcompile.runtime.meter import Gauge
+from zcompile.runtime.tiers import Buffer
+from zcompile.units import KiB, MiB, show_size
+
+MOST_CHUNK_BYTES = 4 * MiB
+LEAST_CHUNK_BYTES = 64 * KiB
+LEAST_CHUNKS = 4
+MOST_STAGING_BYTES = 256 * MiB
+"""At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
+
+
+class StagingSize(NamedTuple):
+    chunk_bytes: int
+    chunks: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk_bytes * self.chunks
+
+
+def staging_size(host_budget: int, has_disk: bool) -> StagingSize:
+    """How much of the host budget is the ring: about a quarter, and less without a disk.
+
+    raises  ConfigInvalid if the budget is smaller than the least ring
+    """
+    least = LEAST_CHUNKS * LEAST_CHUNK_BYTES
+    if host_budget < least:
+        raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
+                            f"least {show_size(least)}; give that or more")  # fmt: skip
+    target = min(host_budget // (4 if has_disk else 16), MOST_STAGING_BYTES)
+    chunk = MOST_CHUNK_BYTES
+    while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
+        chunk //= 2
+    return StagingSize(chunk, max(LEAST_CHUNKS, target // chunk))
+
+
+class Staged(Protocol):
+    """A transfer that travels in chunks."""
+
+    def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        """Start bytes [begin, end) through `buffer`, which goes back to the ring at their end."""
+
+
+class _Lane:
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+        self.waiting: deque[tuple[Staged, deque[tuple[int, int]]]] = deque()
+
+    def next(self) -> tuple[Staged, int, int] | None:
+        if not self.waiting or self.held >= self.most:
+            return None
+        staged, chunks = self.waiting[0]
+        begin, end = chunks.popleft()
+        if not chunks:
+            self.waiting.popleft()
+        self.held += 1
+        return staged, begin, end
+
+
+class Staging:
+    """The ring over `memory` [size.nbytes]; thread-safe."""
+
+    def __init__(self, memory: Tensor, size: StagingSize, in_use: Gauge) -> None:
+        self.chunk_bytes = size.chunk_bytes
+        whole = Buffer.over(memory)
+        self._free = [whole.part(n * size.chunk_bytes, (n + 1) * size.chunk_bytes)
+                      for n in range(size.chunks)]  # fmt: skip
+        self._in_use = in_use
+        most = max(1, size.chunks * 3 // 4)
+        self._lanes = {"read": _Lane(most), "write": _Lane(most)}
+        self._lock = threading.Lock()
+        self._pumping = False
+
+    def request(self, lane: str, staged: Staged, chunks: deque[tuple[int, int]]) -> None:
+        """`staged` will be handed one buffer for each of `chunks`, a deque that is consumed."""
+        if chunks:
+            with self._lock:
+                self._lanes[lane].waiting.append((staged, chunks))
+            self._pump()
+
+    def give(self, lane: str, buffer: Buffer) -> None:
+        """A chunk is over."""
+        with self._lock:
+            self._free.append(buffer)
+            self._lanes[lane].held -= 1
+        self._in_use.change(-buffer.nbytes)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Hand out buffers until there are none, or nobody wants one.
+
+        A chunk that fails at once gives its buffer back from within; then, or when another thread
+        is at it already, the loop that runs goes on, so calls never pile up.
+        """
+        while True:
+            with self._lock:
+                if self._pumping or not self._free:
+                    return
+                for lane in self._lanes.values():
+                    if (turn := lane.next()) is not None:
+                        break
+                else:
+                    return
+                buffer = self._free.pop()
+                self._pumping = True
+            self._in_use.change(buffer.nbytes)
+            staged, begin, end = turn
+            try:
+                staged.begin_chunk(begin, end, buffer)
+            finally:
+                with self._lock:
+                    self._pumping = False

@@ -1,0 +1,89 @@
+"""The host tier: entries rest in host memory that copies to the device are fast from.
+
+One address space in blocks that are made (and, on CUDA, pinned) when first reserved. An extent is
+one range of addresses; where it crosses a block, a copy has two pieces.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from zcompile.errors import TierFull
+from zcompile.runtime.extents import Extents
+from zcompile.runtime.meter import Gauge
+from zcompile.runtime.pages import copy_bytes
+from zcompile.runtime.ticket import Promise
+from zcompile.runtime.tiers import Buffer, Extent
+from zcompile.units import MiB
+
+BLOCK_BYTES = 256 * MiB
+"""Pinned at once. Pinning costs time per call and per page; much smaller blocks pay the call,
+much larger ones pin memory that no entry needs yet."""
+
+
+class HostTier:
+    """A bounded pool of host memory.
+
+    make_block  host memory of the size asked: `Device.host_block`
+    in_use      told the bytes reserved
+    """
+
+    name = "host"
+    alignment = 64  # of every dtype and of a cache line
+
+    def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
+                 in_use: Gauge) -> None:  # fmt: skip
+        self._extents = Extents(self.alignment, budget_bytes)
+        self._make_block = make_block
+        self._in_use = in_use
+        self._lock = threading.Lock()
+        self._blocks: dict[int, Tensor] = {}
+
+    def reserve(self, nbytes: int, name: str) -> Extent:
+        with self._lock:
+            offset = self._extents.take(nbytes)
+            if offset is None:
+                raise TierFull(name, nbytes, [self.usage()])
+            size = self._extents.aligned(nbytes)
+            for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
+                if block not in self._blocks:
+                    left = self._extents.capacity - block * BLOCK_BYTES
+                    self._blocks[block] = self._make_block(min(BLOCK_BYTES, left))
+        self._in_use.change(size)
+        return Extent(0, offset, size, name)
+
+    def release(self, extent: Extent) -> None:
+        with self._lock:
+            self._extents.give(extent.offset, extent.nbytes)
+        self._in_use.change(-extent.nbytes)
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Bytes [begin, end) of an extent as (where it begins, memory), one per block touched."""
+        while begin < end:
+            block, inside = divmod(extent.offset + begin, BLOCK_BYTES)
+            n = min(end - begin, BLOCK_BYTES - inside)
+            yield begin, self._blocks[block][inside : inside + n]
+            begin += n
+
+    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
+        for at, memory in self.pieces(extent, begin, begin + into.nbytes):
+            copy_bytes(into.memory[at - begin :], memory, memory.numel())
+        return _done()
+
+    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
+        for at, memory in self.pieces(extent, begin, begin + source.nbytes):
+            copy_bytes(memory, source.memory[at - begin :], memory.numel())
+        return _done()
+
+    def usage(self) -> tuple[str, int, int]:
+        return self.name, self._extents.used_bytes, self._extents.capacity
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+
+def _done() -> Promise:
+    promise = Promise()
+    promise.finish()
+    return promise

@@ -1,0 +1,75 @@
+"""The verbs of a place where bytes rest.
+
+A tier reserves extents and moves bytes between them and host buffers. What an entry is, in which
+order things happen, and how bytes reach the device is known to others.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from zcompile.runtime.ticket import Promise
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where an entry rests: `nbytes` from `offset` of file (or address space) number `file`.
+
+    name  of the entry, for people
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    name: str
+
+
+class Buffer(NamedTuple):
+    """Host memory that system calls can write to, and the tensor that owns it."""
+
+    memory: Tensor
+    view: memoryview
+
+    @classmethod
+    def over(cls, memory: Tensor) -> "Buffer":
+        """memory  uint8 [n], n > 0, contiguous, on the host; must outlive the buffer's use"""
+        array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
+        return cls(memory, memoryview(array))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.view)
+
+    def part(self, begin: int, end: int) -> "Buffer":
+        return Buffer(self.memory[begin:end], self.view[begin:end])
+
+
+class TierIO(Protocol):
+    """A place where bytes rest. Offsets and sizes in bytes; `read` and `write` return at once."""
+
+    name: str
+    alignment: int
+    """`begin` and the size of every read and write are multiples of this."""
+
+    def reserve(self, nbytes: int, name: str) -> Extent:
+        """Room for `nbytes`, rounded up to the alignment; its content is anything.
+
+        raises  TierFull
+        """
+
+    def release(self, extent: Extent) -> None:
+        """Nobody reads or writes the extent any more."""
+
+    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
+        """Fill `into` with the bytes of the extent from `begin` on. Fails with IOFault."""
+
+    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
+        """Put `source` into the extent from `begin` on. Fails with IOFault."""
+
+    def usage(self) -> tuple[str, int, int]:
+        """Its name, bytes reserved, and bytes it could hold: a row of an error message."""
+
+    def close(self) -> None:
+        """Stop, and give everything back; idempotent."""

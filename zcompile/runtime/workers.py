@@ -1,0 +1,65 @@
+"""Threads that do one thing after another.
+
+All are daemons that hold no reference to what they worked on, so neither a forgotten store nor
+the end of the interpreter waits for them.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import TracebackType
+
+Job = Callable[[], None]
+
+
+class _Reporting:
+    """Hands whatever a block raises to `report`, and goes on."""
+
+    def __init__(self, report: Callable[[BaseException], None]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> bool:  # fmt: skip
+        if error is not None:
+            self._report(error)
+        return True
+
+
+class Workers:
+    """A queue and the threads that empty it, first in first out.
+
+    crashed  told what a job raised; jobs report expected errors themselves, so this is a defect
+    """
+
+    def __init__(self, name: str, threads: int, crashed: Callable[[BaseException], None]) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=_work, args=(self._jobs, crashed), name=f"{name}-{n}",
+                             daemon=True)
+            for n in range(threads)
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End after the jobs under way; those still queued are dropped."""
+        while not self._jobs.empty():
+            self._jobs.get()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+
+def _work(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException], None]) -> None:
+    while (job := jobs.get()) is not None:
+        with _Reporting(crashed):
+            job()
+        del job

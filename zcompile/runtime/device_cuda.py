@@ -20,10 +20,13 @@ from zcompile.runtime.pages import copy_bytes, host_pages
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.workers import Workers
 
+_CUDA: Any = torch.cuda
+"""Its streams and events carry no annotations in some of the torch versions we support."""
+
 
 @dataclass(frozen=True)
 class CudaStamp:
-    event: torch.cuda.Event
+    event: Any
 
     def until(self, later: Stamp) -> float:
         assert isinstance(later, CudaStamp)
@@ -35,7 +38,7 @@ class CudaStamp:
 class Mark:
     """Complete once a stream has passed `event`."""
 
-    event: torch.cuda.Event
+    event: Any
     device: torch.device
 
     def done(self) -> bool:
@@ -45,7 +48,7 @@ class Mark:
         self.event.synchronize()
 
     def join_compute(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        _CUDA.current_stream(self.device).wait_event(self.event)
 
 
 @dataclass(frozen=True)
@@ -69,17 +72,17 @@ class CudaDevice:
 
     def __init__(self, device: torch.device, meter: Meter,
                  crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = _CUDA.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self._meter = meter
-        self._streams = {link: torch.cuda.Stream(self.torch_device) for link in ("h2d", "d2h")}
+        self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
         self._locks = {link: threading.Lock() for link in self._streams}
         self._reapers = {link: Workers(f"zinf-{link}", 1, crashed) for link in self._streams}
         self._host = Workers("zinf-host", 1, crashed)
         self._pinned: list[Tensor] = []
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        return int(_CUDA.mem_get_info(self.torch_device)[0])
 
     def allocate(self, nbytes: int) -> Tensor:
         try:
@@ -90,8 +93,8 @@ class CudaDevice:
     def host_block(self, nbytes: int) -> Tensor:
         block = host_pages(nbytes)
         if nbytes:
-            with torch.cuda.device(self.torch_device):
-                status = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
+            with _CUDA.device(self.torch_device):
+                status = int(_CUDA.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
             if status != 0:
                 raise ConfigInvalid("host_memory", nbytes, "cannot be pinned (cudaHostRegister "
                                     f"gave error {status}); lower it, or raise the limit on "
@@ -106,8 +109,8 @@ class CudaDevice:
         return torch.as_tensor(_Borrowed(memory, on_free), device=self.torch_device)
 
     def mark(self) -> Ticket:
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event = _CUDA.Event(blocking=True)
+        event.record(_CUDA.current_stream(self.torch_device))
         return Mark(event, self.torch_device)
 
     def copy(self, direction: Direction, target: Tensor, source: Tensor,
@@ -124,11 +127,11 @@ class CudaDevice:
     def join(self, event: object) -> None:
         if event is not None:
             assert isinstance(event, torch.cuda.Event)
-            torch.cuda.current_stream(self.torch_device).wait_event(event)
+            _CUDA.current_stream(self.torch_device).wait_event(event)
 
     def stamp(self) -> Stamp:
-        event = torch.cuda.Event(enable_timing=True, blocking=True)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event = _CUDA.Event(enable_timing=True, blocking=True)
+        event.record(_CUDA.current_stream(self.torch_device))
         return CudaStamp(event)
 
     def elapsed(self, begin: Stamp, end: Stamp) -> float:
@@ -141,15 +144,15 @@ class CudaDevice:
             for stream in self._streams.values():
                 stream.synchronize()
         while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+            _CUDA.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
     def _enqueue(self, direction: Direction, work: Callable[[], object], after: Sequence[Ticket],
                  landing: Landing, alive: tuple[Tensor, ...], nbytes: int) -> None:  # fmt: skip
         stream = self._streams[direction]
-        event = torch.cuda.Event(blocking=True)
+        event = _CUDA.Event(blocking=True)
         try:
             # Under the lock, so that the last event a landing hears of is the last on the stream.
-            with self._locks[direction], torch.cuda.stream(stream):
+            with self._locks[direction], _CUDA.stream(stream):
                 for mark in after:
                     assert isinstance(mark, Mark)
                     stream.wait_event(mark.event)
@@ -162,7 +165,7 @@ class CudaDevice:
         self._reapers[direction].submit(
             partial(self._reap, direction, event, landing, alive, nbytes))  # fmt: skip
 
-    def _reap(self, direction: Direction, event: torch.cuda.Event, landing: Landing,
+    def _reap(self, direction: Direction, event: Any, landing: Landing,
               alive: tuple[Tensor, ...], nbytes: int) -> None:  # fmt: skip
         """`alive` stays referenced until here, so no allocator reuses it under the copy."""
         error: RuntimeError | None = None

@@ -100,6 +100,8 @@ class Written:
     def pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
         """[begin, end) cut into (begin, end, holds a value)."""
         cut: list[tuple[int, int, bool]] = []
+        if begin >= end:
+            return cut
         at = begin
         for low, high in self._ranges[bisect_right(self._ranges, begin, key=lambda r: r[1]) :]:
             if low >= end:

@@ -1,4 +1,4 @@
-"""The order of transfers: what follows what, what is under way, and what went wrong first.
+"""The order of transfers: what follows what, how much is under way, what went wrong first.
 
 A transfer starts in the thread that submits it, when nothing stands before it, else in a thread
 of the mover, which keeps long queues on one entry from nesting.
@@ -10,7 +10,7 @@ from functools import partial
 
 from zcompile.runtime.place import Place
 from zcompile.runtime.ticket import Countdown, Ready, Ticket
-from zcompile.runtime.transfers import Transfer
+from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.workers import Workers
 
 
@@ -115,3 +115,23 @@ class Mover:
                 self._idle.notify_all()
         if free:
             place.tier.release(place.extent)
+
+
+class Backlog:
+    """Bytes of put sources that live outside the arena: a bounded sum."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._now = 0
+        self._less = threading.Condition()
+
+    def enter(self, nbytes: int) -> None:
+        """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
+        with self._less:
+            self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
+            self._now += nbytes
+
+    def leave(self, nbytes: int) -> None:
+        with self._less:
+            self._now -= nbytes
+            self._less.notify_all()

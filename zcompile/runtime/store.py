@@ -5,44 +5,27 @@ it on the host while there is room, else on disk, and moves it to and from the d
 """
 
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zcompile import handles
 from zcompile.config import Config
-from zcompile.errors import (
-    ConfigInvalid,
-    DeviceTooSmall,
-    ParameterChanged,
-    TierFull,
-    Unsupported,
-    ValueUnset,
-    ZinfError,
-)
+from zcompile.errors import ParameterChanged, TierFull, Unsupported, ValueUnset, ZinfError
 from zcompile.runtime.arena import Arena
-from zcompile.runtime.device import Device, open_device
-from zcompile.runtime.meter import Meter
-from zcompile.runtime.mover import Mover, marks_of
-from zcompile.runtime.pages import machine_bytes
+from zcompile.runtime.meter import Gauge, Meter
+from zcompile.runtime.mover import Backlog, marks_of
 from zcompile.runtime.place import Place
-from zcompile.runtime.staging import Staging, staging_size
+from zcompile.runtime.plant import closed_error, open_plant, shut
+from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.tier_disk import DiskTier
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import TierIO
-from zcompile.runtime.transfers import Add, Fetch, Means, Put, ReadBack, Transfer
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.transfer import Transfer
+from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
-
-SHARE_OF_MACHINE = 8
-"""A budget that is not given is this part of the machine's memory (`Config`)."""
 
 
 class Entry:
@@ -82,17 +65,6 @@ class Entry:
         self.store.on_gradient(self, grad)
 
 
-@dataclass(frozen=True)
-class _Plant:
-    """All that runs or is open; knows nothing of the store, so that it can be closed after it."""
-
-    pid: int
-    mover: Mover
-    device: Device
-    workers: tuple[Workers, ...]
-    tiers: tuple[TierIO, ...]
-
-
 class Store:
     """Opens what `config` asks for.
 
@@ -107,30 +79,19 @@ class Store:
         self.config = config
         self.meter = Meter()
         self.on_gradient: Callable[[Entry, Tensor], None] = _nobody_takes_gradients
-        self.host_budget = _host_budget(config)
-        staging = staging_size(self.host_budget, has_disk=bool(config.disk))
-        mover = Mover()
-        self.device = open_device(config, self.meter, mover.abandon)
-        self.device_budget = _device_budget(config, self.device)
+        plant = open_plant(config, self.meter)
+        self.device = plant.means.device
+        self.device_budget = plant.device_budget
+        self.host_budget = plant.host_budget
         self.arena = Arena(self.device, self.device_budget, self.meter.device)
-        self._host = HostTier(self.host_budget - staging.nbytes, self.device.host_block,
-                              self.meter.host)  # fmt: skip
-        self._tiers: tuple[TierIO, ...] = (self._host,)
-        if config.disk:
-            rates = {link: float(rate) for link, rate in config.throttle.items()}
-            disk = DiskTier(_directories(config), rates, self.meter, mover.abandon)
-            self._tiers = (self._host, disk)
-        ring = Staging(self.device.host_block(staging.nbytes), staging, self.meter.host)
-        self.meter.planned_host.change(staging.nbytes)
-        adder = Workers("zinf-add", 1, mover.abandon)
-        self._means = Means(self.device, ring, adder)
-        self._mover = mover
-        self._backlog = Backlog(staging.nbytes)
+        self._means = plant.means
+        self._mover = plant.mover
+        self._tiers = plant.tiers
+        self._backlog = Backlog(plant.staging_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
-        self._pid = os.getpid()
-        plant = _Plant(self._pid, mover, self.device, (adder,), self._tiers)
-        self._close = weakref.finalize(self, _shut, plant)
+        self._pid = plant.pid
+        self._close = weakref.finalize(self, shut, plant)
 
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False) -> Entry:
         """A new, blank entry, on the host while there is room, else on disk. raises TierFull"""
@@ -142,8 +103,7 @@ class Store:
             except TierFull:
                 rows.append(tier.usage())
                 continue
-            planned = self.meter.planned_host if tier is self._host else self.meter.planned_disk
-            planned.change(extent.nbytes)
+            self._planned(tier).change(extent.nbytes)
             entry = Entry(self, name, kind, Place(name, nbytes, tier, extent), unset)
             self._entries[entry.key] = entry
             handles.bind(entry)
@@ -226,14 +186,15 @@ class Store:
                                    "forked from it", "use the model in its own process, or start "
                                    "the child with 'spawn'")  # fmt: skip
         if not self._close.alive:
-            raise _closed(name)
+            raise closed_error(name)
         while self._dead:
             entry = self._entries.pop(self._dead.popleft(), None)
             if entry is not None:
-                on_host = entry.place.tier is self._host
-                planned = self.meter.planned_host if on_host else self.meter.planned_disk
-                planned.change(-entry.place.extent.nbytes)
+                self._planned(entry.place.tier).change(-entry.place.extent.nbytes)
                 self._mover.free(entry.place)
+
+    def _planned(self, tier: TierIO) -> Gauge:
+        return self.meter.planned_host if tier.name == "host" else self.meter.planned_disk
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
@@ -256,67 +217,6 @@ class Store:
         return transfer
 
 
-class Backlog:
-    """Bytes of put sources that live outside the arena: a bounded sum."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most = most_bytes
-        self._now = 0
-        self._less = threading.Condition()
-
-    def enter(self, nbytes: int) -> None:
-        """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
-        with self._less:
-            self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
-            self._now += nbytes
-
-    def leave(self, nbytes: int) -> None:
-        with self._less:
-            self._now -= nbytes
-            self._less.notify_all()
-
-
-def _shut(plant: _Plant) -> None:
-    if os.getpid() != plant.pid:  # a forked child must not remove its parent's files
-        return
-    error = _closed("the model")
-    plant.mover.close(error)
-    plant.device.close()
-    for workers in plant.workers:
-        workers.stop()
-    for tier in plant.tiers:
-        tier.close()
-    plant.mover.abandon(error)
-
-
-def _closed(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", "offload the model again")
-
-
 def _nobody_takes_gradients(entry: Entry, grad: Tensor) -> None:
     raise Unsupported(f"a gradient of {entry.name!r} arrived at a store without an optimizer side",
                       "set store.on_gradient")  # fmt: skip
-
-
-def _directories(config: Config) -> tuple[Path, ...]:
-    given = config.disk
-    return tuple(Path(d) for d in (given if isinstance(given, tuple) else (given,)) if d)
-
-
-def _host_budget(config: Config) -> int:
-    budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
-    if budget > machine_bytes():
-        raise ConfigInvalid("host_memory", budget, f"is more than this machine has "
-                            f"({machine_bytes()} bytes)")  # fmt: skip
-    return budget
-
-
-def _device_budget(config: Config, device: Device) -> int:
-    free = device.free_bytes()
-    if config.device_memory is None:
-        share = free * 8 // 10 if device.torch_device.type == "cuda" else free // SHARE_OF_MACHINE
-        return int(share)
-    budget = int(config.device_memory)
-    if budget > free:
-        raise DeviceTooSmall(str(device.torch_device), budget, free)
-    return budget

@@ -1,0 +1,38 @@
+"""Stores for the runtime's tests: opened by field, closed and searched for leftovers."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zcompile.config import Config
+from zcompile.runtime.store import Store
+
+OpenStore = Callable[..., Store]
+
+
+def own_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+    """Opens a small store on the CPU device; `disk=True` gives it a directory of its own."""
+    stores: list[Store] = []
+
+    def open_one(**fields: object) -> Store:
+        if fields.get("disk") is True:
+            directory = tmp_path / f"disk{len(stores)}"
+            directory.mkdir()
+            fields["disk"] = directory
+        given = {"device": "cpu", "device_memory": "8MiB", "host_memory": "1MiB", **fields}
+        stores.append(Store(Config(**given)))  # type: ignore[arg-type]
+        return stores[-1]
+
+    before = own_threads()
+    yield open_one
+    for store in stores:
+        store.close()
+    assert own_threads() == before
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []

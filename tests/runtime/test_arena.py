@@ -1,0 +1,162 @@
+"""The device arena: slots at planned addresses, gathers where there is room, both counted."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zcompile.errors import BudgetExceeded
+from zcompile.runtime.arena import ALIGNMENT, Arena
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.meter import Gauge, Meter
+from zcompile.units import KiB
+
+
+@pytest.fixture(scope="module")
+def device():
+    device = CpuDevice({}, Meter(), lambda error: None)
+    yield device
+    device.close()
+
+
+def arena_of(device, nbytes):
+    return Arena(device, nbytes, Gauge())
+
+
+def address(arena, tensor):
+    return tensor.data_ptr() - arena.slot(0, 1).data_ptr()
+
+
+def test_slots_are_views_of_one_memory(device):
+    arena = arena_of(device, 64 * KiB)
+    arena.slot(1024, 512).fill_(7)
+    assert arena.slot(1000, 40).tolist() == [0] * 24 + [7] * 16
+
+
+def test_a_slot_beyond_the_budget_is_refused(device):
+    with pytest.raises(BudgetExceeded, match="raise device_memory"):
+        arena_of(device, 4 * KiB).slot(4 * KiB, 1)
+
+
+def test_the_peak_is_what_was_in_use_at_once(device):
+    arena = arena_of(device, 64 * KiB)
+    arena.take_slot(0, 1000)
+    gathered = arena.take(10_000, "w")
+    arena.give_slot(0, 1000)
+    del gathered
+    arena.take_slot(0, 3000)
+    assert arena.used_bytes == 3000
+    assert arena.peak_bytes == 1000 + 20 * ALIGNMENT
+
+
+def test_overlapping_slots_are_a_defect(device):
+    arena = arena_of(device, 64 * KiB)
+    arena.take_slot(0, 1000)
+    with pytest.raises(AssertionError, match="overlap"):
+        arena.take_slot(512, 8)
+
+
+def test_gathers_come_from_the_top_and_return_when_their_storage_dies(device):
+    arena = arena_of(device, 8 * KiB)
+    first = arena.take(700, "first")
+    second = arena.take(512, "second")
+    assert address(arena, first) == 8 * KiB - 1024
+    assert address(arena, second) == 8 * KiB - 1536
+    view = first.view(torch.float32)[3:]
+    del first
+    assert arena.used_bytes == 1536
+    del view
+    assert arena.used_bytes == 512
+    assert address(arena, arena.take(1000, "third")) == 8 * KiB - 1024
+
+
+def test_a_gathered_tensor_has_a_storage_of_its_own(device):
+    tensor = arena_of(device, 8 * KiB).take(700, "w")
+    assert tensor.untyped_storage().nbytes() == 700
+    assert tensor.storage_offset() == 0
+
+
+def test_a_gather_that_does_not_fit_says_what_is_alive_and_what_to_do(device):
+    arena = arena_of(device, 8 * KiB)
+    kept = arena.take(6 * KiB, "layers.0.weight")
+    with pytest.raises(BudgetExceeded) as caught:
+        arena.take(4 * KiB, "layers.1.weight")
+    text = str(caught.value)
+    assert "gathering 'layers.1.weight' needs 10.0 KiB on the device, the budget is 8.00" in text
+    assert "6.00 KiB  layers.0.weight" in text
+    assert "raise device_memory" in text
+    assert kept.numel()
+
+
+def test_a_slot_under_a_gather_names_the_holder(device):
+    arena = arena_of(device, 8 * KiB)
+    kept = arena.take(6 * KiB, "head.weight")
+    with pytest.raises(BudgetExceeded, match=r"'head\.weight' overlaps"):
+        arena.take_slot(0, 4 * KiB)
+    del kept
+    arena.take_slot(0, 4 * KiB)
+
+
+def test_garbage_is_collected_before_a_gather_is_refused(device):
+    arena = arena_of(device, 8 * KiB)
+    cycle = [arena.take(6 * KiB, "w")]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert arena.take(6 * KiB, "v").numel() == 6 * KiB
+    finally:
+        gc.enable()
+
+
+def test_an_empty_value_needs_no_room(device):
+    arena = arena_of(device, 1 * KiB)
+    kept = arena.take(1024, "w")
+    assert arena.take(0, "empty").numel() == 0
+    assert kept.numel() == 1024
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "slot", "free"]),
+                          st.integers(0, 20 * KiB)), max_size=40))  # fmt: skip
+def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
+    arena = arena_of(device, 32 * KiB)
+    gathers: dict[int, torch.Tensor] = {}
+    slots: list[tuple[int, int]] = []
+    for verb, n in steps:
+        ranges = [*((a, a + t.numel()) for a, t in gathers.items()),
+                  *((a, a + s) for a, s in slots)]  # fmt: skip
+        if verb == "take" and n:
+            try:
+                tensor = arena.take(n, "t")
+            except BudgetExceeded:
+                continue
+            at = address(arena, tensor)
+            assert at % ALIGNMENT == 0
+            assert all(at + n <= a or b <= at for a, b in ranges)
+            gathers[at] = tensor
+        elif verb == "drop" and gathers:
+            del gathers[sorted(gathers)[n % len(gathers)]]
+        elif verb == "slot" and all(n + 256 <= a or b <= n for a, b in slot_ranges(slots)):
+            try:
+                arena.take_slot(n, 256)
+            except BudgetExceeded:
+                assert any(n < a + t.numel() + ALIGNMENT and a < n + 256
+                           for a, t in gathers.items())  # fmt: skip
+            else:
+                assert all(n + 256 <= a or b <= n for a, b in ranges)
+                slots.append((n, 256))
+        elif verb == "free" and slots:
+            arena.give_slot(*slots.pop(n % len(slots)))
+    tensor = None
+    gathers.clear()
+    assert arena.used_bytes == 256 * len(slots)
+    for slot in slots:
+        arena.give_slot(*slot)
+    assert arena.take(32 * KiB, "all").numel() == 32 * KiB
+
+
+def slot_ranges(slots):
+    return [(a, a + n) for a, n in slots]

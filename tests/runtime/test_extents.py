@@ -1,0 +1,61 @@
+"""Ranges handed out and taken back, and ranges written, each against a model made of bytes."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zcompile.runtime.extents import Extents, Written
+
+UNIT = 64
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60))
+def test_extents_never_overlap_and_all_room_is_found_again(steps):
+    space = Extents(UNIT, 4096)
+    held: list[tuple[int, int]] = []
+    for take, n in steps:
+        if take or not held:
+            offset = space.take(n)
+            taken = {b for o, m in held for b in range(o, o + space.aligned(m))}
+            if offset is None:
+                free = [b not in taken for b in range(0, 4096, UNIT)]
+                runs = "".join("x" if f else " " for f in free).split()
+                assert max(map(len, runs), default=0) * UNIT < n
+                continue
+            assert offset % UNIT == 0
+            assert offset + n <= 4096
+            assert taken.isdisjoint(range(offset, offset + n))
+            held.append((offset, n))
+        else:
+            space.give(*held.pop(n % len(held)))
+        assert space.used_bytes == sum(space.aligned(n) for _, n in held)
+    for extent in held:
+        space.give(*extent)
+    assert space.take(4096) == 0
+
+
+def test_a_space_grows_and_knows_what_is_spare_at_its_end():
+    space = Extents(UNIT, 128)
+    assert space.take(128) == 0
+    assert space.spare_at_end() == 0
+    assert space.take(64) is None
+    space.grow(128)
+    assert space.spare_at_end() == 128
+    assert space.take(64) == 128
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20),
+       st.integers(0, 60), st.integers(0, 60))  # fmt: skip
+def test_written_ranges_are_those_that_were_added(ranges, begin, end):
+    written, model = Written(), set()
+    for a, b in ranges:
+        written.add(a, b)
+        model |= set(range(a, b))
+    pieces = written.pieces(begin, end)
+    assert [n for low, high, _ in pieces for n in range(low, high)] == list(range(begin, end))
+    for low, high, held in pieces:
+        assert all((n in model) == held for n in range(low, high))
+    assert all(a[2] != b[2] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert written.covers(begin, end) == (set(range(begin, end)) <= model)
+    assert written.touches(begin, end) == bool(set(range(begin, end)) & model)

@@ -1,0 +1,104 @@
+"""What a store runs on: device, tiers, staging ring and threads; opened and shut together.
+
+Knows nothing of the store, so that it can be shut after the store has died.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from zcompile.config import Config
+from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
+from zcompile.runtime.device import Device, open_device
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.mover import Mover
+from zcompile.runtime.pages import machine_bytes
+from zcompile.runtime.staging import Staging, staging_size
+from zcompile.runtime.tier_disk import DiskTier
+from zcompile.runtime.tier_host import HostTier
+from zcompile.runtime.tiers import TierIO
+from zcompile.runtime.transfer import Means
+from zcompile.runtime.workers import Workers
+
+SHARE_OF_MACHINE = 8
+"""A budget that is not given is this part of the machine's memory (`Config`)."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """tiers  in the order in which entries are offered to them"""
+
+    pid: int
+    device_budget: int
+    host_budget: int
+    staging_bytes: int
+    mover: Mover
+    means: Means
+    tiers: tuple[TierIO, ...]
+
+
+def open_plant(config: Config, meter: Meter) -> Plant:
+    """Opens what `config` asks for.
+
+    raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
+    """
+    host_budget = _host_budget(config)
+    size = staging_size(host_budget, has_disk=bool(config.disk))
+    mover = Mover()
+    device = open_device(config, meter, mover.abandon)
+    try:
+        device_budget = _device_budget(config, device)
+        host = HostTier(host_budget - size.nbytes, device.host_block, meter.host)
+        ring = Staging(device.host_block(size.nbytes), size, meter.host)
+        tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover))
+    except (OSError, RuntimeError, ValueError, MemoryError):
+        device.close()
+        mover.close(closed_error("the model"))
+        raise
+    meter.planned_host.change(size.nbytes)
+    means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
+    return Plant(os.getpid(), device_budget, host_budget, size.nbytes, mover, means, tiers)
+
+
+def shut(plant: Plant) -> None:
+    """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
+    if os.getpid() != plant.pid:
+        return
+    error = closed_error("the model")
+    plant.mover.close(error)
+    plant.means.device.close()
+    plant.means.adder.stop()
+    for tier in plant.tiers:
+        tier.close()
+    plant.mover.abandon(error)
+
+
+def closed_error(name: str) -> ParameterChanged:
+    return ParameterChanged(name, "is gone: its store was closed", "offload the model again")
+
+
+def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[DiskTier, ...]:
+    if not config.disk:
+        return ()
+    given = config.disk if isinstance(config.disk, tuple) else (config.disk,)
+    rates = {link: float(rate) for link, rate in config.throttle.items()}
+    return (DiskTier([Path(path) for path in given], rates, meter, mover.abandon),)
+
+
+def _host_budget(config: Config) -> int:
+    budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
+    if budget > machine_bytes():
+        raise ConfigInvalid("host_memory", budget,
+                            f"is more than this machine has ({machine_bytes()} bytes)")  # fmt: skip
+    return budget
+
+
+def _device_budget(config: Config, device: Device) -> int:
+    free = device.free_bytes()
+    if config.device_memory is None:
+        on_cuda = device.torch_device.type == "cuda"
+        return free * 8 // 10 if on_cuda else free // SHARE_OF_MACHINE
+    budget = int(config.device_memory)
+    if budget > free:
+        raise DeviceTooSmall(str(device.torch_device), budget, free)
+    return budget

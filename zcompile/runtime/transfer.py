@@ -1,0 +1,147 @@
+"""A transfer: some bytes of one entry on their way, whatever the way.
+
+It is cut into parts, each of which lands by itself; three countdowns tell how far all of them are.
+A transfer holds nothing until all that it follows is complete, so what is under way always ends.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zcompile.runtime.device import Device
+from zcompile.runtime.extents import Written
+from zcompile.runtime.place import Place
+from zcompile.runtime.staging import Staging
+from zcompile.runtime.ticket import Countdown, Ticket
+from zcompile.runtime.tiers import Buffer
+from zcompile.runtime.workers import Workers
+
+
+@dataclass(frozen=True)
+class Means:
+    """What transfers travel with."""
+
+    device: Device
+    staging: Staging
+    adder: Workers
+
+
+class Transfer:
+    """Bytes [begin, end) of an entry on their way to or from `memory`. A `Ticket`.
+
+    memory  uint8 [end - begin], contiguous; kept alive until the copies to or from it are over
+    marks   points of compute that those copies must come after
+
+    Three promises: `queued`, all copies are enqueued on the device; `over`, `memory` is not
+    touched any more; `home`, all is done.
+    """
+
+    lane = "read"
+    writes = False
+    cut_in = 1
+    """Chunks per buffer of the ring."""
+
+    def __init__(self, place: Place, begin: int, memory: Tensor, marks: Sequence[Ticket],
+                 means: Means) -> None:  # fmt: skip
+        self.place = place
+        self.begin = begin
+        self.end = begin + memory.numel()
+        self.marks = marks
+        self.queued, self.over, self.home = Countdown(), Countdown(), Countdown()
+        self._memory: Tensor | None = memory
+        self.means = means
+        self._event: object = None
+        self.was = Written()
+        self.over.then(self._let_go)
+
+    def done(self) -> bool:
+        return self.home.done()
+
+    def wait(self) -> None:
+        self.home.wait()
+
+    def join_compute(self) -> None:
+        self.queued.wait()
+        if self.over.done():
+            self.over.wait()
+        else:
+            self.means.device.join(self._event)
+
+    def prepare(self) -> None:
+        """Note what the entry holds as of now; called in the order of submission."""
+        self.was = self.place.written.copy()
+        if self.writes:
+            self.place.written.add(self.begin, self.end)
+
+    def start(self, error: BaseException | None) -> None:
+        """All that this follows is complete, or `error` says what failed there."""
+        if error is not None:
+            self.fail(error)
+            return
+        self._issue()
+        for promise in (self.queued, self.over, self.home):
+            promise.drop()
+
+    def fail(self, error: BaseException) -> None:
+        """End at once: for what has not started, and for a store that is closing."""
+        for promise in (self.queued, self.over, self.home):
+            promise.finish(error)
+
+    def enqueued(self, event: object) -> None:
+        self._event = event
+        self.queued.drop()
+
+    def landed(self, error: BaseException | None) -> None:
+        """One copy between the device and the entry's home on the host is over."""
+        self.copied(error)
+        self.home.drop(error)
+
+    def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        if self.home.error is not None:
+            self.chunk_failed(buffer, self.home.error)
+        else:
+            self._chunk(begin, end, buffer)
+
+    def _issue(self) -> None:
+        raise NotImplementedError
+
+    def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        raise NotImplementedError
+
+    def copied(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.queued.finish(error)
+        self.over.drop(error)
+
+    def chunk_failed(self, buffer: Buffer, error: BaseException) -> None:
+        """A chunk ends before its copy to or from `memory` began."""
+        self.means.staging.give(self.lane, buffer)
+        self.landed(error)
+
+    def hold(self, parts: int) -> None:
+        for promise in (self.queued, self.over, self.home):
+            promise.hold(parts)
+
+    def by_chunks(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Send ranges of the entry through the ring, cut at blocks of the tier."""
+        unit = self.place.tier.alignment
+        size = self.means.staging.chunk_bytes // self.cut_in
+        chunks: deque[tuple[int, int]] = deque()
+        for begin, end in ranges:
+            while begin < end:
+                stop = min(begin // unit * unit + size, end)
+                chunks.append((begin, stop))
+                begin = stop
+        self.hold(len(chunks))
+        self.means.staging.request(self.lane, self, chunks)
+
+    def part(self, begin: int, end: int) -> Tensor:
+        """Bytes [begin, end) of the entry, in `memory`."""
+        assert self._memory is not None, "memory is touched after it was let go"
+        return self._memory[begin - self.begin : end - self.begin]
+
+    def _let_go(self, error: BaseException | None) -> None:
+        self._memory = None
+        self.marks = ()

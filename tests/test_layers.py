@@ -14,8 +14,11 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"zcompile.cli"},
     {"zcompile"},  # the face
-    {"zcompile.backend", "zcompile.offload"},
+    {"zcompile.backend", "zcompile.offloading"},
+    {"zcompile.optimizers"},
     {"zcompile.tiered"},
+    {"zcompile.eager"},
+    {"zcompile.streaming"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.dump"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},

@@ -1,0 +1,39 @@
+"""zcompile: trains models larger than the device, as a backend of torch.compile.
+
+    model = zcompile.offload(model, device_memory="20GiB", host_memory="64GiB", disk="/mnt/nvme")
+    model = torch.compile(model, backend="zinf")
+
+The training loop stays as it is. Names are imported when first used, so that the inspection
+commands start without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zcompile.config import Config
+    from zcompile.errors import ZinfError
+    from zcompile.offloading import init, offload, stats
+
+__version__ = "0.1.0"
+__all__ = ["Config", "ZinfError", "__version__", "init", "offload", "stats"]
+
+_HOMES = {
+    "Config": "zcompile.config",
+    "ZinfError": "zcompile.errors",
+    "init": "zcompile.offloading",
+    "offload": "zcompile.offloading",
+    "stats": "zcompile.offloading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zcompile' has no attribute {name!r}")
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,154 @@
+"""torch.compile's entry: joins compile time and run time. The only file that knows both wings.
+
+Dynamo hands over a graph and its inputs; AOTAutograd makes the joint graph and asks for a cut; the
+passes run in between. Nothing of a parameter's identity is baked in: an executor reads the handles
+of each call.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.config import Config, with_plan_options
+from zcompile.dump import Watcher, open_run
+from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.graph import assign_phases, phase_of
+from zcompile.lower import lower
+from zcompile.pipeline import pipeline, run
+from zcompile.plan import Plan
+from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.executor import compute_only
+from zcompile.schedule import Run, Schedule
+from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
+from zcompile.tiered import TieredTensor
+from zcompile.torch_private import (
+    aot_backend,
+    boxed,
+    check_torch,
+    cut,
+    handle_input,
+    is_symbol,
+    pin_phase,
+)
+from zcompile.verify_schedule import verify_schedule
+
+
+def zinf(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,
+         options: Mapping[str, object] | None = None) -> Callable[..., Any]:  # fmt: skip
+    """The backend `torch.compile(model, backend="zinf")` looks up by its entry point.
+
+    raises  UnknownOption, ConfigInvalid, BudgetExceeded, Unsupported, TorchUnsupported
+    """
+    check_torch()
+    if mode not in (None, "default"):
+        raise ConfigInvalid("mode", mode, "means nothing to backend='zinf'; leave it out")
+    specs, session = describe(example_inputs)
+    config = with_plan_options(session.config if session else Config(), options or {})
+    number = session.meter.snapshot()["graphs"] if session else 0
+    watch = Watcher(f"graph{number}", open_run(config, session.dumps if session else {}))
+    graph = _Graph(specs, session, config, watch)
+    backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
+    return backend(gm, list(example_inputs))  # type: ignore[no-any-return]  # torch's callable
+
+
+def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | None]:
+    """The tiered inputs by position, and the one session they belong to.
+
+    raises  Unsupported, if they belong to several
+    """
+    specs: dict[int, ParamSpec] = {}
+    sessions: dict[int, Session] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, TieredTensor):
+            entry = value.entry
+            session = session_of(entry)
+            sessions[session.key] = session
+            specs[position] = ParamSpec(ParamName(entry.name), value.lies, entry.nbytes,
+                                        value.sink, entry.home)  # fmt: skip
+    if len(sessions) > 1:
+        raise Unsupported("one compiled graph uses parameters of several offloaded models",
+                          "compile each model by itself, or offload them as one module")  # fmt: skip
+    return specs, next(iter(sessions.values()), None)
+
+
+@dataclass
+class _Graph:
+    """One graph from Dynamo on its way to schedules; AOTAutograd calls its methods in order."""
+
+    specs: Mapping[int, ParamSpec]
+    session: Session | None
+    config: Config
+    watch: Watcher
+    plan: Plan | None = None
+    sinks: frozenset[NodeName] = frozenset()
+    regions: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.session is not None:
+            self.regions = self.session.regions
+            self.session.meter.count("graphs")
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int,
+                  **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
+        """The joint graph: run the passes, then cut it by phase."""
+        self.plan = self._passes(joint, num_fwd_outputs)
+        self.sinks = frozenset(n for n, spec in self.plan.params.items() if spec.sink)
+        saved: list[fx.Node] = []
+        symbols: list[fx.Node] = []
+        for node in joint.graph.nodes:
+            pin_phase(node, phase_of(node) is Phase.BACKWARD)
+            if phase_of(node) is Phase.FORWARD and any(
+                user.op != "output" and phase_of(user) is Phase.BACKWARD for user in node.users
+            ):
+                (symbols if is_symbol(node) else saved).append(node)
+        return cut(joint, saved, symbols, num_fwd_outputs)
+
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
+
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._executable(gm, Phase.BACKWARD, "backward", frozenset())
+
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.plan = self._passes(gm, None)
+        return self._executable(gm, Phase.FORWARD, "inference", frozenset())
+
+    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> Plan:
+        params = {
+            NodeName(node.name): self.specs[position]
+            for node in gm.graph.find_nodes(op="placeholder")
+            if (position := handle_input(node)) in self.specs and position is not None
+        }
+        budget = self.session.device_budget if self.session and params else None
+        assign_phases(gm.graph, forward_outputs)
+        plan = run(gm, Plan(params, budget), pipeline(self.config), watch=self.watch)
+        self.watch.planned(gm.graph, plan)
+        return plan
+
+    def _executable(self, gm: fx.GraphModule, phase: Phase, told_as: str,
+                    sinks: frozenset[NodeName]) -> Callable[..., Any]:  # fmt: skip
+        assert self.plan is not None
+        schedule = lower(gm, self.plan, phase, self.watch.name, self.regions, sinks)
+        verify_schedule(schedule)
+        self.watch.lowered(schedule, told_as)
+        return boxed(_bound(self.session, schedule))
+
+
+def _bound(session: Session | None, schedule: Schedule) -> Callable[[list[Any]], list[Any]]:
+    """The schedule as a function of its inputs; it empties the list it is given."""
+    if session is None:
+        return lambda args: compute_only(schedule, args)
+    meter = session.meter
+    meter.plan_device(schedule.arena_bytes)
+    meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
+    known = int(str(meter.snapshot()["distinct_regions"]))
+    meter.count("distinct_regions", len(session.regions) - known)
+
+    def call(args: list[Any]) -> list[Any]:
+        with torch.no_grad():
+            return session.executor.run(schedule, args)
+
+    return call

@@ -1,0 +1,148 @@
+"""What the user asked for: one frozen dataclass, checked at the door.
+
+The environment (`ZINF_DUMP`) is read here and nowhere else; it changes what is told, never what
+is done.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
+from zcompile.units import parse_rate, parse_size
+
+LINKS = ("disk_read", "disk_write", "h2d", "d2h")
+"""The links a byte can travel; `throttle` and `stats` use the same names."""
+
+PLAN_FIELDS = ("regions", "max_lead", "dump")
+"""Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
+
+REGIONS = ("auto", "eager")
+
+
+def _no_throttle() -> Mapping[str, float]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Budgets and choices. Sizes are ints of bytes or texts such as "20GiB".
+
+    device          where compute happens: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one
+    device_memory   bytes of the device arena; None: 80 % of what is free on CUDA, an eighth of
+                    the machine's memory on the CPU device
+    host_memory     bytes of the host tier, staging included; None: an eighth of the machine's memory
+    disk            a directory, or several over which entries are spread; None: no disk tier
+    throttle        link name -> bytes per second, paces the CPU device's transfers
+    regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
+    max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
+    dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
+
+    raises  ConfigInvalid, DiskUnusable
+    """
+
+    device: str | None = None
+    device_memory: int | str | None = None
+    host_memory: int | str | None = None
+    disk: str | Path | tuple[str | Path, ...] | None = None
+    throttle: Mapping[str, float | str] = field(default_factory=_no_throttle)
+    regions: str = "auto"
+    max_lead: int = 8
+    dump: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_memory", "host_memory"):
+            if (value := getattr(self, name)) is not None:
+                self._set(name, _checked(name, value, parse_size))
+        self._set("device", self._device())
+        self._set("disk", self._disks())
+        for link in self.throttle:
+            if link not in LINKS:
+                raise UnknownOption(link, LINKS, "throttle")
+        self._set("throttle", MappingProxyType({
+            link: _checked(f"throttle[{link!r}]", rate, parse_rate)
+            for link, rate in self.throttle.items()
+        }))  # fmt: skip
+        if self.throttle and torch.device(self.device or "cpu").type != "cpu":
+            raise ConfigInvalid("throttle", dict(self.throttle), "paces the CPU device only")
+        if self.regions not in REGIONS:
+            raise ConfigInvalid("regions", self.regions, f"is not one of {', '.join(REGIONS)}")
+        if isinstance(self.max_lead, bool) or not isinstance(self.max_lead, int) or self.max_lead < 0:
+            raise ConfigInvalid("max_lead", self.max_lead, "must be an int of regions, 0 or more")
+        if self.dump is None and os.environ.get("ZINF_DUMP"):
+            self._set("dump", os.environ["ZINF_DUMP"])
+        if self.dump is not None:
+            self._set("dump", Path(self.dump))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _device(self) -> str:
+        if self.device is None:
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            device = torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigInvalid("device", self.device, "is not a torch device") from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigInvalid("device", self.device, "is not supported; use 'cuda' or 'cpu'")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigInvalid("device", self.device, "asks for CUDA, and torch sees no CUDA "
+                                "device; use device='cpu' for the emulated one")  # fmt: skip
+        return str(device)
+
+    def _disks(self) -> tuple[Path, ...]:
+        if self.disk is None:
+            return ()
+        given = (self.disk,) if isinstance(self.disk, str | Path) else tuple(self.disk)
+        paths = tuple(Path(path) for path in given)
+        for path in paths:
+            if not path.exists():
+                raise DiskUnusable(path, "does not exist", "create it or give another directory")
+            if not path.is_dir():
+                raise DiskUnusable(path, "is not a directory", "give a directory")
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise DiskUnusable(path, "is not writable", "give a directory one may write to")
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigInvalid("disk", self.disk, "names a directory twice")
+        return paths
+
+
+def _checked(name: str, value: Any, parse: Any) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ConfigInvalid(name, value, f"cannot be used: {error}") from error
+
+
+def build(config: Config | None, options: Mapping[str, object], where: str) -> Config:
+    """The `Config` of a call that takes one or its fields.
+
+    raises  UnknownOption, ConfigInvalid, DiskUnusable
+    """
+    known = [f.name for f in fields(Config)]
+    for key in options:
+        if key not in known:
+            raise UnknownOption(key, known, where)
+    if config is not None and not isinstance(config, Config):
+        raise ConfigInvalid("config", config, "is not a zcompile.Config; pass fields by name")
+    return replace(config or Config(), **options)  # type: ignore[arg-type]  # names checked above
+
+
+def with_plan_options(config: Config, options: Mapping[str, object]) -> Config:
+    """`config` changed by the `options` of `torch.compile`; only plan-level fields may change.
+
+    raises  UnknownOption, ConfigInvalid
+    """
+    for key in options:
+        if key not in PLAN_FIELDS:
+            if key in {f.name for f in fields(Config)}:
+                raise ConfigInvalid(key, options[key], "belongs to zcompile.offload(), not to the "
+                                    "options of torch.compile")  # fmt: skip
+            raise UnknownOption(key, PLAN_FIELDS, "torch.compile(backend='zinf', options=...)")
+    return replace(config, **options)  # type: ignore[arg-type]  # names checked above

@@ -1,0 +1,289 @@
+"""What every op means on tiered tensors when it is called plainly, outside a compiled graph.
+
+Four roads: views stay tiered; a few ops have a meaning of their own (copies, zeros, clones);
+elementwise ops stream; everything else gathers whole tensors into the arena, computes, and writes
+through what the op's schema says it wrote. Without that last step an optimizer would "succeed"
+and change nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from zcompile.errors import Unsupported
+from zcompile.graph import UNANNOTATED_VIEWS
+from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store import Entry
+from zcompile.specs import Kind, Layout
+from zcompile.streaming import Application, is_elementwise, rows_of, stream, streamable
+from zcompile.torch_private import Dispatched
+
+aten = torch.ops.aten
+
+OVERWRITES = frozenset({
+    aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor,
+    aten.zero_.default, aten.copy_.default, aten.exponential_.default, aten.eye.m_out,
+    aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.float,
+})  # fmt: skip
+"""Ops that write every element without reading one: nothing need be fetched first."""
+LIKES = frozenset({aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default,
+                   aten.full_like.default})  # fmt: skip
+"""Factories whose result stands for state of the same kind: it is tiered as its model is."""
+
+
+def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func(*args, **kwargs)` where at least one tensor is of `cls`, a tiered tensor class.
+
+    raises  Unsupported for ops that change metadata in place; BudgetExceeded if a tensor does not
+            fit the arena; what a transfer raises
+    """
+    if _is_view(func):
+        return _view(cls, func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags or func in (aten.set_.source_Tensor, aten.resize_.default):
+        if func is aten.detach_.default:
+            return args[0]
+        raise Unsupported(f"{func} changes the shape of a tiered tensor in place",
+                          "make a new parameter of the shape you need and offload the model again")
+    special = SPECIAL.get(func)
+    if special is not None:
+        done = special(cls, func, args, kwargs)
+        if done is not NotImplemented:
+            return done
+    apps = rows_of(func, args, kwargs)
+    results = _apply(cls, func, apps)
+    if func._schema.is_mutable and _returns_written(func):
+        return args[0]
+    if len(func._schema.returns) == 0:
+        return None
+    if apps and apps[0].args is not args and _makes_list(func):
+        return [r[0] for r in results]
+    return results[0]
+
+
+def _returns_written(func: Dispatched) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def _makes_list(func: Dispatched) -> bool:
+    return func._schema.name.startswith(("aten::_foreach", "aten::_fused"))
+
+
+def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any]:
+    """Consecutive streamable rows of one session run as one schedule; the others one by one."""
+    results: list[Any] = [None] * len(apps)
+    batch: list[int] = []
+    session: Session | None = None
+
+    def flush() -> None:
+        if batch:
+            _stream(cls, func, apps, batch, results)
+            batch.clear()
+
+    for index, app in enumerate(apps):
+        tiered: Any = next((t for t in app.tensors() if isinstance(t, cls)), None)
+        if tiered is None:
+            results[index] = app.func(*app.args, **app.kwargs)
+        elif is_elementwise(func) and streamable(app, cls):
+            owner = session_of(tiered.entry)
+            if owner is not session:
+                flush()
+            session = owner
+            batch.append(index)
+        else:
+            flush()
+            results[index] = _whole(cls, app)
+    flush()
+    return results
+
+
+def _stream(cls: type, func: Dispatched, apps: Sequence[Application], batch: list[int],
+            results: list[Any]) -> None:  # fmt: skip
+    chosen = [apps[i] for i in batch]
+    targets: list[Tensor | None] = [None] * len(chosen)
+    if not func._schema.is_mutable:
+        lists = _makes_list(func)
+        targets = [_target(cls, app, tiered=lists) for app in chosen]
+        for index, target in zip(batch, targets, strict=True):
+            results[index] = [target] if lists else target
+    stream(func, chosen, targets, cls)
+
+
+def _target(cls: type, app: Application, tiered: bool) -> Tensor:
+    """Where the result of an op that makes a new tensor goes.
+
+    A list op makes one result per parameter, all alive at once, so they are tiered as their
+    operands are. A single result is a plain tensor, as any activation. A clone is tiered when
+    gradients are off, as in an optimizer that keeps one.
+    """
+    first: Any = next(t for t in app.tensors() if isinstance(t, cls))
+    metas = tree_map(lambda t: torch.empty_strided((1,), (1,), dtype=t.dtype, device="meta")
+                     if isinstance(t, Tensor) and t.dim() else t, (app.args, app.kwargs))  # fmt: skip
+    metas = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, metas)
+    result = app.func(*metas[0], **metas[1])
+    dtype = (result[0] if isinstance(result, list | tuple) else result).dtype
+    layout = Layout(tuple(first.size()), tuple(first.stride()), 0, dtype)
+    keep = app.func is aten.clone.default and not torch.is_grad_enabled()
+    if tiered or keep:
+        return new_like(cls, first, layout)
+    return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=first.device)
+
+
+def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
+    """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`."""
+    entry: Entry = tiered.entry
+    name = entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
+    made = entry.store.create(name, Kind.STATE, layout.nbytes)
+    wrapped: Tensor = cls.over(made, layout)
+    return wrapped
+
+
+def _is_view(func: Dispatched) -> bool:
+    schema = func._schema
+    if func in UNANNOTATED_VIEWS:
+        return True
+    if schema.is_mutable or not schema.arguments or schema.arguments[0].alias_info is None:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Views are taken of a stand-in without bytes; what comes out says how the view lies."""
+    base = args[0]
+    layout: Layout = base.lies
+    elements = layout.offset + layout.span
+    stand_in = torch.empty(elements, dtype=layout.dtype, device="meta")
+    stand_in = stand_in.as_strided(layout.size, layout.stride, layout.offset)
+    made = func(stand_in, *args[1:], **kwargs)
+
+    def wrap(view: Any) -> Any:
+        if not isinstance(view, Tensor):
+            return view
+        lies = Layout(tuple(view.size()), tuple(view.stride()), int(view.storage_offset()), view.dtype)
+        return cls.sharing(base, lies)
+
+    return tree_map(wrap, made)
+
+
+def _whole(cls: type, app: Application) -> Any:
+    """Gather every tiered operand, compute, write back what was written."""
+    held: dict[int, tuple[Entry, Tensor]] = {}
+    written = app.written()
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, cls):
+            return value
+        tiered: Any = value
+        entry: Entry = tiered.entry
+        if entry.key not in held:
+            blank = app.func in OVERWRITES and tiered.lies.nbytes == entry.nbytes
+            held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
+        return tiered.lies.view(held[entry.key][1])
+
+    args, kwargs = tree_map(full, (app.args, app.kwargs))
+    result = app.func(*args, **kwargs)
+    for tensor in written:
+        if isinstance(tensor, cls):
+            entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
+            store = entry.store
+            ticket = store.put(entry, bytes_, after=[store.device.mark()])
+            if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
+                ticket.wait()
+    return result
+
+
+def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
+    """All bytes of an entry where the op is to run: the arena; at birth, where it was born."""
+    session = session_of(entry)
+    session.executor.foresight.abandon()
+    if entry.key in session.births:
+        return session.read_all(entry)
+    bytes_ = session.arena.take(entry.nbytes, entry.name)
+    if fetch:
+        session.fetch(entry, bytes_, after=[session.device.mark()]).join_compute()
+    return bytes_
+
+
+def _copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """target.copy_(source), where either may be tiered."""
+    target, source = args[0], args[1]
+    if isinstance(source, cls) and isinstance(target, cls):
+        return NotImplemented
+    if isinstance(source, cls):
+        return target.copy_(source.on_host())
+    entry, layout = target.entry, target.lies
+    if not layout.dense or layout.nbytes != entry.nbytes:
+        return NotImplemented
+    write(entry, layout, source)
+    return target
+
+
+def write(entry: Entry, layout: Layout, source: Tensor) -> None:
+    """The entry takes the values of a plain tensor, broadcast and cast as `copy_` does."""
+    source = source.detach()
+    made = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=source.device)
+    made.copy_(source)
+    flat = made.as_strided((layout.span,), (1,))
+    store = entry.store
+    where = made.device.type
+    after = [store.device.mark()] if where == store.device.torch_device.type else []
+    store.put(entry, flat.view(torch.uint8), after=after)
+
+
+def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if target.lies.nbytes != target.entry.nbytes:
+        return NotImplemented
+    target.entry.store.zero(target.entry)
+    return target
+
+
+def _like(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    kwargs = dict(kwargs)
+    device = kwargs.pop("device", None)
+    if device is not None and torch.device(device).type != source.device.type:
+        plain = torch.empty_strided((), (), dtype=source.dtype).expand(source.size())
+        return func(plain, *args[1:], device=device, **kwargs)
+    layout: Layout = source.lies
+    stand_in = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
+    kwargs.pop("pin_memory", None)
+    made = func(stand_in, *args[1:], **kwargs)
+    result = new_like(cls, source, Layout.of(made))
+    if func is aten.ones_like.default:
+        result.fill_(1)
+    elif func is aten.full_like.default:
+        result.fill_(args[1])
+    return result
+
+
+def _to_copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """To another device: straight from the host, not through the arena."""
+    source = args[0]
+    device = kwargs.get("device")
+    if device is None or torch.device(device).type == source.device.type:
+        return NotImplemented
+    return func(source.on_host(), *args[1:], **kwargs)
+
+
+def _fill(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Elementwise, though torch does not tag it so."""
+    app = Application(func, tuple(args), dict(kwargs))
+    if not isinstance(args[0], cls) or not streamable(app, cls):
+        return NotImplemented
+    stream(func, [app], [None], cls)
+    return args[0]
+
+
+Special = Callable[[Any, Dispatched, Sequence[Any], dict[str, Any]], Any]
+SPECIAL: dict[Dispatched, Special] = {
+    aten.copy_.default: _copy,
+    aten.zero_.default: _zero,
+    aten.fill_.Scalar: _fill,
+    aten._to_copy.default: _to_copy,
+    **dict.fromkeys(LIKES, _like),
+}
+"""Ops with a meaning of their own; NotImplemented sends them down the common road."""

@@ -1,0 +1,195 @@
+"""Every error a user can meet, and its sentence: what, where, why, and what to do.
+
+All inherit `ZinfError` and also the built-in class that Python programmers expect, so that
+`except ZinfError` catches ours and `except OSError` keeps working.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from zcompile.units import show_size
+
+
+class ZinfError(Exception):
+    """The root of every error zcompile raises on purpose."""
+
+
+class ConfigInvalid(ZinfError, ValueError):
+    """A field of `Config` that cannot be used as given."""
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(f"{field}={value!r} {why}")
+        self.field = field
+
+
+class UnknownOption(ZinfError, TypeError):
+    """A key that names no field; the nearest known one is offered."""
+
+    def __init__(self, key: str, known: Iterable[str], where: str) -> None:
+        known = sorted(known)
+        near = get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"{where} does not know {key!r}{hint} (known: {', '.join(known)})")
+
+
+class BudgetExceeded(ZinfError, MemoryError):
+    """Something must be on a tier at once and the tier's budget is smaller."""
+
+    def __init__(self, tier: str, budget_bytes: int, needed_bytes: int, where: str,
+                 alive: Iterable[tuple[str, int]], todo: str) -> None:  # fmt: skip
+        alive = sorted(alive, key=lambda row: -row[1])
+        rows = [f"    {show_size(nbytes):>10}  {name}" for name, nbytes in alive[:8]]
+        if len(alive) > 8:
+            rest = sum(nbytes for _, nbytes in alive[8:])
+            rows.append(f"    {show_size(rest):>10}  ... {len(alive) - 8} more")
+        super().__init__("\n".join((
+            f"{where} needs {show_size(needed_bytes)} on the {tier}, "
+            f"the budget is {show_size(budget_bytes)}",
+            *(("  at the peak these are alive:", *rows) if rows else ()),
+            f"  to fit: {todo}",
+        )))  # fmt: skip
+        self.needed_bytes = needed_bytes
+
+
+class TierFull(ZinfError, MemoryError):
+    """No tier has room left for an entry."""
+
+    def __init__(self, name: str, nbytes: int, tiers: Iterable[tuple[str, int, int]]) -> None:
+        rows = [f"    {tier}: {show_size(used)} used of {show_size(budget)}"
+                for tier, used, budget in tiers]  # fmt: skip
+        super().__init__("\n".join((
+            f"no tier has {show_size(nbytes)} left for {name!r}",
+            *rows,
+            "  to fit: raise host_memory, give a directory as disk, or free space on it",
+        )))  # fmt: skip
+
+
+class DiskUnusable(ZinfError, OSError):
+    """The directory given as `disk` cannot serve as the disk tier."""
+
+    def __init__(self, path: Path, why: str, todo: str) -> None:
+        super().__init__(f"disk={str(path)!r} {why}; {todo}")
+
+
+class DiskOwned(ZinfError, RuntimeError):
+    """Another store holds the directory."""
+
+    def __init__(self, path: Path, owner: str) -> None:
+        super().__init__(
+            f"disk={str(path)!r} is in use by {owner}; give each model a directory of its own, "
+            "or end that process"
+        )
+
+
+class IOFault(ZinfError, OSError):
+    """A read or write of the disk tier failed; nothing was changed behind the caller's back."""
+
+    def __init__(self, errno: int, operation: str, file: Path, name: str,
+                 offset: int, done: int, wanted: int, why: str) -> None:  # fmt: skip
+        super().__init__(
+            errno,
+            f"{operation} of {name!r} failed: {why} "
+            f"({done} of {wanted} bytes at offset {offset} of {file})",
+        )
+        self.file = file
+        self.name = name
+
+
+class DeviceTooSmall(ZinfError, MemoryError):
+    """The device does not have the memory that the budget asks for."""
+
+    def __init__(self, device: str, asked_bytes: int, free_bytes: int) -> None:
+        super().__init__(
+            f"device_memory asks for {show_size(asked_bytes)} on {device}, which has "
+            f"{show_size(free_bytes)} free; lower device_memory or free the device"
+        )
+
+
+class ModelWrapped(ZinfError, TypeError):
+    """The model is inside a wrapper that shards or replicates by itself."""
+
+    def __init__(self, wrapper: str) -> None:
+        super().__init__(
+            f"the model is wrapped in {wrapper}; remove the wrapper and give zcompile.offload the "
+            "plain module: placing and sharding parameters is done here"
+        )
+
+
+class TorchUnsupported(ZinfError, ImportError):
+    """The installed torch is outside the range the tests cover."""
+
+    def __init__(self, version: str, tested: str) -> None:
+        super().__init__(
+            f"torch {version} is installed, zcompile is tested with {tested}: it relies on torch "
+            "internals that may differ; install a tested version"
+        )
+
+
+class ParameterChanged(ZinfError, RuntimeError):
+    """A tiered parameter no longer is what the store holds for it."""
+
+    def __init__(self, name: str, why: str, todo: str) -> None:
+        super().__init__(f"parameter {name!r} {why}; {todo}")
+
+
+class ValueUnset(ZinfError, RuntimeError):
+    """An entry made from a `meta` tensor is read before it was given a value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name!r} has no value yet: its model was on the meta device when it was offloaded; "
+            "load one with model.load_state_dict(...) first"
+        )
+
+
+class Unsupported(ZinfError, NotImplementedError):
+    """Something that cannot be done exactly, so it is not done at all."""
+
+    def __init__(self, what: str, todo: str) -> None:
+        super().__init__(f"{what}; {todo}")
+
+
+class PassOrder(ZinfError, RuntimeError):
+    """A pass was asked to run before the facts it needs hold."""
+
+    def __init__(self, name: str, missing: Iterable[str], order: Iterable[str]) -> None:
+        super().__init__(
+            f"{name} needs {', '.join(sorted(missing))}, which no earlier pass gives "
+            f"(order: {' > '.join(order)})"
+        )
+
+
+class GraphInvalid(ZinfError, RuntimeError):
+    """A pass left a graph that breaks a rule; the graph is shown."""
+
+    def __init__(self, after: str, why: str, excerpt: str = "") -> None:
+        super().__init__(f"after {after}, {why}" + (f"\n{excerpt}" if excerpt else ""))
+        self.why = why
+
+
+class ScheduleInvalid(ZinfError, RuntimeError):
+    """A schedule that is not safe to run; the offending instructions are shown."""
+
+    def __init__(self, why: str, excerpt: str = "") -> None:
+        super().__init__(f"the schedule is not safe: {why}" + (f"\n{excerpt}" if excerpt else ""))
+        self.why = why
+
+
+class RunUnreadable(ZinfError, ValueError):
+    """A dump that the inspection commands cannot read."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path} {why}; write one with ZINF_DUMP=DIR or Config(dump=DIR)")
+
+
+class NotInRun(ZinfError, LookupError):
+    """A dump holds no pass, graph, phase or tensor of that name; the nearest ones are offered."""
+
+    def __init__(self, path: Path, what: str, key: str, known: Iterable[str]) -> None:
+        known = list(known)
+        near = get_close_matches(key, known, n=5, cutoff=0.3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(known[:8])}"
+        super().__init__(f"{path} has no {what} {key!r}; {hint}" if known else
+                         f"{path} has no {what} {key!r}, nor any other")  # fmt: skip
+        self.near = tuple(near)

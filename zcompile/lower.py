@@ -1,0 +1,204 @@
+"""The last graph becomes a schedule: a flat list of instructions with registers and tickets."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import is_compute, output_of, positions, region_of
+from zcompile.plan import Plan
+from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
+from zcompile.schedule import (
+    SERIALS,
+    EntryIndex,
+    Fetch,
+    Free,
+    Instruction,
+    Literal,
+    Reduce,
+    Register,
+    Run,
+    Schedule,
+    Slot,
+    Ticket,
+    Wait,
+)
+from zcompile.specs import Layout, NodeName, Phase
+
+
+def lower(gm: fx.GraphModule, plan: Plan, phase: Phase, name: str, compiled: Compiled,
+          sinks: frozenset[NodeName] = frozenset()) -> Schedule:  # fmt: skip
+    """Walk a graph of one phase and write down what the executor is to do.
+
+    gm        holds zinf ops and compute nodes that carry their region
+    compiled  regions by structure, extended by the new ones of this graph
+    sinks     handles whose gradient the backward of this forward will send home
+    """
+    return _Lowering(gm, plan, phase, name, compiled, sinks).schedule()
+
+
+@dataclass
+class _Lowering:
+    gm: fx.GraphModule
+    plan: Plan
+    phase: Phase
+    name: str
+    compiled: Compiled
+    sinks: frozenset[NodeName]
+    instructions: list[Instruction] = field(default_factory=list)
+    registers: dict[fx.Node, Register] = field(default_factory=dict)
+    tickets: int = 0
+    last_run: int | None = None
+    freed: list[tuple[Slot, Ticket | None]] = field(default_factory=list)
+    started: dict[fx.Node, Fetch] = field(default_factory=dict)
+    handles: dict[fx.Node, EntryIndex] = field(default_factory=dict)
+    last_reader: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def schedule(self) -> Schedule:
+        graph = self.gm.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        constants = graph.find_nodes(op="get_attr")
+        for node in (*placeholders, *constants):
+            self._register(node)
+        self.last_reader = _last_readers(graph)
+        self.handles = {
+            node: EntryIndex(index)
+            for index, node in enumerate(n for n in placeholders if n.name in self.plan.params)
+        }
+        pending: list[fx.Node] = []
+        for node in graph.nodes:
+            if is_compute(node) and (not pending or region_of(node) == region_of(pending[0])):
+                pending.append(node)
+                continue
+            if pending:
+                self._run(pending)
+            pending = [node] if is_compute(node) else []
+            if not pending and node.op == "call_function":
+                self._ours(node)
+        return self._finish(constants)
+
+    def _finish(self, constants: list[fx.Node]) -> Schedule:
+        slots = [i.slot for i in self.instructions if isinstance(i, Fetch)]
+        return Schedule(
+            phase=self.phase,
+            name=self.name,
+            instructions=tuple(self.instructions),
+            handles=tuple(self.registers[node] for node in self.handles),
+            inputs=len(self.gm.graph.find_nodes(op="placeholder")),
+            constants=tuple((self.registers[n], _attribute(self.gm, n)) for n in constants),
+            outputs=tuple(self._result(r) for r in _results(self.gm.graph)),
+            registers=len(self.registers),
+            sinks=tuple(i for n, i in self.handles.items() if n.name in self.sinks),
+            serial=next(SERIALS),
+            arena_bytes=max((slot.end for slot in slots), default=0),
+            peak_bytes=_peak(self.instructions),
+            budget_bytes=self.plan.budget_bytes,
+            names={i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()},
+        )
+
+    def _register(self, node: fx.Node) -> Register:
+        return self.registers.setdefault(node, Register(len(self.registers)))
+
+    def _ticket(self) -> Ticket:
+        self.tickets += 1
+        return Ticket(self.tickets - 1)
+
+    def _result(self, result: object) -> Register | Literal:
+        if not isinstance(result, fx.Node):
+            return Literal(result)
+        return Literal(None) if result.target is ops.reduce_grad else self.registers[result]
+
+    def _run(self, nodes: list[fx.Node]) -> None:
+        inputs, outputs = inputs_of(nodes), outputs_of(nodes)
+        inside = set(nodes)
+        drops = [n for n in inputs if self.last_reader[n] in inside and n.op != "get_attr"
+                 and n.target is not ops.wait]  # fmt: skip
+        self.last_run = len(self.instructions)
+        self.instructions.append(Run(
+            compile_region(nodes, self.compiled),
+            tuple(self.registers[n] for n in inputs),
+            tuple(self._register(n) for n in outputs),
+            tuple(self.registers[n] for n in drops),
+            names=tuple(n.name for n in outputs),
+        ))  # fmt: skip
+
+    def _mark(self) -> tuple[Ticket, ...]:
+        """A ticket for "compute has come this far": of the last run so far, if there is one."""
+        if self.last_run is None:
+            return ()
+        run = self.instructions[self.last_run]
+        assert isinstance(run, Run)
+        if run.ticket is None:
+            run = replace(run, ticket=self._ticket())
+            self.instructions[self.last_run] = run
+        assert run.ticket is not None
+        return (run.ticket,)
+
+    def _ours(self, node: fx.Node) -> None:
+        if node.target is ops.fetch:
+            self._fetch(node)
+        elif node.target is ops.wait:
+            (fetch,) = node.all_input_nodes
+            started = self.started[fetch]
+            self.instructions.append(Wait(started.ticket, started.slot, _layout(fetch),
+                                          self._register(node), started.name))  # fmt: skip
+        elif node.target is ops.release:
+            (full,) = node.all_input_nodes
+            (fetch,) = full.all_input_nodes
+            started = self.started[fetch]
+            marks = self._mark()
+            self.freed.append((started.slot, marks[0] if marks else None))
+            self.instructions.append(Free(started.slot, self.registers[full], started.name))
+        else:
+            assert node.target is ops.reduce_grad, node
+            grad, handle = node.args
+            assert isinstance(grad, fx.Node) and isinstance(handle, fx.Node)
+            spec = self.plan.params[NodeName(handle.name)]
+            drop = self.last_reader.get(grad) is node
+            self.instructions.append(Reduce(self.registers[grad], self.handles[handle],
+                                            self._mark(), drop, str(spec.name)))  # fmt: skip
+
+    def _fetch(self, node: fx.Node) -> None:
+        handle = node.args[0]
+        assert isinstance(handle, fx.Node)
+        spec = self.plan.params[NodeName(handle.name)]
+        slot = self.plan.slots[NodeName(node.name)]
+        marks = [mark for old, mark in self.freed if old.overlaps(slot) and mark is not None]
+        fetch = Fetch(self.handles[handle], 0, spec.nbytes, slot, self._ticket(),
+                      tuple(marks[-1:]), str(spec.name))  # fmt: skip
+        self.started[node] = fetch
+        self.instructions.append(fetch)
+
+
+def _layout(fetch: fx.Node) -> Layout:
+    _, size, stride, offset, dtype, _ = fetch.args
+    return Layout(tuple(size), tuple(stride), offset, dtype)  # type: ignore[arg-type]  # op schema
+
+
+def _last_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    where = positions(graph)
+    return {n: max(n.users, key=where.__getitem__) for n in graph.nodes if n.users}
+
+
+def _results(graph: fx.Graph) -> tuple[object, ...]:
+    (results,) = output_of(graph).args
+    return tuple(results) if isinstance(results, list | tuple) else (results,)
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _peak(instructions: list[Instruction]) -> int:
+    now = peak = 0
+    for instruction in instructions:
+        if isinstance(instruction, Fetch):
+            now += instruction.slot.nbytes
+            peak = max(peak, now)
+        elif isinstance(instruction, Free):
+            now -= instruction.slot.nbytes
+    return peak

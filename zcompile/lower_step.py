@@ -1,0 +1,230 @@
+"""The step schedule: elementwise updates of entries, streamed through the arena chunk by chunk.
+
+An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a
+row (one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
+computes, chunk k+1 arrives and chunk k-1 goes home.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from zcompile.errors import BudgetExceeded
+from zcompile.packing import aligned
+from zcompile.schedule import (
+    SERIALS,
+    EntryIndex,
+    Fetch,
+    Free,
+    Instruction,
+    Region,
+    Register,
+    Run,
+    Schedule,
+    Slot,
+    Store,
+    Ticket,
+    Wait,
+)
+from zcompile.specs import Layout, Phase
+from zcompile.units import MiB
+
+CHUNK_BYTES = 4 * MiB
+"""Per operand and chunk. At 1 GB/s a chunk is 4 ms on the link, far above the cost of starting it;
+larger ones only cost memory."""
+CHUNK_ELEMENTS = 1024
+"""Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
+DEPTH = 3
+"""Chunks in the arena at once: one arrives, one computes, one leaves."""
+
+ChunkFunction = Callable[[int, int, Sequence[Any]], None]
+"""(first element, one past the last, operand values): compute, in place, on that range."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tiered operand of a row: `numel` elements from `begin` bytes into its entry on.
+
+    writes         whether the chunk is stored back
+    lasting        the entry outlives the step (a gradient does not)
+    """
+
+    entry: EntryIndex
+    begin: int
+    dtype: torch.dtype
+    writes: bool
+    lasting: bool
+    name: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One elementwise computation over `numel` elements.
+
+    plains  input registers that every chunk is handed whole, after the columns
+    """
+
+    numel: int
+    columns: tuple[Column, ...]
+    plains: tuple[Register, ...]
+    compute: ChunkFunction
+
+
+def lower_step(name: str, rows: Sequence[Row], inputs: int, entries: int,
+               budget_bytes: int) -> Schedule:  # fmt: skip
+    """The schedule that computes `rows` in order.
+
+    inputs   how many registers the call fills
+    entries  how many entries the call names
+    raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
+    """
+    depth, sizes = _sizes(rows, budget_bytes, name)
+    lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
+    builder = _Builder(inputs, depth, lane_bytes)
+    for row, elements in zip(rows, sizes, strict=True):
+        builder.add(row, elements)
+    builder.finish()
+    return Schedule(
+        phase=Phase.STEP, name=name, instructions=tuple(builder.instructions), handles=(),
+        inputs=inputs, constants=(), outputs=(), registers=builder.registers, sinks=(),
+        serial=next(SERIALS), arena_bytes=builder.arena_bytes, peak_bytes=builder.peak_bytes,
+        budget_bytes=budget_bytes, names=_names(rows, entries),
+    )  # fmt: skip
+
+
+def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
+    names = {int(c.entry): c.name for row in rows for c in row.columns}
+    return {index: names.get(index, "") for index in range(entries)}
+
+
+def _sizes(rows: Sequence[Row], budget_bytes: int, name: str) -> tuple[int, list[int]]:
+    """How many chunks are in the arena at once, and the elements of a chunk of each row."""
+    for depth in range(DEPTH, 0, -1):
+        sizes = [_elements(row, budget_bytes // depth) for row in rows]
+        if all(sizes):
+            return depth, [n or 1 for n in sizes]
+    row = max(rows, key=lambda r: len(r.columns))
+    least = _set_bytes(row, CHUNK_ELEMENTS)
+    raise BudgetExceeded("device", budget_bytes, least, f"one chunk of {name}",
+                         [(c.name, aligned(CHUNK_ELEMENTS * c.dtype.itemsize)) for c in row.columns],
+                         f"give zcompile.offload device_memory={least} or more")  # fmt: skip
+
+
+def _set_bytes(row: Row, elements: int) -> int:
+    """Arena bytes of one chunk: a slot for each column."""
+    return sum(aligned(elements * column.dtype.itemsize) for column in row.columns)
+
+
+def _elements(row: Row, share_bytes: int) -> int | None:
+    widths = [column.dtype.itemsize for column in row.columns]
+    room = max(0, share_bytes - len(widths) * aligned(1))
+    elements = min(CHUNK_BYTES // max(widths), room // sum(widths))
+    if elements >= row.numel:
+        return row.numel
+    return elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS or None
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk that was fetched and waits to be computed."""
+
+    row: Row
+    first: int
+    last: int
+    fetches: tuple[Fetch, ...]
+
+
+class _Builder:
+    """Emits chunks as a software pipeline over `depth` lanes of the arena, taken in turn."""
+
+    def __init__(self, inputs: int, depth: int, lane_bytes: int) -> None:
+        self._depth = depth
+        self._lane_bytes = lane_bytes
+        self._chunks = 0
+        self.instructions: list[Instruction] = []
+        self.registers = inputs
+        self.arena_bytes = self.peak_bytes = 0
+        self._tickets = 0
+        self._taken = 0
+        self._waiting: list[_Chunk] = []
+        self._busy: list[tuple[Slot, tuple[Ticket, ...]]] = []
+
+    def add(self, row: Row, elements: int) -> None:
+        for first in range(0, row.numel, elements):
+            if len(self._waiting) >= max(1, self._depth - 1):
+                self._compute(self._waiting.pop(0))
+            self._waiting.append(self._fetch(row, first, min(row.numel, first + elements)))
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._compute(self._waiting.pop(0))
+
+    def _ticket(self) -> Ticket:
+        self._tickets += 1
+        return Ticket(self._tickets - 1)
+
+    def _fetch(self, row: Row, first: int, last: int) -> _Chunk:
+        sizes = [(last - first) * column.dtype.itemsize for column in row.columns]
+        address = self._chunks % self._depth * self._lane_bytes
+        self._chunks += 1
+        fetches = []
+        for column, nbytes in zip(row.columns, sizes, strict=True):
+            slot = Slot(address, aligned(nbytes))
+            address = slot.end
+            begin = column.begin + first * column.dtype.itemsize
+            fetch = Fetch(column.entry, begin, nbytes, slot, self._ticket(), self._after(slot),
+                          column.name, column.lasting)  # fmt: skip
+            fetches.append(fetch)
+            self.instructions.append(fetch)
+            self._taken += slot.nbytes
+        self.arena_bytes = max(self.arena_bytes, address)
+        self.peak_bytes = max(self.peak_bytes, self._taken)
+        return _Chunk(row, first, last, tuple(fetches))
+
+    def _after(self, slot: Slot) -> tuple[Ticket, ...]:
+        """What must be over before `slot` is overwritten: the last computes and stores over it."""
+        tickets: dict[Ticket, None] = {}
+        kept = []
+        for old, busy in self._busy:
+            if old.overlaps(slot):
+                tickets |= dict.fromkeys(busy)
+            if not (slot.address <= old.address and old.end <= slot.end):
+                kept.append((old, busy))
+        self._busy = kept
+        return tuple(tickets)
+
+    def _compute(self, chunk: _Chunk) -> None:
+        count = chunk.last - chunk.first
+        registers = []
+        for column, fetch in zip(chunk.row.columns, chunk.fetches, strict=True):
+            register = Register(self.registers)
+            self.registers += 1
+            registers.append(register)
+            layout = Layout((count,), (1,), 0, column.dtype)
+            self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
+        done = self._ticket()
+        region = Region("step", f"chunk [{chunk.first}, {chunk.last})",
+                        partial(_call, chunk.row.compute, chunk.first, chunk.last))  # fmt: skip
+        self.instructions.append(
+            Run(region, (*registers, *chunk.row.plains), (), ticket=done, names=())
+        )
+        for column, fetch, register in zip(
+            chunk.row.columns, chunk.fetches, registers, strict=True
+        ):
+            busy = (done,)
+            if column.writes:
+                store = Store(column.entry, fetch.begin, fetch.nbytes, fetch.slot, self._ticket(),
+                              (done,), column.name)  # fmt: skip
+                self.instructions.append(store)
+                busy = (done, store.ticket)
+            self._busy.append((fetch.slot, busy))
+            self.instructions.append(Free(fetch.slot, register, column.name))
+            self._taken -= fetch.slot.nbytes
+
+
+def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:
+    compute(first, last, values)
+    return ()

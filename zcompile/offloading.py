@@ -1,0 +1,172 @@
+"""Parameters move to their home tier: of a finished model, or one by one as it is built."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import swap_tensors
+
+from zcompile import optimizers
+from zcompile.config import Config, build
+from zcompile.eager import write
+from zcompile.errors import ModelWrapped, Unsupported
+from zcompile.runtime.session import Session, session_of
+from zcompile.specs import Kind, Layout
+from zcompile.tiered import TieredTensor, own
+from zcompile.torch_private import check_torch
+
+optimizers.watch()
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes that replicate or shard by themselves; named, so that they need not be importable."""
+
+
+def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn.Module:
+    """Move every parameter of `model` to its home tier, in place, and return `model`.
+
+    Buffers go to the compute device. The parameter objects stay the same, so an optimizer made
+    before holds the tiered ones. On a model on `meta` the values come later, by
+    `load_state_dict`. After `zcompile.init` it changes nothing but names.
+
+    config, fields  a `Config`, or its fields, or both (fields win)
+    raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
+            ModelWrapped, Unsupported, TorchUnsupported
+    """
+    check_torch()
+    _check_model(model)
+    tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
+    if tiered and len(tiered) == len(list(model.parameters())):
+        if config is not None or fields:
+            raise Unsupported("the model is offloaded already",
+                              "call zcompile.offload once, or only zcompile.init")  # fmt: skip
+        return model
+    if tiered:
+        raise Unsupported("some parameters of the model are tiered already",
+                          "offload the whole model once, from its root")  # fmt: skip
+    session = Session(build(config, fields, "zcompile.offload"), TieredTensor.over)
+    try:
+        for name, param in model.named_parameters():
+            _become_tiered(session, name, param)
+    except BaseException:
+        if not any(isinstance(p, TieredTensor) for p in model.parameters()):
+            session.close()
+        raise
+    _move_buffers(model, session.device.torch_device)
+    return model
+
+
+@contextmanager
+def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
+    """Parameters created inside go to their tier one at a time.
+
+    The whole model never exists in memory, and its values are the ones it would have had: random
+    ops run where the parameter was created.
+
+        with zcompile.init(device_memory="1GiB", disk="/mnt/nvme"):
+            model = GPT(cfg)
+
+    raises  as `offload`
+    """
+    check_torch()
+    session = Session(build(config, fields, "zcompile.init"), TieredTensor.over)
+    modules: dict[int, weakref.ref[nn.Module]] = {}
+
+    def register(module: nn.Module, name: str, param: Tensor | None) -> Tensor | None:
+        modules[id(module)] = weakref.ref(module)
+        if param is None or isinstance(param, TieredTensor):
+            return None
+        made = _tiered(session, name, param)
+        session.births[made.entry.key] = param.device
+        return own(nn.Parameter(made, param.requires_grad))
+
+    hook = register_module_parameter_registration_hook(register)
+    try:
+        yield
+    finally:
+        hook.remove()
+        session.births.clear()
+    alive = [module for ref in modules.values() if (module := ref()) is not None]
+    _finish(session, alive)
+
+
+def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+    """What was measured since the model was offloaded, or since the last `reset=True`.
+
+    bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
+    seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
+    peak          bytes on `device` (the arena), `host`, `disk`, as measured
+    planned_peak  the same, as decided before the first step
+    steps, graphs, regions, distinct_regions, gathers   counts
+    raises  Unsupported, if the model was not offloaded
+    """
+    session = session_behind(model)
+    session.drain()
+    measured: dict[str, Any] = session.meter.snapshot()
+    if reset:
+        session.meter.reset()
+    return measured
+
+
+def session_behind(model: nn.Module) -> Session:
+    """raises  Unsupported, if no parameter of the model is tiered"""
+    for param in model.parameters():
+        if isinstance(param, TieredTensor):
+            return session_of(param.entry)
+    raise Unsupported("the model has no tiered parameters", "call zcompile.offload(model) first")
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise Unsupported(f"{type(model).__name__} is not a torch.nn.Module",
+                          "give zcompile.offload the model itself")  # fmt: skip
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            raise ModelWrapped(kind.__name__)
+
+
+def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
+    """A tiered tensor with the value of `param`; on meta without one."""
+    layout = Layout.of(param)
+    entry = session.create(name, Kind.PARAM, layout.nbytes, unset=param.is_meta)
+    if not param.is_meta:
+        write(entry, layout, param)
+    return TieredTensor.over(entry, layout)
+
+
+def _become_tiered(session: Session, name: str, param: nn.Parameter) -> None:
+    """The parameter object itself turns tiered; whoever holds it holds the tiered one."""
+    grad = param.grad
+    param.grad = None
+    made = nn.Parameter(_tiered(session, name, param.detach()), param.requires_grad)
+    try:
+        swap_tensors(param, made)
+    except RuntimeError as error:
+        raise Unsupported(f"parameter {name!r} cannot be moved: {error}", "offload the model before "
+                          "it is compiled, run or otherwise referred to weakly") from error  # fmt: skip
+    own(param)
+    if grad is not None:
+        param.grad = grad.to(session.device.torch_device)
+        session.gradients.adopt(param)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _finish(session: Session, modules: list[nn.Module]) -> None:
+    """Names and buffers, once the whole model stands."""
+    children = {id(child) for module in modules for child in module.children()}
+    for root in modules:
+        if id(root) in children:
+            continue
+        for name, param in root.named_parameters():
+            if isinstance(param, TieredTensor):
+                param.entry.name = name
+        _move_buffers(root, session.device.torch_device)

@@ -1,0 +1,68 @@
+"""What stock optimizers need beside their own code: two public hooks of torch.optim.
+
+Before a step, states that were loaded as plain tensors move to the store, and gradients that
+autograd left plain too. After it, the step is counted and states get the names people know them
+by. Optimizers without tiered parameters are not touched.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from zcompile.eager import write
+from zcompile.runtime.session import Session, session_of
+from zcompile.specs import Kind, Layout
+from zcompile.tiered import TieredTensor
+
+
+def watch() -> None:
+    """Register the hooks, for every optimizer of the process; once, at import of the face."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _tiered_params(optimizer: torch.optim.Optimizer) -> list[TieredTensor]:
+    return [
+        param for group in optimizer.param_groups for param in group["params"]
+        if isinstance(param, TieredTensor)
+    ]  # fmt: skip
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for param in _tiered_params(optimizer):
+        session = session_of(param.entry)
+        session.gradients.adopt(param)
+        for key, value in optimizer.state.get(param, {}).items():
+            if _is_plain_state(value, param):
+                optimizer.state[param][key] = _adopted(session, f"{param.entry.name}.{key}", value)
+
+
+def _is_plain_state(value: object, param: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor) and not isinstance(value, TieredTensor)
+        and value.dim() > 0 and value.size() == param.size()
+    )  # fmt: skip
+
+
+def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
+    layout = Layout.of(value)
+    entry = session.create(name, Kind.STATE, layout.nbytes)
+    write(entry, layout, value)
+    return TieredTensor.over(entry, layout)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    sessions: dict[int, Session] = {}
+    for param in _tiered_params(optimizer):
+        session = session_of(param.entry)
+        sessions[session.key] = session
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, TieredTensor):
+                value.entry.name = f"{param.entry.name}.{key}"
+    for session in sessions.values():
+        session.meter.count("steps")

@@ -1,0 +1,36 @@
+"""What a pass is, and the facts that tie passes together."""
+
+import enum
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile.plan import Plan
+
+
+class Fact(enum.Enum):
+    """Something that holds of a graph, whoever made it so."""
+
+    PHASES_ASSIGNED = "phases assigned"
+    PARAMS_GATHERED = "params gathered"
+    PARAMS_RELEASED = "params released"
+    GRADS_REDUCED = "gradients reduced"
+    REGIONS_CUT = "regions cut"
+    FETCHES_PLACED = "fetches placed"
+    BUDGET_MET = "budget met"
+
+
+class Pass(ABC):
+    """Edits the graph it is given and returns the plan, changed or as it came.
+
+    It reads nothing but its arguments and its own fields: no device, no clock, no environment.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Fact]]
+    gives: ClassVar[frozenset[Fact]]
+
+    @abstractmethod
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        """raises  ZinfError, if what the user asked for cannot be met"""

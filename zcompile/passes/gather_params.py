@@ -1,0 +1,144 @@
+"""One gather per parameter and phase, right before its first reader."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import (
+    CASTS,
+    aliases_of,
+    bases_of,
+    find,
+    insert,
+    output_of,
+    phase_of,
+    positions,
+    set_phase,
+)
+from zcompile.passes.base import Fact, Pass
+from zcompile.plan import Plan
+from zcompile.specs import Phase
+
+
+@dataclass(frozen=True)
+class GatherParams(Pass):
+    """Fetch a parameter where it is first read, and again in backward; views stay views.
+
+        %g = zinf.gather(%w)                      forward:   %p = zinf.fetch(%w)
+        %t = aten.t(%g)                                      %f = zinf.wait(%p)
+        %y = aten.mm(%x, %t)               ->                %t = aten.t(%f)
+        ...                                                  %y = aten.mm(%x, %t)
+        %d = aten.mm(%dy, %t)   (backward)        backward:  fetch, wait, aten.t, aten.mm again
+
+    Forward therefore saves the handle for backward, never the full value. Casts of a gathered
+    parameter are made again in backward too. A result that is a view of a gathered parameter is
+    copied, since the bytes under it are given back.
+    """
+
+    name: ClassVar[str] = "gather-params"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        _merge_equal(graph)
+        for gather in find(graph, ops.gather):
+            _gather_again_in_backward(graph, gather)
+        for gather in find(graph, ops.gather):
+            _sink_views(graph, gather)
+        for gather in find(graph, ops.gather):
+            _split(graph, gather, plan)
+        for wait in find(graph, ops.wait):
+            _copy_escapes(graph, wait)
+        return plan
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Gathers of one handle and layout become one."""
+    seen: dict[object, fx.Node] = {}
+    for gather in find(graph, ops.gather):
+        key = tuple(str(argument) for argument in gather.args)
+        first = seen.setdefault(key, gather)
+        if first is not gather:
+            gather.replace_all_uses_with(first)
+            graph.erase_node(gather)
+
+
+def _family(gather: fx.Node) -> list[fx.Node]:
+    """The gather, its views, and casts of those: what backward makes again."""
+    family = list(aliases_of(gather))
+    for member in family:
+        for user in member.users:
+            if user.target in CASTS and user not in family:
+                family.extend(n for n in aliases_of(user) if n not in family)
+    return family
+
+
+def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
+    copies: dict[fx.Node, fx.Node] = {}
+    family = set(_family(gather))
+
+    def again(node: fx.Node, before: fx.Node) -> fx.Node:
+        if node not in family or phase_of(node) is Phase.BACKWARD:
+            return node
+        if node not in copies:
+            sources = {n: again(n, before) for n in node.all_input_nodes if n in family}
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda n: sources.get(n, n))
+            set_phase(copies[node], Phase.BACKWARD)
+        return copies[node]
+
+    where = positions(graph)
+    readers = {
+        user for member in family if phase_of(member) is Phase.FORWARD
+        for user in member.users if user.op != "output" and phase_of(user) is Phase.BACKWARD
+    }  # fmt: skip
+    for reader in sorted(readers, key=where.__getitem__):
+        for member in [n for n in reader.all_input_nodes if n in family]:
+            reader.replace_input_with(member, again(member, reader))
+
+
+def _sink_views(graph: fx.Graph, gather: fx.Node) -> None:
+    """Views of a gather stand right before their first reader, so that they split no region."""
+    for view in reversed(list(aliases_of(gather))):
+        where = positions(graph)
+        readers = [user for user in view.users if user.op != "output"]
+        if view is not gather and readers:
+            min(readers, key=where.__getitem__).prepend(view)
+
+
+def _split(graph: fx.Graph, gather: fx.Node, plan: Plan) -> None:
+    """gather -> fetch, wait; both right before the first reader, and before views of others."""
+    if not gather.users:
+        graph.erase_node(gather)
+        return
+    where = positions(graph)
+    first = min((u for u in gather.users if u.op != "output"), key=where.__getitem__, default=None)
+    (handle,) = [n for n in gather.all_input_nodes if n.name in plan.params]
+    stem = str(plan.params[handle.name].name).replace(".", "_")  # type: ignore[index]  # NodeName
+    point = first if first is not None else output_of(graph)
+    while bases_of(point.prev) and gather not in point.prev.all_input_nodes:
+        point = point.prev
+    with graph.inserting_before(point):
+        fetch = insert(graph, ops.fetch, *gather.args, like=gather, phase=phase_of(gather),
+                       val=gather.meta["val"], name=f"{stem}_pending")  # fmt: skip
+        wait = insert(graph, ops.wait, fetch, like=gather, phase=phase_of(gather),
+                      val=gather.meta["val"], name=f"{stem}_full")  # fmt: skip
+    gather.replace_all_uses_with(wait)
+    graph.erase_node(gather)
+
+
+def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
+    """A graph output that shares the gathered bytes gets bytes of its own."""
+    output = output_of(graph)
+    for alias in list(aliases_of(wait)):
+        if output not in alias.users or not isinstance(alias.meta.get("val"), torch.Tensor):
+            continue
+        with graph.inserting_after(alias):
+            copy = insert(graph, torch.ops.aten.clone.default, alias, like=alias,
+                          phase=phase_of(alias), val=alias.meta["val"])  # fmt: skip
+        output.replace_input_with(alias, copy)
+
+

@@ -1,0 +1,63 @@
+"""A gradient goes home as soon as it is made; the graph returns nothing in its place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import insert, output_of, phase_of
+from zcompile.passes.base import Fact, Pass
+from zcompile.plan import Plan
+from zcompile.specs import NodeName, Phase
+from zcompile.torch_private import gradient_of, handle_input
+
+
+@dataclass(frozen=True)
+class ReduceGrads(Pass):
+    """Consume the gradient of a tiered parameter inside the graph.
+
+        %dw = aten.t(%mm)                         %dw = aten.t(%mm)
+        ...                               ->      %s  = zinf.reduce_grad(%dw, %w)
+        return (%y, %dw)                          ...
+                                                  return (%y, %s)
+
+    The sink stays an output until the graph is cut, so that autograd keeps the parameter in its
+    books; backward then returns None in its place.
+    """
+
+    name: ClassVar[str] = "reduce-grads"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        handles = sinks(graph, plan)
+        output = output_of(graph)
+        results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
+        for position, desc in enumerate(output.meta.get("desc") or ()):
+            source = gradient_of(desc)
+            grad = results[position]
+            if source in handles and isinstance(grad, fx.Node):
+                results[position] = _sink(graph, grad, handles[source], plan)
+        output.args = (tuple(results),)
+        return plan
+
+
+def sinks(graph: fx.Graph, plan: Plan) -> Mapping[int | None, fx.Node]:
+    """Position of each input whose gradient is consumed -> the placeholder of its handle."""
+    return {
+        handle_input(node): node
+        for node in graph.find_nodes(op="placeholder")
+        if node.name in plan.params and plan.params[NodeName(node.name)].sink
+    }
+
+
+def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: Plan) -> fx.Node:
+    stem = str(plan.params[NodeName(handle.name)].name).replace(".", "_")
+    backward = phase_of(grad) is Phase.BACKWARD
+    point = graph.inserting_after(grad) if backward else graph.inserting_before(output_of(graph))
+    with point:
+        return insert(graph, ops.reduce_grad, grad, handle, like=grad, phase=Phase.BACKWARD,
+                      val=torch.empty(0), name=f"{stem}_grad")  # fmt: skip

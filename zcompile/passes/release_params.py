@@ -1,0 +1,34 @@
+"""Give a gathered parameter's bytes back after its last reader."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import find, insert, phase_of, positions, readers_of
+from zcompile.passes.base import Fact, Pass
+from zcompile.plan import Plan
+
+
+@dataclass(frozen=True)
+class ReleaseParams(Pass):
+    """Free a gathered parameter once nothing reads it, or a view of it.
+
+        %full = zinf.wait(%pending)               %full = zinf.wait(%pending)
+        %t    = aten.t(%full)             ->      %t    = aten.t(%full)
+        %y    = aten.mm(%x, %t)                   %y    = aten.mm(%x, %t)
+                                                  zinf.release(%full)
+    """
+
+    name: ClassVar[str] = "release-params"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_RELEASED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        for full in find(graph, ops.wait):
+            where = positions(graph)
+            reader = max(readers_of(full), key=where.__getitem__)
+            with graph.inserting_after(reader):
+                insert(graph, ops.release, full, like=reader, phase=phase_of(full), val=None)
+        return plan

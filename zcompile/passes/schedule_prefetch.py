@@ -1,0 +1,176 @@
+"""Start each fetch early enough to be there in time, and no earlier than the budget allows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.errors import BudgetExceeded
+from zcompile.graph import find, phase_of, positions, region_of
+from zcompile.packing import Block, aligned, live_peak, pack, packed_bytes
+from zcompile.passes.base import Fact, Pass
+from zcompile.plan import Plan
+from zcompile.specs import NodeName, Phase
+
+
+@dataclass(frozen=True)
+class Need:
+    """A gathered parameter: the first and last region that read it.
+
+    name    for error messages
+    nbytes  of the whole entry
+    """
+
+    name: str
+    first: int
+    last: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SchedulePrefetch(Pass):
+    """Move fetches ahead of the compute they can hide behind.
+
+        %a = zinf.wait(%a_pending)                %a = zinf.wait(%a_pending)
+        %y = aten.mm(%x, %a)                      %b_pending = zinf.fetch(%b_handle)
+        zinf.release(%a)                  ->      %y = aten.mm(%x, %a)
+        %b_pending = zinf.fetch(%b_handle)        zinf.release(%a)
+        %b = zinf.wait(%b_pending)                %b = zinf.wait(%b_pending)
+
+    max_lead  regions a fetch may start ahead of its first reader; 0 leaves every fetch in place
+    """
+
+    max_lead: int = 8
+
+    name: ClassVar[str] = "schedule-prefetch"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
+            if not fetches:
+                continue
+            _settle_boundaries(graph, phase)
+            needs = [_need(graph, fetch, plan) for fetch in fetches]
+            starts = choose_starts(needs, plan.budget_bytes, self.max_lead, phase.value)
+            _move(graph, phase, dict(zip(fetches, starts, strict=True)))
+        return plan
+
+
+def choose_starts(needs: Sequence[Need], budget_bytes: int | None, max_lead: int,
+                  where: str) -> tuple[int, ...]:  # fmt: skip
+    """Before which region each fetch starts: its first reader's, or up to `max_lead` earlier.
+
+    Needs come in the order of their first readers. Soonest first, each is moved as early as the
+    bytes allowed in flight permit; the allowance is the largest, found by bisection, for which
+    the addresses still fit.
+
+    raises  BudgetExceeded, if they do not fit even without any lead
+    """
+    in_place = tuple(need.first for need in needs)
+    if budget_bytes is None:
+        return tuple(max(0, first - max_lead) for first in in_place)
+    if (least := _packed(needs, in_place)) > budget_bytes:
+        raise _too_small(needs, budget_bytes, least, where)
+    best, low, high = in_place, live_peak(_blocks(needs, in_place)), budget_bytes
+    starts = _leads(needs, high, max_lead)
+    if _packed(needs, starts) <= budget_bytes:
+        return starts
+    for _ in range(12):
+        allowance = (low + high) // 2
+        starts = _leads(needs, allowance, max_lead)
+        if _packed(needs, starts) <= budget_bytes:
+            best, low = starts, allowance
+        else:
+            high = allowance
+    return best
+
+
+def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, ...]:
+    last = max(need.last for need in needs)
+    alive = [0] * (last + 1)
+    for need in needs:
+        for region in range(need.first, need.last + 1):
+            alive[region] += aligned(need.nbytes)
+    starts = []
+    for need in needs:
+        start = need.first
+        while (start > max(0, need.first - max_lead)
+               and alive[start - 1] + aligned(need.nbytes) <= allowance):  # fmt: skip
+            start -= 1
+            alive[start] += aligned(need.nbytes)
+        starts.append(start)
+    return tuple(starts)
+
+
+def _blocks(needs: Sequence[Need], starts: Sequence[int]) -> list[Block]:
+    return [Block(s, n.last, n.nbytes) for n, s in zip(needs, starts, strict=True)]
+
+
+def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
+    blocks = _blocks(needs, starts)
+    return packed_bytes(blocks, pack(blocks))
+
+
+def _too_small(needs: Sequence[Need], budget: int, least: int, where: str) -> BudgetExceeded:
+    def alive(region: int) -> list[Need]:
+        return [n for n in needs if n.first <= region <= n.last]
+
+    peak = max({n.first for n in needs}, key=lambda r: sum(n.nbytes for n in alive(r)))
+    return BudgetExceeded(
+        "device", budget, least, f"{where} pass of the model",
+        [(n.name, n.nbytes) for n in alive(peak)],
+        f"give zcompile.offload device_memory={least} or more (this is the smallest that holds "
+        "the parameters which one piece of compute reads together)",
+    )  # fmt: skip
+
+
+def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
+    """Between two regions: releases and reductions first, then fetches and waits.
+
+    A release that came after the wait of the next parameter would keep both alive at once.
+    """
+    nodes = [n for n in graph.nodes if n.op == "call_function" and phase_of(n) is phase]
+    pending: list[fx.Node] = []
+    for node in nodes:
+        if node.target in (ops.fetch, ops.wait):
+            pending.append(node)
+        elif node.target in (ops.release, ops.reduce_grad):
+            if pending and node.args[0] not in pending:
+                pending[0].prepend(node)
+        else:
+            pending = []
+
+
+def _need(graph: fx.Graph, fetch: fx.Node, plan: Plan) -> Need:
+    (wait,) = fetch.users
+    (release,) = [user for user in wait.users if user.target is ops.release]
+    where = positions(graph)
+    regions = [region_of(n) for n in graph.nodes if where[wait] < where[n] < where[release]]
+    inside = [r for r in regions if r is not None]
+    (handle,) = [n for n in fetch.all_input_nodes if n.name in plan.params]
+    spec = plan.params[NodeName(handle.name)]
+    return Need(spec.name, min(inside), max(inside), spec.nbytes)
+
+
+def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:
+    """Put each fetch at the head of the block of waits that precedes its region."""
+    heads: dict[int, fx.Node] = {}
+    head: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op != "call_function" or phase_of(node) is not phase:
+            continue
+        region = region_of(node)
+        if region is not None:
+            heads.setdefault(region, head or node)
+            head = None
+        elif node.target is ops.wait:
+            head = head or node
+        elif node.target in (ops.release, ops.reduce_grad):
+            head = None
+    first = min(heads)
+    for fetch, start in starts.items():
+        heads[max(start, first)].prepend(fetch)

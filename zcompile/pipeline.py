@@ -1,0 +1,72 @@
+"""The order of passes, top to bottom, written once; and the runner that does for every pass what
+no pass does for itself: recompile, verify, tell the watcher.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import fx
+
+from zcompile.config import Config
+from zcompile.errors import PassOrder
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.cut_regions import CutRegions
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.plan_arena import PlanArena
+from zcompile.passes.reduce_grads import ReduceGrads
+from zcompile.passes.release_params import ReleaseParams
+from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.plan import Plan
+from zcompile.verify import verify
+
+
+class Watch(Protocol):
+    """Who is told what each pass did: the log, the dump, both, or nobody."""
+
+    def before(self, graph: fx.Graph, plan: Plan) -> None: ...
+
+    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None: ...
+
+
+class Silence:
+    """A watcher that looks at nothing."""
+
+    def before(self, graph: fx.Graph, plan: Plan) -> None:
+        pass
+
+    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+        pass
+
+
+SILENT = Silence()
+
+
+def pipeline(config: Config) -> tuple[Pass, ...]:
+    """The passes in order; the one place where the user's wishes become the fields of a pass."""
+    return (
+        GatherParams(),  # one gather per parameter and phase, before its first reader
+        ReleaseParams(),  # full -> nothing, after its last reader
+        ReduceGrads(),  # gradient -> home tier, as soon as it is made
+        CutRegions(),  # compute between our ops, numbered
+        SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
+        PlanArena(),  # every gathered parameter has an address; the peak is proven
+    )
+
+
+def run(joint: fx.GraphModule, plan: Plan, passes: Sequence[Pass], *,
+        watch: Watch = SILENT) -> Plan:  # fmt: skip
+    """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
+
+    raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes
+    """
+    facts = {Fact.PHASES_ASSIGNED}
+    watch.before(joint.graph, plan)
+    for step, pass_ in enumerate(passes, start=1):
+        if missing := pass_.needs - facts:
+            raise PassOrder(pass_.name, [f.value for f in missing], [p.name for p in passes])
+        plan = pass_.rewrite(joint.graph, plan)
+        joint.recompile()
+        facts |= pass_.gives
+        verify(joint.graph, plan, after=pass_.name, facts=frozenset(f.name for f in facts))
+        watch.after(step, pass_.name, joint.graph, plan)
+    return plan

@@ -1,0 +1,84 @@
+"""Regions: the structure of a run of compute, and the callable it is compiled to.
+
+Two regions are the same if their ops, arguments, wiring, shapes, strides and dtypes are; names
+and positions do not count. Dynamic sizes count by their expression. Each distinct region is
+compiled once, so that compile time does not grow with depth.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.printer import target_of
+from zcompile.schedule import Region
+
+Compiled = MutableMapping[str, Region]
+"""Regions compiled so far, by structure."""
+
+
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a region reads from outside, in the order of first use."""
+    inside = set(nodes)
+    return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+
+
+def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a region makes that others read, in order."""
+    inside = set(nodes)
+    return [node for node in nodes if any(user not in inside for user in node.users)]
+
+
+def compile_region(nodes: Sequence[fx.Node], compiled: Compiled) -> Region:
+    """The region these nodes form, from `compiled` if one of equal structure is there."""
+    key = structure(nodes)
+    if key not in compiled:
+        compiled[key] = Region(key, _summary(nodes), _eager(nodes))
+    return compiled[key]
+
+
+def structure(nodes: Sequence[fx.Node]) -> str:
+    """Digest of everything about a region but its names."""
+    number = {node: index for index, node in enumerate((*inputs_of(nodes), *nodes))}
+    parts = [_described(node.meta.get("val")) for node in inputs_of(nodes)]
+    for node in nodes:
+        args = _canonical((node.args, node.kwargs), number)
+        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}")
+    parts.append(str([number[node] for node in outputs_of(nodes)]))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.size())}{tuple(value.stride())}{value.device}"
+    if isinstance(value, list | tuple):
+        return "(" + ",".join(_described(v) for v in value) + ")"
+    return str(value)
+
+
+def _canonical(value: object, number: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{number[value]}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_canonical(v, number) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_canonical(v, number)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def _summary(nodes: Sequence[fx.Node]) -> str:
+    counts = Counter(target_of(node).removeprefix("aten.").split(".")[0] for node in nodes)
+    counts.pop("getitem", None)
+    return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
+
+
+def _eager(nodes: Sequence[fx.Node]) -> Any:
+    graph = fx.Graph()
+    env = {node: graph.placeholder(node.name) for node in inputs_of(nodes)}
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in outputs_of(nodes)))
+    return fx.GraphModule(torch.nn.Module(), graph).forward

@@ -1,0 +1,153 @@
+"""Walks a schedule: one loop, no decisions.
+
+What is decided at run time is only what cannot be known before: which entry a handle names, and
+which call comes next (`foresight.py`). Every fetch waits for the compute that was submitted
+before the call, since the slots may have served an earlier schedule.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from zcompile.handles import entry_of
+from zcompile.runtime.foresight import Call, Foresight, settle
+from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.store import Entry, Store
+from zcompile.runtime.ticket import Ticket
+from zcompile.schedule import Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
+from zcompile.schedule import Store as StoreHome
+from zcompile.specs import Phase
+
+
+class Executor:
+    """Runs the schedules of one store; of none, if nothing is tiered."""
+
+    def __init__(self, store: Store, gradients: Gradients) -> None:
+        self.store = store
+        self.gradients = gradients
+        self.foresight = Foresight(store)
+
+    def run(self, schedule: Schedule, args: list[Any],
+            entries: Sequence[Entry] | None = None) -> list[Any]:  # fmt: skip
+        """The results of one call; `args` is emptied, so that its values can die early.
+
+        entries  what the handles name, if the caller knows; else it is read from the handles
+        raises   what a transfer raised
+        """
+        values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
+        args.clear()
+        for register, constant in schedule.constants:
+            values[register] = constant
+        if entries is None:
+            entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
+        _Walk(self, schedule, values, entries).go()
+        return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
+
+
+class _Walk:
+    """One call: the values, tickets and taken slots of a schedule that is being walked."""
+
+    def __init__(self, executor: Executor, schedule: Schedule, values: list[Any],
+                 entries: Sequence[Entry]) -> None:  # fmt: skip
+        self.store = executor.store
+        self.gradients = executor.gradients
+        self.schedule = schedule
+        self.values = values
+        self.entries = entries
+        self.tickets: dict[int, Ticket] = {}
+        self.call = Call(schedule, tuple(entries))
+        self.foresight = executor.foresight
+        self.taken: set[Slot] = set()
+
+    def go(self) -> None:
+        device, meter = self.store.device, self.store.meter
+        self.begun = device.mark()
+        self.lap = device.stamp()
+        self.given = self.foresight.begin(self.call)
+        self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
+        try:
+            for index, instruction in enumerate(self.schedule.instructions):
+                self._step(instruction)
+                self.foresight.passed(self.call, index)
+        except BaseException:
+            self._abandon()
+            self.foresight.abandon()
+            raise
+        meter.span(self._account, self.lap, device.stamp())
+
+    @property
+    def _account(self) -> str:
+        return "optimizer" if self.schedule.phase is Phase.STEP else "compute"
+
+    def _step(self, instruction: Any) -> None:
+        arena, values = self.store.arena, self.values
+        match instruction:
+            case Run(region=region, inputs=inputs, outputs=outputs, drops=drops, ticket=ticket):
+                results = region.call(*[values[r] for r in inputs])
+                for register in drops:
+                    values[register] = None
+                for register, result in zip(outputs, results, strict=True):
+                    values[register] = result
+                if ticket is not None:
+                    self.tickets[ticket] = self.store.device.mark()
+            case Fetch(slot=slot, ticket=ticket):
+                self.taken.add(slot)
+                self.tickets[ticket] = self.given.pop(ticket, None) or self._fetch(instruction)
+            case Wait(ticket=ticket, slot=slot, layout=layout, register=register):
+                self._wait(self.tickets[ticket])
+                values[register] = layout.view(arena.slot(slot.address, slot.nbytes))
+            case Free(slot=slot, register=register):
+                values[register] = None
+                self.taken.discard(slot)
+                arena.give_slot(slot.address, slot.nbytes)
+            case Reduce(value=value, entry=entry, after=after, drop=drop):
+                self.gradients.receive(self.entries[entry], values[value], self._after(after))
+                if drop:
+                    values[value] = None
+            case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
+                source = arena.slot(slot.address, nbytes)
+                self.tickets[ticket] = self.store.put(
+                    self.entries[entry], source, begin=begin, after=self._after(instruction.after)
+                )
+
+    def _after(self, tickets: Sequence[int]) -> list[Ticket]:
+        return [self.tickets[t] for t in tickets]
+
+    def _fetch(self, fetch: Fetch) -> Ticket:
+        arena = self.store.arena
+        arena.take_slot(fetch.slot.address, fetch.slot.nbytes)
+        self.store.meter.count("gathers")
+        return self.store.fetch(
+            self.entries[fetch.entry], arena.slot(fetch.slot.address, fetch.nbytes),
+            begin=fetch.begin, after=[self.begun, *self._after(fetch.after)],
+        )  # fmt: skip
+
+    def _wait(self, ticket: Ticket) -> None:
+        device, meter = self.store.device, self.store.meter
+        before = device.stamp()
+        meter.span(self._account, self.lap, before)
+        ticket.join_compute()
+        self.lap = device.stamp()
+        meter.span("stall", before, self.lap)
+
+    def _abandon(self) -> None:
+        """After an error: let what is under way end, then give the taken slots back."""
+        for ticket in self.tickets.values():
+            settle(ticket)
+        for slot in self.taken:
+            self.store.arena.give_slot(slot.address, slot.nbytes)
+
+
+def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:
+    """A schedule that moves nothing, of a graph without tiered parameters."""
+    values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
+    args.clear()
+    for register, constant in schedule.constants:
+        values[register] = constant
+    for run in schedule.instructions:
+        assert isinstance(run, Run)
+        results = run.region.call(*[values[r] for r in run.inputs])
+        for register in run.drops:
+            values[register] = None
+        for register, result in zip(run.outputs, results, strict=True):
+            values[register] = result
+    return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]

@@ -1,0 +1,150 @@
+"""What comes next: the first fetches of the next call start while this one still computes.
+
+A model that graph-breaks, and the step from forward to backward to optimizer, are calls of
+several schedules. Each schedule was planned alone. Once a call has been seen to follow another,
+the fetches that open the follower are started as soon as this schedule no longer needs the bytes
+they will lie in. A wrong guess costs a transfer and nothing else: what was started is waited for
+and given back, and a value that was written in between is fetched again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from zcompile.errors import ZinfError
+from zcompile.runtime.store import Entry, Store
+from zcompile.runtime.ticket import Ticket
+from zcompile.schedule import Fetch, Free, Run, Schedule
+from zcompile.specs import Kind
+
+MEMORY = 4096
+"""Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
+
+Identity = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A schedule about to run on certain entries."""
+
+    schedule: Schedule
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def identity(self) -> Identity:
+        """Gradients are new entries in every step, so they do not count."""
+        lasting = (e.key for e in self.entries if e.kind is not Kind.GRAD)
+        return self.schedule.serial, tuple(lasting)
+
+
+@dataclass
+class _Handed:
+    """Fetches of `call` that are under way before it begins: (fetch, entry version, ticket)."""
+
+    call: Call
+    started: list[tuple[Fetch, int, Ticket]] = field(default_factory=list)
+
+
+class Foresight:
+    """Remembers which call followed which, and hands the head of the next one over."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._followers: OrderedDict[Identity, Call] = OrderedDict()
+        self._last: Identity | None = None
+        self._handed: _Handed | None = None
+        self._ready: dict[int, list[Fetch]] = {}
+        self._next: Call | None = None
+
+    def begin(self, call: Call) -> dict[int, Ticket]:
+        """`call` starts: learn, and return the tickets of fetches that are already under way."""
+        if self._last is not None:
+            self._followers[self._last] = call
+            self._followers.move_to_end(self._last)
+            if len(self._followers) > MEMORY:
+                self._followers.popitem(last=False)
+        self._last = call.identity
+        given = self._claim(call)
+        self._next = self._followers.get(call.identity)
+        self._ready = handover(call.schedule, self._next.schedule) if self._next else {}
+        return given
+
+    def passed(self, call: Call, index: int) -> None:
+        """Instruction `index` of `call` is done: start what may start from here on."""
+        fetches = self._ready.pop(index, None)
+        if fetches is None or self._next is None:
+            return
+        if self._handed is None:
+            self._handed = _Handed(self._next)
+        after = [self._store.device.mark()]
+        for fetch in fetches:
+            entry = self._next.entries[fetch.entry]
+            arena, slot = self._store.arena, fetch.slot
+            arena.take_slot(slot.address, slot.nbytes)
+            self._store.meter.count("gathers")
+            ticket = self._store.fetch(entry, arena.slot(slot.address, fetch.nbytes),
+                                       begin=fetch.begin, after=after)  # fmt: skip
+            self._handed.started.append((fetch, entry.version, ticket))
+
+    def abandon(self) -> None:
+        """Nothing that was handed over will be used: wait for it and give the slots back."""
+        handed, self._handed = self._handed, None
+        self._ready, self._next = {}, None
+        for fetch, _, ticket in handed.started if handed else ():
+            settle(ticket)
+            self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
+
+    def _claim(self, call: Call) -> dict[int, Ticket]:
+        handed = self._handed
+        if handed is None:
+            return {}
+        if handed.call.identity != call.identity:
+            self.abandon()
+            return {}
+        self._handed = None
+        given: dict[int, Ticket] = {}
+        for fetch, version, ticket in handed.started:
+            entry = call.entries[fetch.entry]
+            if entry.key == handed.call.entries[fetch.entry].key and entry.version == version:
+                given[fetch.ticket] = ticket
+            else:
+                settle(ticket)
+                self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
+        return given
+
+
+def handover(now: Schedule, then: Schedule) -> dict[int, list[Fetch]]:
+    """After which instruction of `now` each opening fetch of `then` may start.
+
+    Opening fetches are those before the first compute of `then`. Each starts after the last fetch
+    of `now`, so that it delays none, and after every slot of `now` under it was given back.
+    Entries that are new in every call cannot be foreseen: a fetch of a gradient stays where it is.
+    """
+    last_fetch = max((i for i, x in enumerate(now.instructions) if isinstance(x, Fetch)), default=0)
+    frees = [(i, x.slot) for i, x in enumerate(now.instructions) if isinstance(x, Free)]
+    ready: dict[int, list[Fetch]] = {}
+    for fetch in _opening(then):
+        under = [i for i, slot in frees if slot.overlaps(fetch.slot)]
+        at = max([last_fetch, *under])
+        if at < len(now.instructions):
+            ready.setdefault(at, []).append(fetch)
+    return ready
+
+
+def _opening(schedule: Schedule) -> Sequence[Fetch]:
+    opening: list[Fetch] = []
+    for instruction in schedule.instructions:
+        if isinstance(instruction, Run):
+            break
+        if isinstance(instruction, Fetch) and instruction.lasting:
+            opening.append(instruction)
+    return opening
+
+
+def settle(ticket: Ticket) -> None:
+    """Wait for a transfer whose result nobody wants; its error was or will be raised elsewhere."""
+    try:
+        ticket.wait()
+    except (ZinfError, OSError):
+        return

@@ -1,0 +1,43 @@
+"""A store with everything that runs on it: gradients, executor, compiled regions, step schedules.
+
+One offloaded model, one session. Two sessions in one process share nothing but the table of
+handles.
+"""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from zcompile.config import Config
+from zcompile.handles import entry_of
+from zcompile.runtime.executor import Executor
+from zcompile.runtime.gradients import Gradients, Wrap
+from zcompile.runtime.store import Entry, Store
+from zcompile.schedule import Region, Schedule
+
+
+class Session(Store):
+    """`wrap` makes a tiered tensor over an entry; it is given from above."""
+
+    def __init__(self, config: Config, wrap: Wrap) -> None:
+        super().__init__(config)
+        self.wrap = wrap
+        self.gradients = Gradients(self, wrap)
+        self.on_gradient = self.gradients.receive
+        self.executor = Executor(self, self.gradients)
+        self.regions: dict[str, Region] = {}
+        self.steps: dict[Hashable, Schedule] = {}
+        self.births: dict[int, torch.device] = {}
+        self.dumps: dict[Path, Any] = {}
+
+
+def entry_behind(handle: torch.Tensor) -> Entry:
+    """The entry a handle names. raises  ParameterChanged, if it is gone"""
+    return cast(Entry, entry_of(handle))
+
+
+def session_of(entry: Entry) -> Session:
+    """The session whose store holds `entry`."""
+    return cast(Session, entry.store)

@@ -1,0 +1,180 @@
+"""Instructions and schedules: the door between compile time and run time.
+
+A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`) act in order on the compute
+stream; transfers (`Fetch`, `Reduce`, `Store`) are started in order on the stream of their link and
+run beside it. What a transfer must wait for is named by tickets, so that safety can be read off
+the list alone. Sizes and addresses are bytes; a register is an index into the values of one call.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NewType
+
+from zcompile.specs import Layout, Phase
+
+Register = NewType("Register", int)
+Ticket = NewType("Ticket", int)
+EntryIndex = NewType("EntryIndex", int)
+"""Which of a schedule's handles; the call says which entry that is."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of the device arena."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+    def overlaps(self, other: "Slot") -> bool:
+        return self.address < other.end and other.address < self.end
+
+
+@dataclass(frozen=True)
+class Region:
+    """Compute between our ops, compiled once per structure.
+
+    key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
+    text  its ops, for people
+    call  positional values in, a tuple of values out
+    """
+
+    key: str
+    text: str
+    call: Callable[..., tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Start moving bytes [begin, begin + nbytes) of an entry into a slot of the arena.
+
+    The slot is taken from here on. `after`: the transfer starts once these are complete.
+    `lasting`: the entry outlives the step, so the fetch can be foreseen in the next one.
+    """
+
+    entry: EntryIndex
+    begin: int
+    nbytes: int
+    slot: Slot
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+    lasting: bool = True
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute waits for a fetch; `register` becomes a tensor of `layout` over the slot."""
+
+    ticket: Ticket
+    slot: Slot
+    layout: Layout
+    register: Register
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute a region. `drops` are registers nobody reads afterwards.
+
+    `ticket`, if given, is complete once compute has passed this instruction.
+    """
+
+    region: Region
+    inputs: tuple[Register, ...]
+    outputs: tuple[Register, ...]
+    drops: tuple[Register, ...] = ()
+    ticket: Ticket | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Free:
+    """The slot is given back; `register` must not be read any more.
+
+    A later fetch into an overlapping range names, in its `after`, the last `Run` before this.
+    """
+
+    slot: Slot
+    register: Register
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A gradient leaves for its home: it becomes the entry's gradient, or is added to it."""
+
+    value: Register
+    entry: EntryIndex
+    after: tuple[Ticket, ...] = ()
+    drop: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Bytes of a slot go home to [begin, begin + nbytes) of an entry (the optimizer step)."""
+
+    entry: EntryIndex
+    begin: int
+    nbytes: int
+    slot: Slot
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+
+SERIALS = count()
+"""Where `Schedule.serial` comes from."""
+
+Instruction = Fetch | Wait | Run | Free | Reduce | Store
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One phase of one graph, ready to be walked.
+
+    handles      register of each handle among the inputs; an EntryIndex points here
+    inputs       how many registers the call fills, from 0 on
+    constants    registers that hold the same value in every call
+    outputs      register or literal (None, an int) of each result
+    sinks        entries whose gradient the backward of this forward will send home
+    serial       tells schedules apart; unique in a process
+    arena_bytes  bytes of the device arena that the slots lie in
+    peak_bytes   largest sum of slots taken at once
+    """
+
+    phase: Phase
+    name: str
+    instructions: tuple[Instruction, ...]
+    handles: tuple[Register, ...]
+    inputs: int
+    constants: tuple[tuple[Register, Any], ...]
+    outputs: tuple["Register | Literal", ...]
+    registers: int
+    sinks: tuple[EntryIndex, ...]
+    serial: int
+    arena_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+    names: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An output that is known without running: None, or a constant."""
+
+    value: object
+
+
+def slots_of(instruction: Instruction) -> tuple[Slot, ...]:
+    """The slots an instruction touches."""
+    match instruction:
+        case Fetch(slot=slot) | Wait(slot=slot) | Free(slot=slot) | Store(slot=slot):
+            return (slot,)
+        case _:
+            return ()

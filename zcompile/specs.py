@@ -1,0 +1,98 @@
+"""What a parameter is, and what kinds of entry the store holds."""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+import torch
+
+ParamName = NewType("ParamName", str)
+"""Dotted name of a parameter, "layers.3.mlp.up.weight"; for people."""
+NodeName = NewType("NodeName", str)
+"""Name of an fx node; unique in its graph, so it serves as a key. Never parsed."""
+
+
+class Kind(enum.Enum):
+    """What an entry of the store is, which decides where it would best rest."""
+
+    PARAM = "parameter"
+    GRAD = "gradient"
+    STATE = "optimizer state"
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in the bytes of its entry.
+
+    size, stride, offset    in elements, as torch has them; offset from the entry's first byte
+    dtype                   torch dtype
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for n in self.size:
+            count *= n
+        return count
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to one past the last that the tensor touches, offset excluded."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the span."""
+        return self.span * self.dtype.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """No gaps and no overlap: every element of the span belongs to exactly one index."""
+        return self.span == self.numel and all(
+            s > 0 for n, s in zip(self.size, self.stride, strict=True) if n > 1
+        )
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), 0, tensor.dtype)
+
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """This tensor over bytes that start at the entry's first byte.
+
+        storage  uint8 [n], n at least (offset + span) elements; aligned to the dtype
+        """
+        end = (self.offset + self.span) * self.dtype.itemsize
+        typed = storage[:end].view(self.dtype)
+        start = typed.storage_offset() + self.offset
+        return torch.as_strided(typed, self.size, self.stride, start)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A handle input of a graph: what the compiler may know of the parameter behind it.
+
+    name    of the first call's parameter, for people; identity is a run-time fact
+    layout  how this tensor lies in its entry
+    nbytes  bytes of the whole entry, which is what a gather brings
+    sink    its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
+    home    the tier it rested on when the graph was compiled, for people
+    """
+
+    name: ParamName
+    layout: Layout
+    nbytes: int
+    sink: bool
+    home: str = "host"

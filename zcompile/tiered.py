@@ -1,0 +1,248 @@
+"""TieredTensor: a tensor whose bytes rest in the store.
+
+It has the full logical shape, stride, dtype and the compute device, and no storage. Its one inner
+tensor is a 0-dim int64 CPU handle. Under tracing each use becomes a `zinf.gather` in the graph;
+called plainly, `eager.py` says what an op means.
+"""
+
+import copy
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zcompile import eager, ops
+from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.runtime.session import entry_behind, session_of
+from zcompile.runtime.store import Entry
+from zcompile.specs import Layout
+from zcompile.torch_private import (
+    Dispatched,
+    is_traced,
+    no_torch_function,
+    support_foreach,
+    wrapper,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Context:
+    """What Dynamo guards on: everything about a tiered tensor but whose bytes it stands for.
+
+    store          which store, since a plan is made for one arena
+    sink           a parameter whose gradient goes home by itself
+    """
+
+    layout: Layout
+    device: torch.device
+    store: int
+    sink: bool
+    requires_grad: bool
+
+
+class TieredTensor(torch.Tensor):
+    """See the file's docstring. Made by `zcompile.offload`, never by hand."""
+
+    _handle: Tensor
+    lies: Layout
+    store_key: int
+    sink: bool
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, handle: Tensor, context: Context) -> "TieredTensor":
+        lies = context.layout
+        made = wrapper(cls, lies.size, lies.stride, lies.offset, lies.dtype, context.device,
+                       context.requires_grad)  # fmt: skip
+        return made  # type: ignore[return-value]  # of class cls
+
+    def __init__(self, handle: Tensor, context: Context) -> None:
+        self._handle = handle
+        self.lies = context.layout
+        self.store_key = context.store
+        self.sink = context.sink
+
+    @classmethod
+    def over(cls, entry: Entry, layout: Layout) -> "TieredTensor":
+        """A new tiered tensor; the entry is freed when the last use of its handle has died."""
+        device = entry.store.device.torch_device
+        return cls(_handle_of(entry), Context(layout, device, entry.store.key, False, False))
+
+    @classmethod
+    def sharing(cls, base: "TieredTensor", layout: Layout) -> "TieredTensor":
+        """Another view of the bytes behind `base`."""
+        return cls(base._handle, Context(layout, base.device, base.store_key, False, False))
+
+    @property
+    def entry(self) -> Entry:
+        """raises  ParameterChanged, if the store was closed"""
+        return entry_behind(self._handle)
+
+    def _name_in_store(self) -> str:
+        return self.entry.name
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return ["_handle"], Context(self.lies, self.device, self.store_key, self.sink,
+                                    self.requires_grad)  # fmt: skip
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Context, outer_size: object,
+                             outer_stride: object) -> "TieredTensor":  # fmt: skip
+        return TieredTensor(inner["_handle"], context)
+
+    @classmethod
+    @torch.compiler.disable  # Dynamo would trace this method where a model graph-breaks
+    def __torch_dispatch__(cls, func: Dispatched, types: Any, args: Sequence[Any] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        tiered = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
+        if any(is_traced(t._handle) for t in tiered):
+            return _traced(func, args, kwargs)
+        return eager.call(cls, func, args, kwargs)
+
+    # What torch implements by reading storage, which there is none of.
+
+    def on_host(self) -> Tensor:
+        """The full value as a plain CPU tensor; reads the tiers, not the arena."""
+        bytes_ = self.entry.store.read_all(self.entry)
+        return self.lies.view(bytes_).detach()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("can't call numpy() on a tensor that requires grad; "
+                               "use tensor.detach().numpy()")  # fmt: skip
+        return self.on_host().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.detach().on_host().__array__(dtype)  # type: ignore[attr-defined]  # of cls
+
+    def tolist(self) -> Any:
+        return self.on_host().tolist()
+
+    def storage(self) -> Any:
+        return self._no_storage("storage()")
+
+    def data_ptr(self) -> int:
+        return self._no_storage("data_ptr()")
+
+    def _no_storage(self, what: str) -> Any:
+        raise Unsupported(f"{what}: a tiered tensor has no memory of its own",
+                          "use tensor.cpu() for a plain copy, or tensor.on_host()")  # fmt: skip
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return super().cpu(*args, **kwargs)
+        return self.on_host()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]  # a property in torch too
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """`param.data = value` gives the parameter new values of the same shape and dtype."""
+        if value.size() != self.size() or value.dtype != self.dtype:
+            raise ParameterChanged(
+                self.entry.name,
+                f"was given .data of {value.dtype} {tuple(value.size())} in place of "
+                f"{self.dtype} {tuple(self.size())}",
+                "change shape or dtype before zcompile.offload",
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        if is_traced(self._handle):
+            return f"TieredTensor({self._handle}, {self.lies})"
+        text = repr(self.on_host().requires_grad_(self.requires_grad))
+        return text if self.device.type == "cpu" else f"{text[:-1]}, device='{self.device}')"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the plain tensor or parameter it stands for, on the CPU."""
+        full = self.on_host()
+        if getattr(self, "_is_param", False):
+            plain: Tensor = torch.nn.Parameter(full, self.requires_grad)
+        else:
+            plain = full.requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            found: Tensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) "
+                               "support the deepcopy protocol at the moment")  # fmt: skip
+        memo[id(self)] = made = twin(self)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+
+support_foreach(TieredTensor)
+
+
+def twin(tensor: TieredTensor) -> Tensor:
+    """An independent copy in the same store: a parameter if `tensor` is one."""
+    old = tensor.entry
+    entry = old.store.create(old.name, old.kind, old.nbytes)
+    made = TieredTensor.over(entry, tensor.lies)
+    old.store.put(entry, old.store.read_all(old))
+    if getattr(tensor, "_is_param", False):
+        return own(torch.nn.Parameter(made, tensor.requires_grad))
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """From here on the gradient of this tiered parameter goes home by itself."""
+    tiered: Any = param
+    tiered.sink = True
+    tiered.entry.owner = weakref.ref(param)
+    if param.requires_grad:
+        session = session_of(tiered.entry)
+        param.register_post_accumulate_grad_hook(session.gradients.adopt)
+    return param
+
+
+def _handle_of(entry: Entry) -> Tensor:
+    """A 0-dim tensor that holds the entry's key; when its storage dies, the entry is freed.
+
+    The storage is what counts: autograd may keep the handle for backward after the parameter
+    object itself is gone.
+    """
+    memory = (ctypes.c_int64 * 1)(entry.key)
+    weakref.finalize(memory, entry.store.free_later, entry.key).atexit = False
+    return torch.frombuffer(memory, dtype=torch.int64).reshape(())
+
+
+def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Under tracing: every tiered argument becomes a gather in the graph."""
+    if func in (aten.detach.default, aten.alias.default):
+        (base,) = args
+        return TieredTensor.sharing(base, base.lies)
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, TieredTensor):
+            return value
+        lies = value.lies
+        return ops.gather(value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device)
+
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if any(isinstance(v, TieredTensor) for v in tree_leaves(value)):
+                raise Unsupported(
+                    f"{func} writes to a tiered parameter inside a compiled function",
+                    "move the write outside, or into a function under torch.compiler.disable",
+                )
+    args, kwargs = tree_map(full, (tuple(args), kwargs))
+    return func(*args, **kwargs)

@@ -1,0 +1,161 @@
+"""Every private torch API that zcompile relies on, in one place, each with a contract test.
+
+What stands here may change between torch releases without notice; `tests/test_torch_private.py`
+says for each name what we rely on. The tested range is `TESTED`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    TangentAOTInput,
+)
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zcompile.errors import TorchUnsupported
+
+TESTED = ((2, 11), (2, 13))
+"""First and last torch minor release under test; the CPU suite runs on the last one."""
+
+Dispatched = torch._ops.OpOverload
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+__all__ = ["Dispatched", "aot_backend", "boxed", "is_traceable_wrapper_subclass"]
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass that acts at dispatch only."""
+
+
+def check_torch() -> None:
+    """raises  TorchUnsupported, if the installed torch is outside `TESTED`"""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    first, last = TESTED
+    if not first <= (major, minor) <= last:
+        raise TorchUnsupported(
+            torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        )
+
+
+def wrapper(cls: type[Tensor], size: Sequence[int], stride: Sequence[int], offset: int,
+            dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:  # fmt: skip
+    """A tensor of class `cls` with the given metadata and no storage."""
+    made: Tensor = torch.Tensor._make_wrapper_subclass(
+        cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+    return made
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True for the stand-ins that tracing uses; False for a tensor that has bytes."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor) or type(tensor) is not Tensor
+
+
+def support_foreach(cls: type[Tensor]) -> None:
+    """Let stock optimizers choose for `cls` what they choose for plain tensors.
+
+    Without it `foreach=None` means the for-loop for a subclass and the fused list kernels for a
+    plain tensor on CUDA, which round differently. DTensor registers itself in the same way.
+    """
+    if cls not in _foreach_supported_types:
+        _foreach_supported_types.append(cls)
+
+
+def aot_backend(forward: Compiler, backward: Compiler, inference: Compiler,
+                partition: Partition) -> Callable[..., Any]:  # fmt: skip
+    """A Dynamo backend: AOTAutograd with our partitioner and compilers."""
+    backend: Callable[..., Any] = _aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference,
+        partition_fn=partition,
+    )  # fmt: skip
+    return backend
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """`function` takes one list, which it may empty: the boxed calling convention."""
+    function._boxed_call = True  # type: ignore[attr-defined]  # the convention's marker
+    return function
+
+
+def boxed_graph(gm: fx.GraphModule) -> Callable[..., Any]:
+    """The graph as it stands, under the boxed calling convention."""
+    made: Callable[..., Any] = make_boxed_func(gm.forward)
+    return made
+
+
+def handle_input(node: fx.Node) -> int | None:
+    """If a placeholder is the handle inside a tiered input: that input's position, else None."""
+    desc = node.meta.get("desc")
+    if isinstance(desc, SubclassGetAttrAOTInput) and isinstance(desc.base, PlainAOTInput):
+        return desc.base.idx
+    return None
+
+
+def gradient_of(desc: object) -> int | None:
+    """If an output is the gradient of a plain input: that input's position, else None."""
+    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+        return desc.grad_of.idx
+    return None
+
+
+def pin_phase(node: fx.Node, backward: bool) -> None:
+    """Tell torch's extraction on which side of the cut a node belongs."""
+    node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def cut(joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node],
+        forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
+    """Forward and backward modules of a joint graph, saving exactly the nodes named.
+
+    Every node must carry its phase (`pin_phase`), so that nothing is computed twice.
+    """
+    forward, backward = _extract_fwd_bwd_modules(
+        joint, saved, saved_symbols, num_fwd_outputs=forward_outputs
+    )
+    return forward, backward
+
+
+def hooks_of(param: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Tensor hooks and post-accumulate hooks that a user registered on a leaf."""
+    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """A placeholder that carries a gradient into the backward half."""
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def hint(value: int | torch.SymInt) -> int:
+    """A size as an int: itself, or the size seen when a dynamic graph was traced; guards nothing."""
+    if isinstance(value, torch.SymInt):
+        found = value.node.hint
+        return int(found) if found is not None else 1
+    return int(value)
+
+
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward pass that is running now is to add to `param.grad`."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def is_symbol(node: fx.Node) -> bool:
+    """A node whose value is a dynamic size or a flag of one, not a tensor."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -19,8 +19,8 @@ from zcompile.graph import assign_phases, phase_of
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
 from zcompile.plan import Plan
-from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.executor import compute_only
+from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule
 from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
 from zcompile.tiered import TieredTensor
@@ -36,8 +36,13 @@ from zcompile.torch_private import (
 from zcompile.verify_schedule import verify_schedule
 
 
-def zinf(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,
-         options: Mapping[str, object] | None = None) -> Callable[..., Any]:  # fmt: skip
+def zinf(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
     """The backend `torch.compile(model, backend="zinf")` looks up by its entry point.
 
     raises  UnknownOption, ConfigInvalid, BudgetExceeded, Unsupported, TorchUnsupported
@@ -66,11 +71,14 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             entry = value.entry
             session = session_of(entry)
             sessions[session.key] = session
-            specs[position] = ParamSpec(ParamName(entry.name), value.lies, entry.nbytes,
-                                        value.sink, entry.home)  # fmt: skip
+            specs[position] = ParamSpec(
+                ParamName(entry.name), value.lies, entry.nbytes, value.sink, entry.home
+            )
     if len(sessions) > 1:
-        raise Unsupported("one compiled graph uses parameters of several offloaded models",
-                          "compile each model by itself, or offload them as one module")  # fmt: skip
+        raise Unsupported(
+            "one compiled graph uses parameters of several offloaded models",
+            "compile each model by itself, or offload them as one module",
+        )
     return specs, next(iter(sessions.values()), None)
 
 
@@ -91,8 +99,9 @@ class _Graph:
             self.regions = self.session.regions
             self.session.meter.count("graphs")
 
-    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int,
-                  **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The joint graph: run the passes, then cut it by phase."""
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = frozenset(n for n, spec in self.plan.params.items() if spec.sink)
@@ -128,8 +137,9 @@ class _Graph:
         self.watch.planned(gm.graph, plan)
         return plan
 
-    def _executable(self, gm: fx.GraphModule, phase: Phase, told_as: str,
-                    sinks: frozenset[NodeName]) -> Callable[..., Any]:  # fmt: skip
+    def _executable(
+        self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: frozenset[NodeName]
+    ) -> Callable[..., Any]:
         assert self.plan is not None
         schedule = lower(gm, self.plan, phase, self.watch.name, self.regions, sinks)
         verify_schedule(schedule)

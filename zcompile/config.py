@@ -36,7 +36,7 @@ class Config:
     device          where compute happens: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one
     device_memory   bytes of the device arena; None: 80 % of what is free on CUDA, an eighth of
                     the machine's memory on the CPU device
-    host_memory     bytes of the host tier, staging included; None: an eighth of the machine's memory
+    host_memory     bytes of the host tier, staging included; None: an eighth of the memory
     disk            a directory, or several over which entries are spread; None: no disk tier
     throttle        link name -> bytes per second, paces the CPU device's transfers
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
@@ -64,15 +64,24 @@ class Config:
         for link in self.throttle:
             if link not in LINKS:
                 raise UnknownOption(link, LINKS, "throttle")
-        self._set("throttle", MappingProxyType({
-            link: _checked(f"throttle[{link!r}]", rate, parse_rate)
-            for link, rate in self.throttle.items()
-        }))  # fmt: skip
+        self._set(
+            "throttle",
+            MappingProxyType(
+                {
+                    link: _checked(f"throttle[{link!r}]", rate, parse_rate)
+                    for link, rate in self.throttle.items()
+                }
+            ),
+        )
         if self.throttle and torch.device(self.device or "cpu").type != "cpu":
             raise ConfigInvalid("throttle", dict(self.throttle), "paces the CPU device only")
         if self.regions not in REGIONS:
             raise ConfigInvalid("regions", self.regions, f"is not one of {', '.join(REGIONS)}")
-        if isinstance(self.max_lead, bool) or not isinstance(self.max_lead, int) or self.max_lead < 0:
+        if (
+            isinstance(self.max_lead, bool)
+            or not isinstance(self.max_lead, int)
+            or self.max_lead < 0
+        ):
             raise ConfigInvalid("max_lead", self.max_lead, "must be an int of regions, 0 or more")
         if self.dump is None and os.environ.get("ZINF_DUMP"):
             self._set("dump", os.environ["ZINF_DUMP"])
@@ -92,8 +101,12 @@ class Config:
         if device.type not in ("cpu", "cuda"):
             raise ConfigInvalid("device", self.device, "is not supported; use 'cuda' or 'cpu'")
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigInvalid("device", self.device, "asks for CUDA, and torch sees no CUDA "
-                                "device; use device='cpu' for the emulated one")  # fmt: skip
+            raise ConfigInvalid(
+                "device",
+                self.device,
+                "asks for CUDA, and torch sees no CUDA "
+                "device; use device='cpu' for the emulated one",
+            )
         return str(device)
 
     def _disks(self) -> tuple[Path, ...]:
@@ -142,7 +155,10 @@ def with_plan_options(config: Config, options: Mapping[str, object]) -> Config:
     for key in options:
         if key not in PLAN_FIELDS:
             if key in {f.name for f in fields(Config)}:
-                raise ConfigInvalid(key, options[key], "belongs to zcompile.offload(), not to the "
-                                    "options of torch.compile")  # fmt: skip
+                raise ConfigInvalid(
+                    key,
+                    options[key],
+                    "belongs to zcompile.offload(), not to the options of torch.compile",
+                )
             raise UnknownOption(key, PLAN_FIELDS, "torch.compile(backend='zinf', options=...)")
     return replace(config, **options)  # type: ignore[arg-type]  # names checked above

@@ -61,8 +61,11 @@ def open_run(config: Config, runs: Runs) -> RunDir | None:
         try:
             runs[root] = RunDir(form.new_run(root), config)
         except OSError as error:
-            raise DiskUnusable(root, f"cannot take a dump ({error})", "give a directory that can "
-                               "be made and written to as dump or ZINF_DUMP") from error  # fmt: skip
+            raise DiskUnusable(
+                root,
+                f"cannot take a dump ({error})",
+                "give a directory that can be made and written to as dump or ZINF_DUMP",
+            ) from error
     return runs[root]
 
 
@@ -91,8 +94,9 @@ class Watcher:
         counts, peak = _census(graph), max(profile(graph), default=0)
         did = {op: counts[op] - self._counts[op] for op in counts | self._counts}
         notes = tuple(note.text for note in plan.notes if note.by == name)
-        row = form.PassRecord(step, name, {op: n for op, n in did.items() if n}, self._peak, peak,
-                              notes)  # fmt: skip
+        row = form.PassRecord(
+            step, name, {op: n for op, n in did.items() if n}, self._peak, peak, notes
+        )
         self._counts, self._peak = counts, peak
         self._record(row, graph, plan)
 
@@ -158,14 +162,23 @@ def _nodes(graph: fx.Graph, plan: Plan) -> list[form.NodeRecord]:
     for node, alive in zip(graph.nodes, profile(graph), strict=True):
         value = node.meta.get("val")
         tensor = isinstance(value, torch.Tensor)
-        rows.append(form.NodeRecord(
-            name=node.name, op=node.op, target=printer.target_of(node),
-            phase=phase_of(node).value, args=tuple(printer.argument(a) for a in node.args),
-            shape=tuple(n if isinstance(n, int) else str(n) for n in value.size()) if tensor else None,
-            dtype=str(value.dtype).removeprefix("torch.") if tensor else None,
-            nbytes=nbytes_of(node), live_bytes=alive, module=module_of(node) or None,
-            param=owners.get(node),
-        ))  # fmt: skip
+        rows.append(
+            form.NodeRecord(
+                name=node.name,
+                op=node.op,
+                target=printer.target_of(node),
+                phase=phase_of(node).value,
+                args=tuple(printer.argument(a) for a in node.args),
+                shape=tuple(n if isinstance(n, int) else str(n) for n in value.size())
+                if tensor
+                else None,
+                dtype=str(value.dtype).removeprefix("torch.") if tensor else None,
+                nbytes=nbytes_of(node),
+                live_bytes=alive,
+                module=module_of(node) or None,
+                param=owners.get(node),
+            )
+        )
     return rows
 
 
@@ -180,23 +193,40 @@ def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
         phase = phase_of(fetch).value
         (wait,) = fetch.users
         last = max(lines[phase].index(user) for user in wait.users)
-        slots.append(form.SlotRecord(fetch.name, owners.get(fetch), phase, slot.address, slot.nbytes,
-                                     lines[phase].index(fetch), last))  # fmt: skip
+        slots.append(
+            form.SlotRecord(
+                fetch.name,
+                owners.get(fetch),
+                phase,
+                slot.address,
+                slot.nbytes,
+                lines[phase].index(fetch),
+                last,
+            )
+        )
     regions: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
             regions.setdefault(region_of(node) or 0, []).append(node)
     return form.PlanRecord(
-        name=name, budget_bytes=plan.budget_bytes,
+        name=name,
+        budget_bytes=plan.budget_bytes,
         params=tuple(
-            form.ParamRecord(handle, spec.name, spec.layout.size,
-                             str(spec.layout.dtype).removeprefix("torch."), spec.nbytes, spec.home)
+            form.ParamRecord(
+                handle,
+                spec.name,
+                spec.layout.size,
+                str(spec.layout.dtype).removeprefix("torch."),
+                spec.nbytes,
+                spec.home,
+            )
             for handle, spec in plan.params.items()
         ),
-        slots=tuple(slots), regions=len(regions),
+        slots=tuple(slots),
+        regions=len(regions),
         distinct_regions=len({structure(nodes) for nodes in regions.values()}),
         notes=tuple(note.text for note in plan.notes),
-    )  # fmt: skip
+    )
 
 
 def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord:
@@ -205,7 +235,14 @@ def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord
     inputs = instruction.inputs if isinstance(instruction, Run) else ()
     outputs = instruction.outputs if isinstance(instruction, Run) else ()
     return form.InstructionRecord(
-        index, stream, kind, name, nbytes or 0, None if slot is None else slot.address,
-        getattr(instruction, "ticket", None), tuple(getattr(instruction, "after", ())),
-        tuple(inputs), tuple(outputs),
-    )  # fmt: skip
+        index,
+        stream,
+        kind,
+        name,
+        nbytes or 0,
+        None if slot is None else slot.address,
+        getattr(instruction, "ticket", None),
+        tuple(getattr(instruction, "after", ())),
+        tuple(inputs),
+        tuple(outputs),
+    )

@@ -23,14 +23,31 @@ from zcompile.torch_private import Dispatched
 
 aten = torch.ops.aten
 
-OVERWRITES = frozenset({
-    aten.uniform_.default, aten.normal_.default, aten.fill_.Scalar, aten.fill_.Tensor,
-    aten.zero_.default, aten.copy_.default, aten.exponential_.default, aten.eye.m_out,
-    aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.float,
-})  # fmt: skip
+OVERWRITES = frozenset(
+    {
+        aten.uniform_.default,
+        aten.normal_.default,
+        aten.fill_.Scalar,
+        aten.fill_.Tensor,
+        aten.zero_.default,
+        aten.copy_.default,
+        aten.exponential_.default,
+        aten.eye.m_out,
+        aten.random_.default,
+        aten.random_.to,
+        getattr(aten.random_, "from"),
+        aten.bernoulli_.float,
+    }
+)
 """Ops that write every element without reading one: nothing need be fetched first."""
-LIKES = frozenset({aten.zeros_like.default, aten.empty_like.default, aten.ones_like.default,
-                   aten.full_like.default})  # fmt: skip
+LIKES = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.empty_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+    }
+)
 """Factories whose result stands for state of the same kind: it is tiered as its model is."""
 
 
@@ -42,11 +59,16 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags or func in (aten.set_.source_Tensor, aten.resize_.default):
+    if torch.Tag.inplace_view in func.tags or func in (
+        aten.set_.source_Tensor,
+        aten.resize_.default,
+    ):
         if func is aten.detach_.default:
             return args[0]
-        raise Unsupported(f"{func} changes the shape of a tiered tensor in place",
-                          "make a new parameter of the shape you need and offload the model again")
+        raise Unsupported(
+            f"{func} changes the shape of a tiered tensor in place",
+            "make a new parameter of the shape you need and offload the model again",
+        )
     special = SPECIAL.get(func)
     if special is not None:
         done = special(cls, func, args, kwargs)
@@ -65,7 +87,9 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
 
 def _returns_written(func: Dispatched) -> bool:
     returns = func._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    return (
+        len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    )
 
 
 def _makes_list(func: Dispatched) -> bool:
@@ -100,8 +124,9 @@ def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any
     return results
 
 
-def _stream(cls: type, func: Dispatched, apps: Sequence[Application], batch: list[int],
-            results: list[Any]) -> None:  # fmt: skip
+def _stream(
+    cls: type, func: Dispatched, apps: Sequence[Application], batch: list[int], results: list[Any]
+) -> None:
     chosen = [apps[i] for i in batch]
     targets: list[Tensor | None] = [None] * len(chosen)
     if not func._schema.is_mutable:
@@ -120,8 +145,14 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
     gradients are off, as in an optimizer that keeps one.
     """
     first: Any = next(t for t in app.tensors() if isinstance(t, cls))
-    metas = tree_map(lambda t: torch.empty_strided((1,), (1,), dtype=t.dtype, device="meta")
-                     if isinstance(t, Tensor) and t.dim() else t, (app.args, app.kwargs))  # fmt: skip
+    metas = tree_map(
+        lambda t: (
+            torch.empty_strided((1,), (1,), dtype=t.dtype, device="meta")
+            if isinstance(t, Tensor) and t.dim()
+            else t
+        ),
+        (app.args, app.kwargs),
+    )
     metas = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, metas)
     result = app.func(*metas[0], **metas[1])
     dtype = (result[0] if isinstance(result, list | tuple) else result).dtype
@@ -135,7 +166,9 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
 def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`."""
     entry: Entry = tiered.entry
-    name = entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
+    name = (
+        entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
+    )
     made = entry.store.create(name, Kind.STATE, layout.nbytes)
     wrapped: Tensor = cls.over(made, layout)
     return wrapped
@@ -162,7 +195,9 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     def wrap(view: Any) -> Any:
         if not isinstance(view, Tensor):
             return view
-        lies = Layout(tuple(view.size()), tuple(view.stride()), int(view.storage_offset()), view.dtype)
+        lies = Layout(
+            tuple(view.size()), tuple(view.stride()), int(view.storage_offset()), view.dtype
+        )
         return cls.sharing(base, lies)
 
     return tree_map(wrap, made)

@@ -36,19 +36,30 @@ class UnknownOption(ZinfError, TypeError):
 class BudgetExceeded(ZinfError, MemoryError):
     """Something must be on a tier at once and the tier's budget is smaller."""
 
-    def __init__(self, tier: str, budget_bytes: int, needed_bytes: int, where: str,
-                 alive: Iterable[tuple[str, int]], todo: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        tier: str,
+        budget_bytes: int,
+        needed_bytes: int,
+        where: str,
+        alive: Iterable[tuple[str, int]],
+        todo: str,
+    ) -> None:
         alive = sorted(alive, key=lambda row: -row[1])
         rows = [f"    {show_size(nbytes):>10}  {name}" for name, nbytes in alive[:8]]
         if len(alive) > 8:
             rest = sum(nbytes for _, nbytes in alive[8:])
             rows.append(f"    {show_size(rest):>10}  ... {len(alive) - 8} more")
-        super().__init__("\n".join((
-            f"{where} needs {show_size(needed_bytes)} on the {tier}, "
-            f"the budget is {show_size(budget_bytes)}",
-            *(("  at the peak these are alive:", *rows) if rows else ()),
-            f"  to fit: {todo}",
-        )))  # fmt: skip
+        super().__init__(
+            "\n".join(
+                (
+                    f"{where} needs {show_size(needed_bytes)} on the {tier}, "
+                    f"the budget is {show_size(budget_bytes)}",
+                    *(("  at the peak these are alive:", *rows) if rows else ()),
+                    f"  to fit: {todo}",
+                )
+            )
+        )
         self.needed_bytes = needed_bytes
 
 
@@ -56,13 +67,19 @@ class TierFull(ZinfError, MemoryError):
     """No tier has room left for an entry."""
 
     def __init__(self, name: str, nbytes: int, tiers: Iterable[tuple[str, int, int]]) -> None:
-        rows = [f"    {tier}: {show_size(used)} used of {show_size(budget)}"
-                for tier, used, budget in tiers]  # fmt: skip
-        super().__init__("\n".join((
-            f"no tier has {show_size(nbytes)} left for {name!r}",
-            *rows,
-            "  to fit: raise host_memory, give a directory as disk, or free space on it",
-        )))  # fmt: skip
+        rows = [
+            f"    {tier}: {show_size(used)} used of {show_size(budget)}"
+            for tier, used, budget in tiers
+        ]
+        super().__init__(
+            "\n".join(
+                (
+                    f"no tier has {show_size(nbytes)} left for {name!r}",
+                    *rows,
+                    "  to fit: raise host_memory, give a directory as disk, or free space on it",
+                )
+            )
+        )
 
 
 class DiskUnusable(ZinfError, OSError):
@@ -85,8 +102,17 @@ class DiskOwned(ZinfError, RuntimeError):
 class IOFault(ZinfError, OSError):
     """A read or write of the disk tier failed; nothing was changed behind the caller's back."""
 
-    def __init__(self, errno: int, operation: str, file: Path, name: str,
-                 offset: int, done: int, wanted: int, why: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        errno: int,
+        operation: str,
+        file: Path,
+        name: str,
+        offset: int,
+        done: int,
+        wanted: int,
+        why: str,
+    ) -> None:
         super().__init__(
             errno,
             f"{operation} of {name!r} failed: {why} "
@@ -190,6 +216,9 @@ class NotInRun(ZinfError, LookupError):
         known = list(known)
         near = get_close_matches(key, known, n=5, cutoff=0.3)
         hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(known[:8])}"
-        super().__init__(f"{path} has no {what} {key!r}; {hint}" if known else
-                         f"{path} has no {what} {key!r}, nor any other")  # fmt: skip
+        super().__init__(
+            f"{path} has no {what} {key!r}; {hint}"
+            if known
+            else f"{path} has no {what} {key!r}, nor any other"
+        )
         self.near = tuple(near)

@@ -17,7 +17,7 @@ _PHASE = "zinf_phase"
 _REGION = "zinf_region"
 
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
-"""Ops whose result shares storage with their first argument although the schema says it does not."""
+"""Ops whose result shares storage with their first argument, though the schema does not say so."""
 
 CASTS = frozenset({torch.ops.aten._to_copy.default})
 """Copies that are cheaper to make again from a gathered parameter than to keep."""
@@ -57,6 +57,7 @@ def is_compute(node: fx.Node) -> bool:
 
 
 def output_of(graph: fx.Graph) -> fx.Node:
+    output: fx.Node
     (output,) = graph.find_nodes(op="output")
     return output
 
@@ -104,8 +105,15 @@ def readers_of(node: fx.Node) -> set[fx.Node]:
     return {user for alias in aliases_of(node) for user in alias.users}
 
 
-def insert(graph: fx.Graph, op: Dispatched, *args: fx.node.Argument, like: fx.Node,
-           phase: Phase, val: object, name: str | None = None) -> fx.Node:  # fmt: skip
+def insert(
+    graph: fx.Graph,
+    op: Dispatched,
+    *args: fx.node.Argument,
+    like: fx.Node,
+    phase: Phase,
+    val: object,
+    name: str | None = None,
+) -> fx.Node:
     """A call at the graph's insertion point; module and stack trace come along from `like`."""
     node = graph.create_node("call_function", op, args, name=name)
     for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):

@@ -23,8 +23,9 @@ class Held(Protocol):
     key: int
     name: str
 
-    def gather(self, size: Sequence[int], stride: Sequence[int], offset: int,
-               dtype: torch.dtype) -> Tensor:  # fmt: skip
+    def gather(
+        self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+    ) -> Tensor:
         """The full value on the compute device, gathered now; blocks."""
 
     def reduce_grad(self, grad: Tensor) -> None:
@@ -53,6 +54,7 @@ def entry_of(handle: Tensor) -> Held:
     key = int(handle)
     entry = _ENTRIES.get(key)
     if entry is None:
-        raise ParameterChanged(f"handle {key}", "names no entry: its store was closed",
-                               "offload the model again")  # fmt: skip
+        raise ParameterChanged(
+            f"handle {key}", "names no entry: its store was closed", "offload the model again"
+        )
     return entry

@@ -27,8 +27,14 @@ from zcompile.schedule import (
 from zcompile.specs import Layout, NodeName, Phase
 
 
-def lower(gm: fx.GraphModule, plan: Plan, phase: Phase, name: str, compiled: Compiled,
-          sinks: frozenset[NodeName] = frozenset()) -> Schedule:  # fmt: skip
+def lower(
+    gm: fx.GraphModule,
+    plan: Plan,
+    phase: Phase,
+    name: str,
+    compiled: Compiled,
+    sinks: frozenset[NodeName] = frozenset(),
+) -> Schedule:
     """Walk a graph of one phase and write down what the executor is to do.
 
     gm        holds zinf ops and compute nodes that carry their region
@@ -94,7 +100,9 @@ class _Lowering:
             arena_bytes=max((slot.end for slot in slots), default=0),
             peak_bytes=_peak(self.instructions),
             budget_bytes=self.plan.budget_bytes,
-            names={i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()},
+            names={
+                i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()
+            },
         )
 
     def _register(self, node: fx.Node) -> Register:
@@ -112,16 +120,21 @@ class _Lowering:
     def _run(self, nodes: list[fx.Node]) -> None:
         inputs, outputs = inputs_of(nodes), outputs_of(nodes)
         inside = set(nodes)
-        drops = [n for n in inputs if self.last_reader[n] in inside and n.op != "get_attr"
-                 and n.target is not ops.wait]  # fmt: skip
+        drops = [
+            n
+            for n in inputs
+            if self.last_reader[n] in inside and n.op != "get_attr" and n.target is not ops.wait
+        ]
         self.last_run = len(self.instructions)
-        self.instructions.append(Run(
-            compile_region(nodes, self.compiled),
-            tuple(self.registers[n] for n in inputs),
-            tuple(self._register(n) for n in outputs),
-            tuple(self.registers[n] for n in drops),
-            names=tuple(n.name for n in outputs),
-        ))  # fmt: skip
+        self.instructions.append(
+            Run(
+                compile_region(nodes, self.compiled),
+                tuple(self.registers[n] for n in inputs),
+                tuple(self._register(n) for n in outputs),
+                tuple(self.registers[n] for n in drops),
+                names=tuple(n.name for n in outputs),
+            )
+        )
 
     def _mark(self) -> tuple[Ticket, ...]:
         """A ticket for "compute has come this far": of the last run so far, if there is one."""
@@ -141,8 +154,11 @@ class _Lowering:
         elif node.target is ops.wait:
             (fetch,) = node.all_input_nodes
             started = self.started[fetch]
-            self.instructions.append(Wait(started.ticket, started.slot, _layout(fetch),
-                                          self._register(node), started.name))  # fmt: skip
+            self.instructions.append(
+                Wait(
+                    started.ticket, started.slot, _layout(fetch), self._register(node), started.name
+                )
+            )
         elif node.target is ops.release:
             (full,) = node.all_input_nodes
             (fetch,) = full.all_input_nodes
@@ -153,11 +169,15 @@ class _Lowering:
         else:
             assert node.target is ops.reduce_grad, node
             grad, handle = node.args
-            assert isinstance(grad, fx.Node) and isinstance(handle, fx.Node)
+            assert isinstance(grad, fx.Node)
+            assert isinstance(handle, fx.Node)
             spec = self.plan.params[NodeName(handle.name)]
             drop = self.last_reader.get(grad) is node
-            self.instructions.append(Reduce(self.registers[grad], self.handles[handle],
-                                            self._mark(), drop, str(spec.name)))  # fmt: skip
+            self.instructions.append(
+                Reduce(
+                    self.registers[grad], self.handles[handle], self._mark(), drop, str(spec.name)
+                )
+            )
 
     def _fetch(self, node: fx.Node) -> None:
         handle = node.args[0]
@@ -165,8 +185,15 @@ class _Lowering:
         spec = self.plan.params[NodeName(handle.name)]
         slot = self.plan.slots[NodeName(node.name)]
         marks = [mark for old, mark in self.freed if old.overlaps(slot) and mark is not None]
-        fetch = Fetch(self.handles[handle], 0, spec.nbytes, slot, self._ticket(),
-                      tuple(marks[-1:]), str(spec.name))  # fmt: skip
+        fetch = Fetch(
+            self.handles[handle],
+            0,
+            spec.nbytes,
+            slot,
+            self._ticket(),
+            tuple(marks[-1:]),
+            str(spec.name),
+        )
         self.started[node] = fetch
         self.instructions.append(fetch)
 

@@ -73,8 +73,9 @@ class Row:
     compute: ChunkFunction
 
 
-def lower_step(name: str, rows: Sequence[Row], inputs: int, entries: int,
-               budget_bytes: int) -> Schedule:  # fmt: skip
+def lower_step(
+    name: str, rows: Sequence[Row], inputs: int, entries: int, budget_bytes: int
+) -> Schedule:
     """The schedule that computes `rows` in order.
 
     inputs   how many registers the call fills
@@ -88,11 +89,21 @@ def lower_step(name: str, rows: Sequence[Row], inputs: int, entries: int,
         builder.add(row, elements)
     builder.finish()
     return Schedule(
-        phase=Phase.STEP, name=name, instructions=tuple(builder.instructions), handles=(),
-        inputs=inputs, constants=(), outputs=(), registers=builder.registers, sinks=(),
-        serial=next(SERIALS), arena_bytes=builder.arena_bytes, peak_bytes=builder.peak_bytes,
-        budget_bytes=budget_bytes, names=_names(rows, entries),
-    )  # fmt: skip
+        phase=Phase.STEP,
+        name=name,
+        instructions=tuple(builder.instructions),
+        handles=(),
+        inputs=inputs,
+        constants=(),
+        outputs=(),
+        registers=builder.registers,
+        sinks=(),
+        serial=next(SERIALS),
+        arena_bytes=builder.arena_bytes,
+        peak_bytes=builder.peak_bytes,
+        budget_bytes=budget_bytes,
+        names=_names(rows, entries),
+    )
 
 
 def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
@@ -108,9 +119,14 @@ def _sizes(rows: Sequence[Row], budget_bytes: int, name: str) -> tuple[int, list
             return depth, [n or 1 for n in sizes]
     row = max(rows, key=lambda r: len(r.columns))
     least = _set_bytes(row, CHUNK_ELEMENTS)
-    raise BudgetExceeded("device", budget_bytes, least, f"one chunk of {name}",
-                         [(c.name, aligned(CHUNK_ELEMENTS * c.dtype.itemsize)) for c in row.columns],
-                         f"give zcompile.offload device_memory={least} or more")  # fmt: skip
+    raise BudgetExceeded(
+        "device",
+        budget_bytes,
+        least,
+        f"one chunk of {name}",
+        [(c.name, aligned(CHUNK_ELEMENTS * c.dtype.itemsize)) for c in row.columns],
+        f"give zcompile.offload device_memory={least} or more",
+    )
 
 
 def _set_bytes(row: Row, elements: int) -> int:
@@ -175,8 +191,16 @@ class _Builder:
             slot = Slot(address, aligned(nbytes))
             address = slot.end
             begin = column.begin + first * column.dtype.itemsize
-            fetch = Fetch(column.entry, begin, nbytes, slot, self._ticket(), self._after(slot),
-                          column.name, column.lasting)  # fmt: skip
+            fetch = Fetch(
+                column.entry,
+                begin,
+                nbytes,
+                slot,
+                self._ticket(),
+                self._after(slot),
+                column.name,
+                column.lasting,
+            )
             fetches.append(fetch)
             self.instructions.append(fetch)
             self._taken += slot.nbytes
@@ -206,18 +230,28 @@ class _Builder:
             layout = Layout((count,), (1,), 0, column.dtype)
             self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
         done = self._ticket()
-        region = Region("step", f"chunk [{chunk.first}, {chunk.last})",
-                        partial(_call, chunk.row.compute, chunk.first, chunk.last))  # fmt: skip
+        region = Region(
+            "step",
+            f"chunk [{chunk.first}, {chunk.last})",
+            partial(_call, chunk.row.compute, chunk.first, chunk.last),
+        )
         self.instructions.append(
             Run(region, (*registers, *chunk.row.plains), (), ticket=done, names=())
         )
         for column, fetch, register in zip(
             chunk.row.columns, chunk.fetches, registers, strict=True
         ):
-            busy = (done,)
+            busy: tuple[Ticket, ...] = (done,)
             if column.writes:
-                store = Store(column.entry, fetch.begin, fetch.nbytes, fetch.slot, self._ticket(),
-                              (done,), column.name)  # fmt: skip
+                store = Store(
+                    column.entry,
+                    fetch.begin,
+                    fetch.nbytes,
+                    fetch.slot,
+                    self._ticket(),
+                    (done,),
+                    column.name,
+                )
                 self.instructions.append(store)
                 busy = (done, store.ticket)
             self._busy.append((fetch.slot, busy))

@@ -41,12 +41,16 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and len(tiered) == len(list(model.parameters())):
         if config is not None or fields:
-            raise Unsupported("the model is offloaded already",
-                              "call zcompile.offload once, or only zcompile.init")  # fmt: skip
+            raise Unsupported(
+                "the model is offloaded already",
+                "call zcompile.offload once, or only zcompile.init",
+            )
         return model
     if tiered:
-        raise Unsupported("some parameters of the model are tiered already",
-                          "offload the whole model once, from its root")  # fmt: skip
+        raise Unsupported(
+            "some parameters of the model are tiered already",
+            "offload the whole model once, from its root",
+        )
     session = Session(build(config, fields, "zcompile.offload"), TieredTensor.over)
     try:
         for name, param in model.named_parameters():
@@ -75,7 +79,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     session = Session(build(config, fields, "zcompile.init"), TieredTensor.over)
     modules: dict[int, weakref.ref[nn.Module]] = {}
 
-    def register(module: nn.Module, name: str, param: Tensor | None) -> Tensor | None:
+    def register(module: nn.Module, name: str, param: Tensor | None) -> Any:
         modules[id(module)] = weakref.ref(module)
         if param is None or isinstance(param, TieredTensor):
             return None
@@ -121,8 +125,10 @@ def session_behind(model: nn.Module) -> Session:
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise Unsupported(f"{type(model).__name__} is not a torch.nn.Module",
-                          "give zcompile.offload the model itself")  # fmt: skip
+        raise Unsupported(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            "give zcompile.offload the model itself",
+        )
     for kind in type(model).__mro__:
         if kind.__name__ in WRAPPERS:
             raise ModelWrapped(kind.__name__)
@@ -145,8 +151,10 @@ def _become_tiered(session: Session, name: str, param: nn.Parameter) -> None:
     try:
         swap_tensors(param, made)
     except RuntimeError as error:
-        raise Unsupported(f"parameter {name!r} cannot be moved: {error}", "offload the model before "
-                          "it is compiled, run or otherwise referred to weakly") from error  # fmt: skip
+        raise Unsupported(
+            f"parameter {name!r} cannot be moved: {error}",
+            "offload the model before it is compiled, run or otherwise referred to weakly",
+        ) from error
     own(param)
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)

@@ -33,8 +33,14 @@ def declare(schema: str, fake: Meaning) -> Callable[[Meaning], Dispatched]:
     return bind
 
 
-def _full_fake(handle: Tensor, size: Sequence[int], stride: Sequence[int], offset: int,
-               dtype: torch.dtype, device: torch.device) -> Tensor:  # fmt: skip
+def _full_fake(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
@@ -45,15 +51,27 @@ _FULL = (
 
 
 @declare(f"gather{_FULL}", fake=_full_fake)
-def gather(handle: Tensor, size: Sequence[int], stride: Sequence[int], offset: int,
-           dtype: torch.dtype, device: torch.device) -> Tensor:  # fmt: skip
+def gather(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """The full tensor behind a handle; blocks. What tracing puts into a graph."""
     return entry_of(handle).gather(size, stride, offset, dtype)
 
 
 @declare(f"fetch{_FULL}", fake=_full_fake)
-def fetch(handle: Tensor, size: Sequence[int], stride: Sequence[int], offset: int,
-          dtype: torch.dtype, device: torch.device) -> Tensor:  # fmt: skip
+def fetch(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """A pending full tensor: started, not yet there. Called plainly, it is there at once."""
     return entry_of(handle).gather(size, stride, offset, dtype)
 
@@ -73,8 +91,10 @@ def release(full: Tensor) -> None:
         full.fill_(1 if full.dtype is torch.bool else torch.iinfo(full.dtype).max)
 
 
-@declare("reduce_grad(Tensor grad, Tensor(a!) handle) -> Tensor",
-         fake=lambda grad, handle: torch.empty(0, device=handle.device))  # fmt: skip
+@declare(
+    "reduce_grad(Tensor grad, Tensor(a!) handle) -> Tensor",
+    fake=lambda grad, handle: torch.empty(0, device=handle.device),
+)
 def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
     """A gradient goes home: it becomes `param.grad`, or is added to it. Returns nothing of use."""
     entry_of(handle).reduce_grad(grad)

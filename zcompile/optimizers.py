@@ -28,9 +28,11 @@ def watch() -> None:
 
 def _tiered_params(optimizer: torch.optim.Optimizer) -> list[TieredTensor]:
     return [
-        param for group in optimizer.param_groups for param in group["params"]
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
         if isinstance(param, TieredTensor)
-    ]  # fmt: skip
+    ]
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -44,9 +46,11 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_plain_state(value: object, param: Tensor) -> bool:
     return (
-        isinstance(value, Tensor) and not isinstance(value, TieredTensor)
-        and value.dim() > 0 and value.size() == param.size()
-    )  # fmt: skip
+        isinstance(value, Tensor)
+        and not isinstance(value, TieredTensor)
+        and value.dim() > 0
+        and value.size() == param.size()
+    )
 
 
 def _adopted(session: Session, name: str, value: Tensor) -> Tensor:

@@ -65,6 +65,4 @@ def pack(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 def packed_bytes(blocks: Sequence[Block], addresses: Sequence[int]) -> int:
     """End of the highest block."""
-    return max(
-        (a + aligned(b.nbytes) for a, b in zip(addresses, blocks, strict=True)), default=0
-    )
+    return max((a + aligned(b.nbytes) for a, b in zip(addresses, blocks, strict=True)), default=0)

@@ -53,8 +53,9 @@ def pipeline(config: Config) -> tuple[Pass, ...]:
     )
 
 
-def run(joint: fx.GraphModule, plan: Plan, passes: Sequence[Pass], *,
-        watch: Watch = SILENT) -> Plan:  # fmt: skip
+def run(
+    joint: fx.GraphModule, plan: Plan, passes: Sequence[Pass], *, watch: Watch = SILENT
+) -> Plan:
     """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
 
     raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes

@@ -12,10 +12,19 @@ from zcompile.torch_private import Dispatched
 from zcompile.units import show_size
 
 _DTYPES = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8",
-    torch.uint8: "u8", torch.bool: "bool", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
 _EXCERPT_LINES = 3
 
 
@@ -122,7 +131,6 @@ def schedule_text(schedule: Schedule) -> str:
         ticket = getattr(instruction, "ticket", None)
         tickets = "" if ticket is None else f"t{ticket}"
         tickets += "".join(f" <t{t}" for t in after)
-        rows.append(
-            f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}".rstrip()
-        )
+        row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
+        rows.append(row.rstrip())
     return "\n".join(rows) + "\n"

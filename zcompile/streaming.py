@@ -46,11 +46,14 @@ class Application:
         for position, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            value = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+            value = (
+                self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+            )
             if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
-                continue  # the fused optimizers unscale gradients in place, and only then write them
-            found.extend(v for v in (value if isinstance(value, list) else [value])
-                         if isinstance(v, Tensor))  # fmt: skip
+                continue  # fused optimizers write gradients only to unscale them in place
+            found.extend(
+                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Tensor)
+            )
         return found
 
 
@@ -58,7 +61,9 @@ def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> li
     """A list op, one application per item; any other op, itself alone."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list) and a]
     tensors = [a for a in lists if isinstance(a[0], Tensor)]
-    if not tensors or not func._schema.name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
+    if not tensors or not func._schema.name.startswith(
+        ("aten::_foreach", "aten::_fused", "aten::_amp")
+    ):
         return [Application(func, tuple(args), kwargs)]
     count = len(tensors[0])
 
@@ -70,9 +75,11 @@ def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> li
         return value
 
     return [
-        Application(func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()})
+        Application(
+            func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()}
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def is_elementwise(func: Dispatched) -> bool:
@@ -80,7 +87,9 @@ def is_elementwise(func: Dispatched) -> bool:
     if any("Tensor" not in str(result.type) for result in func._schema.returns):
         return False  # aten.equal is tagged pointwise, and answers with one bool
     name = func._schema.name.removeprefix("aten::")
-    listed = name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach"))
+    listed = name.startswith(
+        ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
+    )
     return (torch.Tag.pointwise in func.tags or listed) and name not in REDUCTIONS
 
 
@@ -117,13 +126,15 @@ class _Call:
 
     def row(self, app: Application, target: "Tensor | None") -> Row:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
+        leaves: list[Any]
         leaves, spec = tree_flatten((app.args, app.kwargs))
         written = {id(t) for t in app.written()}
         places: list[int] = []  # per leaf: >= 0 a column; < 0 plain input -(n + 1)
         columns: list[Column] = []
         plains: list[Register] = []
         kinds: list[object] = [app.func, spec]
-        for leaf in (*leaves, *([target] if target is not None else [])):
+        operands: list[Any] = [*leaves, *([target] if target is not None else [])]
+        for leaf in operands:
             if isinstance(leaf, self._cls):
                 writes = id(leaf) in written or leaf is target
                 columns.append(self._column(leaf, writes))
@@ -140,8 +151,14 @@ class _Call:
 
     def _column(self, leaf: "TieredTensor", writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
-        return Column(self.entry(entry), layout.offset * layout.dtype.itemsize, layout.dtype,
-                      writes, entry.kind is not Kind.GRAD, entry.name)  # fmt: skip
+        return Column(
+            self.entry(entry),
+            layout.offset * layout.dtype.itemsize,
+            layout.dtype,
+            writes,
+            entry.kind is not Kind.GRAD,
+            entry.name,
+        )
 
 
 def _kind(leaf: object) -> object:
@@ -180,8 +197,9 @@ def _cut(value: Any, first: int, last: int) -> Any:
     return value.as_strided((last - first,), (1,), value.storage_offset() + first)
 
 
-def stream(func: Dispatched, apps: Sequence[Application], targets: Sequence["Tensor | None"],
-           cls: type) -> None:  # fmt: skip
+def stream(
+    func: Dispatched, apps: Sequence[Application], targets: Sequence["Tensor | None"], cls: type
+) -> None:
     """Run the rows, in order; all their tiered operands belong to one store.
 
     raises  BudgetExceeded, and what a transfer raises
@@ -192,8 +210,9 @@ def stream(func: Dispatched, apps: Sequence[Application], targets: Sequence["Ten
     key = tuple(call.signature)
     name = func._schema.name.removeprefix("aten::")
     if key not in session.steps:
-        session.steps[key] = lower_step(name, rows, len(call.inputs), len(call.entries),
-                                        session.device_budget)  # fmt: skip
+        session.steps[key] = lower_step(
+            name, rows, len(call.inputs), len(call.entries), session.device_budget
+        )
         session.meter.plan_device(session.steps[key].arena_bytes)
     session.executor.run(session.steps[key], call.inputs, call.entries)
 

@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -55,13 +55,20 @@ class TieredTensor(torch.Tensor):
     store_key: int
     sink: bool
 
-    __torch_function__ = no_torch_function
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
 
     @staticmethod
     def __new__(cls, handle: Tensor, context: Context) -> "TieredTensor":
         lies = context.layout
-        made = wrapper(cls, lies.size, lies.stride, lies.offset, lies.dtype, context.device,
-                       context.requires_grad)  # fmt: skip
+        made = wrapper(
+            cls,
+            lies.size,
+            lies.stride,
+            lies.offset,
+            lies.dtype,
+            context.device,
+            context.requires_grad,
+        )
         return made  # type: ignore[return-value]  # of class cls
 
     def __init__(self, handle: Tensor, context: Context) -> None:
@@ -90,18 +97,25 @@ class TieredTensor(torch.Tensor):
         return self.entry.name
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
-        return ["_handle"], Context(self.lies, self.device, self.store_key, self.sink,
-                                    self.requires_grad)  # fmt: skip
+        return ["_handle"], Context(
+            self.lies, self.device, self.store_key, self.sink, self.requires_grad
+        )
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Context, outer_size: object,
-                             outer_stride: object) -> "TieredTensor":  # fmt: skip
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
+    ) -> "TieredTensor":
         return TieredTensor(inner["_handle"], context)
 
     @classmethod
-    @torch.compiler.disable  # Dynamo would trace this method where a model graph-breaks
-    def __torch_dispatch__(cls, func: Dispatched, types: Any, args: Sequence[Any] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this method where a model graph-breaks
+    def __torch_dispatch__(
+        cls,
+        func: Dispatched,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         tiered = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
         if any(is_traced(t._handle) for t in tiered):
@@ -117,8 +131,9 @@ class TieredTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         if self.requires_grad and not force:
-            raise RuntimeError("can't call numpy() on a tensor that requires grad; "
-                               "use tensor.detach().numpy()")  # fmt: skip
+            raise RuntimeError(
+                "can't call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
+            )
         return self.on_host().numpy()
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -133,9 +148,11 @@ class TieredTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self._no_storage("data_ptr()")
 
-    def _no_storage(self, what: str) -> Any:
-        raise Unsupported(f"{what}: a tiered tensor has no memory of its own",
-                          "use tensor.cpu() for a plain copy, or tensor.on_host()")  # fmt: skip
+    def _no_storage(self, what: str) -> NoReturn:
+        raise Unsupported(
+            f"{what}: a tiered tensor has no memory of its own",
+            "use tensor.cpu() for a plain copy, or tensor.on_host()",
+        )
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""
@@ -144,7 +161,7 @@ class TieredTensor(torch.Tensor):
         return self.on_host()
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]  # a property in torch too
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
@@ -160,7 +177,7 @@ class TieredTensor(torch.Tensor):
         with torch.no_grad():
             self.detach().copy_(value)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         if is_traced(self._handle):
             return f"TieredTensor({self._handle}, {self.lies})"
         text = repr(self.on_host().requires_grad_(self.requires_grad))
@@ -180,8 +197,10 @@ class TieredTensor(torch.Tensor):
             found: Tensor = memo[id(self)]
             return found
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) "
-                               "support the deepcopy protocol at the moment")  # fmt: skip
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) "
+                "support the deepcopy protocol at the moment"
+            )
         memo[id(self)] = made = twin(self)
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
@@ -234,7 +253,9 @@ def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         if not isinstance(value, TieredTensor):
             return value
         lies = value.lies
-        return ops.gather(value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device)
+        return ops.gather(
+            value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device
+        )
 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -43,18 +43,28 @@ def check_torch() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     first, last = TESTED
     if not first <= (major, minor) <= last:
-        raise TorchUnsupported(
-            torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-        )
+        raise TorchUnsupported(torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}")
 
 
-def wrapper(cls: type[Tensor], size: Sequence[int], stride: Sequence[int], offset: int,
-            dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:  # fmt: skip
+def wrapper(
+    cls: type[Tensor],
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Tensor:
     """A tensor of class `cls` with the given metadata and no storage."""
     made: Tensor = torch.Tensor._make_wrapper_subclass(
-        cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device,
+        cls,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
         requires_grad=requires_grad,
-    )  # fmt: skip
+    )
     return made
 
 
@@ -73,13 +83,16 @@ def support_foreach(cls: type[Tensor]) -> None:
         _foreach_supported_types.append(cls)
 
 
-def aot_backend(forward: Compiler, backward: Compiler, inference: Compiler,
-                partition: Partition) -> Callable[..., Any]:  # fmt: skip
+def aot_backend(
+    forward: Compiler, backward: Compiler, inference: Compiler, partition: Partition
+) -> Callable[..., Any]:
     """A Dynamo backend: AOTAutograd with our partitioner and compilers."""
     backend: Callable[..., Any] = _aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference,
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
         partition_fn=partition,
-    )  # fmt: skip
+    )
     return backend
 
 
@@ -115,8 +128,9 @@ def pin_phase(node: fx.Node, backward: bool) -> None:
     node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
-def cut(joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node],
-        forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
+def cut(
+    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward modules of a joint graph, saving exactly the nodes named.
 
     Every node must carry its phase (`pin_phase`), so that nothing is computed twice.
@@ -134,7 +148,7 @@ def hooks_of(param: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -143,7 +157,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def hint(value: int | torch.SymInt) -> int:
-    """A size as an int: itself, or the size seen when a dynamic graph was traced; guards nothing."""
+    """A size as an int; a dynamic one as it was when the graph was traced. Adds no guard."""
     if isinstance(value, torch.SymInt):
         found = value.node.hint
         return int(found) if found is not None else 1

@@ -72,11 +72,10 @@ class _Proof:
         rows = self.schedule.instructions
         start = max(0, self.index - 3)
         shown = [
-            f"  {'>' if i == self.index else ' '} {i:>5}  " + "  ".join(
-                str(part) for part in instruction_row(rows[i]) if part is not None
-            )
+            f"  {'>' if i == self.index else ' '} {i:>5}  "
+            + "  ".join(str(part) for part in instruction_row(rows[i]) if part is not None)
             for i in range(start, min(len(rows), self.index + 2))
-        ]  # fmt: skip
+        ]
         return ScheduleInvalid(why, "\n".join(shown))
 
     def step(self, instruction: Instruction) -> None:
@@ -117,11 +116,15 @@ class _Proof:
             if not use.freed:
                 raise self.fail(f"{fetch.name!r} lies over {use.fetch.name!r}, which is taken")
             if use.reads > passed:
-                raise self.fail(f"the fetch of {fetch.name!r} does not wait for the compute that "
-                                f"reads {use.fetch.name!r} in the same bytes")  # fmt: skip
+                raise self.fail(
+                    f"the fetch of {fetch.name!r} does not wait for the compute that "
+                    f"reads {use.fetch.name!r} in the same bytes"
+                )
             if not set(use.stores) <= set(fetch.after):
-                raise self.fail(f"the fetch of {fetch.name!r} does not wait for the store of "
-                                f"{use.fetch.name!r} from the same bytes")  # fmt: skip
+                raise self.fail(
+                    f"the fetch of {fetch.name!r} does not wait for the store of "
+                    f"{use.fetch.name!r} from the same bytes"
+                )
         self._new(fetch.ticket)
         self.uses = [u for u in self.uses if not _covers(fetch.slot, u.slot)]
         self.uses.append(_Use(fetch.slot, fetch))
@@ -140,11 +143,14 @@ class _Proof:
     def _wait(self, wait: Wait) -> None:
         use = self._use(wait.slot, wait.name)
         if use.fetch.ticket != wait.ticket:
-            raise self.fail(f"it waits for ticket {wait.ticket}, the bytes come with "
-                            f"{use.fetch.ticket}")  # fmt: skip
+            raise self.fail(
+                f"it waits for ticket {wait.ticket}, the bytes come with {use.fetch.ticket}"
+            )
         end = (wait.layout.offset + wait.layout.span) * wait.layout.dtype.itemsize
         if end > use.fetch.nbytes:
-            raise self.fail(f"{wait.name!r} reads {end} bytes of {use.fetch.nbytes} that were brought")
+            raise self.fail(
+                f"{wait.name!r} reads {end} bytes of {use.fetch.nbytes} that were brought"
+            )
         use.waited = True
         self.bound[wait.register] = use
         self.defined.add(wait.register)
@@ -163,7 +169,9 @@ class _Proof:
 
     def _read(self, register: Register) -> None:
         if register not in self.defined:
-            raise self.fail(f"register {register} is read before its wait, or after it was given back")
+            raise self.fail(
+                f"register {register} is read before its wait, or after it was given back"
+            )
         if register in self.bound:
             self.bound[register].reads = self.index
 
@@ -198,7 +206,9 @@ class _Proof:
             raise self.fail(f"{store.name!r} is stored before its fetch is waited for")
         passed = max((self.run_of.get(t, -1) for t in store.after), default=-1)
         if use.reads > passed:
-            raise self.fail(f"the store of {store.name!r} does not wait for the compute that writes it")
+            raise self.fail(
+                f"the store of {store.name!r} does not wait for the compute that writes it"
+            )
         if store.nbytes > use.fetch.nbytes:
             raise self.fail(f"{store.name!r} stores more bytes than were brought")
         self._new(store.ticket)
@@ -212,8 +222,9 @@ class _Proof:
             if not isinstance(result, Literal) and result not in self.defined:
                 raise self.fail(f"register {result} is returned, and nothing made it")
         if self.peak != self.schedule.peak_bytes:
-            raise self.fail(f"the peak is {self.peak} bytes, the schedule says "
-                            f"{self.schedule.peak_bytes}")  # fmt: skip
+            raise self.fail(
+                f"the peak is {self.peak} bytes, the schedule says {self.schedule.peak_bytes}"
+            )
 
 
 def _covers(outer: Slot, inner: Slot) -> bool:

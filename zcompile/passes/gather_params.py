@@ -92,9 +92,12 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
 
     where = positions(graph)
     readers = {
-        user for member in family if phase_of(member) is Phase.FORWARD
-        for user in member.users if user.op != "output" and phase_of(user) is Phase.BACKWARD
-    }  # fmt: skip
+        user
+        for member in family
+        if phase_of(member) is Phase.FORWARD
+        for user in member.users
+        if user.op != "output" and phase_of(user) is Phase.BACKWARD
+    }
     for reader in sorted(readers, key=where.__getitem__):
         for member in [n for n in reader.all_input_nodes if n in family]:
             reader.replace_input_with(member, again(member, reader))
@@ -122,10 +125,24 @@ def _split(graph: fx.Graph, gather: fx.Node, plan: Plan) -> None:
     while bases_of(point.prev) and gather not in point.prev.all_input_nodes:
         point = point.prev
     with graph.inserting_before(point):
-        fetch = insert(graph, ops.fetch, *gather.args, like=gather, phase=phase_of(gather),
-                       val=gather.meta["val"], name=f"{stem}_pending")  # fmt: skip
-        wait = insert(graph, ops.wait, fetch, like=gather, phase=phase_of(gather),
-                      val=gather.meta["val"], name=f"{stem}_full")  # fmt: skip
+        fetch = insert(
+            graph,
+            ops.fetch,
+            *gather.args,
+            like=gather,
+            phase=phase_of(gather),
+            val=gather.meta["val"],
+            name=f"{stem}_pending",
+        )
+        wait = insert(
+            graph,
+            ops.wait,
+            fetch,
+            like=gather,
+            phase=phase_of(gather),
+            val=gather.meta["val"],
+            name=f"{stem}_full",
+        )
     gather.replace_all_uses_with(wait)
     graph.erase_node(gather)
 
@@ -137,8 +154,12 @@ def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
         if output not in alias.users or not isinstance(alias.meta.get("val"), torch.Tensor):
             continue
         with graph.inserting_after(alias):
-            copy = insert(graph, torch.ops.aten.clone.default, alias, like=alias,
-                          phase=phase_of(alias), val=alias.meta["val"])  # fmt: skip
+            copy = insert(
+                graph,
+                torch.ops.aten.clone.default,
+                alias,
+                like=alias,
+                phase=phase_of(alias),
+                val=alias.meta["val"],
+            )
         output.replace_input_with(alias, copy)
-
-

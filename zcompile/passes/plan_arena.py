@@ -51,8 +51,14 @@ def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]
     addresses = pack(blocks)
     needed = packed_bytes(blocks, addresses)
     if plan.budget_bytes is not None and needed > plan.budget_bytes:
-        raise BudgetExceeded("device", plan.budget_bytes, needed, f"{phase.value} pass of the model",
-                             [], f"give zcompile.offload device_memory={needed} or more")  # fmt: skip
+        raise BudgetExceeded(
+            "device",
+            plan.budget_bytes,
+            needed,
+            f"{phase.value} pass of the model",
+            [],
+            f"give zcompile.offload device_memory={needed} or more",
+        )
     return {
         NodeName(fetch.name): Slot(address, aligned(block.nbytes))
         for fetch, block, address in zip(fetches, blocks, addresses, strict=True)

@@ -59,5 +59,13 @@ def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: Plan) -> fx.Nod
     backward = phase_of(grad) is Phase.BACKWARD
     point = graph.inserting_after(grad) if backward else graph.inserting_before(output_of(graph))
     with point:
-        return insert(graph, ops.reduce_grad, grad, handle, like=grad, phase=Phase.BACKWARD,
-                      val=torch.empty(0), name=f"{stem}_grad")  # fmt: skip
+        return insert(
+            graph,
+            ops.reduce_grad,
+            grad,
+            handle,
+            like=grad,
+            phase=Phase.BACKWARD,
+            val=torch.empty(0),
+            name=f"{stem}_grad",
+        )

@@ -15,10 +15,10 @@ from zcompile.plan import Plan
 class ReleaseParams(Pass):
     """Free a gathered parameter once nothing reads it, or a view of it.
 
-        %full = zinf.wait(%pending)               %full = zinf.wait(%pending)
-        %t    = aten.t(%full)             ->      %t    = aten.t(%full)
-        %y    = aten.mm(%x, %t)                   %y    = aten.mm(%x, %t)
-                                                  zinf.release(%full)
+    %full = zinf.wait(%pending)               %full = zinf.wait(%pending)
+    %t    = aten.t(%full)             ->      %t    = aten.t(%full)
+    %y    = aten.mm(%x, %t)                   %y    = aten.mm(%x, %t)
+                                              zinf.release(%full)
     """
 
     name: ClassVar[str] = "release-params"

@@ -60,8 +60,9 @@ class SchedulePrefetch(Pass):
         return plan
 
 
-def choose_starts(needs: Sequence[Need], budget_bytes: int | None, max_lead: int,
-                  where: str) -> tuple[int, ...]:  # fmt: skip
+def choose_starts(
+    needs: Sequence[Need], budget_bytes: int | None, max_lead: int, where: str
+) -> tuple[int, ...]:
     """Before which region each fetch starts: its first reader's, or up to `max_lead` earlier.
 
     Needs come in the order of their first readers. Soonest first, each is moved as early as the
@@ -98,8 +99,10 @@ def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, .
     starts = []
     for need in needs:
         start = need.first
-        while (start > max(0, need.first - max_lead)
-               and alive[start - 1] + aligned(need.nbytes) <= allowance):  # fmt: skip
+        while (
+            start > max(0, need.first - max_lead)
+            and alive[start - 1] + aligned(need.nbytes) <= allowance
+        ):
             start -= 1
             alive[start] += aligned(need.nbytes)
         starts.append(start)
@@ -121,11 +124,14 @@ def _too_small(needs: Sequence[Need], budget: int, least: int, where: str) -> Bu
 
     peak = max({n.first for n in needs}, key=lambda r: sum(n.nbytes for n in alive(r)))
     return BudgetExceeded(
-        "device", budget, least, f"{where} pass of the model",
+        "device",
+        budget,
+        least,
+        f"{where} pass of the model",
         [(n.name, n.nbytes) for n in alive(peak)],
         f"give zcompile.offload device_memory={least} or more (this is the smallest that holds "
         "the parameters which one piece of compute reads together)",
-    )  # fmt: skip
+    )
 
 
 def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:

@@ -26,8 +26,9 @@ class Executor:
         self.gradients = gradients
         self.foresight = Foresight(store)
 
-    def run(self, schedule: Schedule, args: list[Any],
-            entries: Sequence[Entry] | None = None) -> list[Any]:  # fmt: skip
+    def run(
+        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
+    ) -> list[Any]:
         """The results of one call; `args` is emptied, so that its values can die early.
 
         entries  what the handles name, if the caller knows; else it is read from the handles
@@ -46,8 +47,9 @@ class Executor:
 class _Walk:
     """One call: the values, tickets and taken slots of a schedule that is being walked."""
 
-    def __init__(self, executor: Executor, schedule: Schedule, values: list[Any],
-                 entries: Sequence[Entry]) -> None:  # fmt: skip
+    def __init__(
+        self, executor: Executor, schedule: Schedule, values: list[Any], entries: Sequence[Entry]
+    ) -> None:
         self.store = executor.store
         self.gradients = executor.gradients
         self.schedule = schedule
@@ -91,7 +93,8 @@ class _Walk:
                     self.tickets[ticket] = self.store.device.mark()
             case Fetch(slot=slot, ticket=ticket):
                 self.taken.add(slot)
-                self.tickets[ticket] = self.given.pop(ticket, None) or self._fetch(instruction)
+                given = ticket in self.given
+                self.tickets[ticket] = self.given.pop(ticket) if given else self._fetch(instruction)
             case Wait(ticket=ticket, slot=slot, layout=layout, register=register):
                 self._wait(self.tickets[ticket])
                 values[register] = layout.view(arena.slot(slot.address, slot.nbytes))
@@ -117,9 +120,11 @@ class _Walk:
         arena.take_slot(fetch.slot.address, fetch.slot.nbytes)
         self.store.meter.count("gathers")
         return self.store.fetch(
-            self.entries[fetch.entry], arena.slot(fetch.slot.address, fetch.nbytes),
-            begin=fetch.begin, after=[self.begun, *self._after(fetch.after)],
-        )  # fmt: skip
+            self.entries[fetch.entry],
+            arena.slot(fetch.slot.address, fetch.nbytes),
+            begin=fetch.begin,
+            after=[self.begun, *self._after(fetch.after)],
+        )
 
     def _wait(self, ticket: Ticket) -> None:
         device, meter = self.store.device, self.store.meter

@@ -83,8 +83,9 @@ class Foresight:
             arena, slot = self._store.arena, fetch.slot
             arena.take_slot(slot.address, slot.nbytes)
             self._store.meter.count("gathers")
-            ticket = self._store.fetch(entry, arena.slot(slot.address, fetch.nbytes),
-                                       begin=fetch.begin, after=after)  # fmt: skip
+            ticket = self._store.fetch(
+                entry, arena.slot(slot.address, fetch.nbytes), begin=fetch.begin, after=after
+            )
             self._handed.started.append((fetch, entry.version, ticket))
 
     def abandon(self) -> None:

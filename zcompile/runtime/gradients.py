@@ -102,15 +102,16 @@ class Gradients:
         else:
             held.add_(grad)
 
-    def _home(self, name: str, param: Tensor, grad: Tensor,
-              after: Sequence[Ticket]) -> tuple[Entry, Tensor]:  # fmt: skip
+    def _home(
+        self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
+    ) -> tuple[Entry, Tensor]:
         layout = Layout.of(grad)
         entry = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes)
         self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
 
     def _flush_one(self, key: int) -> None:
-        entry, total, param = self._sums.pop(key)
+        _, total, param = self._sums.pop(key)
         if param.grad is None:
             param.grad = total
         else:

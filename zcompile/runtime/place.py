@@ -42,11 +42,13 @@ class Place:
         return begin // unit * unit, -(-end // unit) * unit
 
     def blockers(self, new: Operation) -> Sequence[Operation]:
-        """The operations that must be over before `new` may start."""
+        """The operations that must be over before `new` may start, newest first."""
         low, high = self.blocks(new.begin, new.end)
         found = []
-        for old in self.under_way:
+        for old in reversed(self.under_way):
             begin, end = self.blocks(old.begin, old.end)
             if begin < high and low < end and (old.writes or new.writes):
                 found.append(old)
+                if old.writes and begin <= low and high <= end:
+                    break  # what is older on these bytes comes before `old`
         return found

@@ -12,12 +12,14 @@ from zcompile.runtime.store import Store
 OpenStore = Callable[..., Store]
 
 
-def own_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
+@pytest.fixture
+def own_threads() -> Callable[[], list[str]]:
+    """Names of the threads that stores of this process run."""
+    return lambda: [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
 
 
 @pytest.fixture
-def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+def open_store(tmp_path: Path, own_threads: Callable[[], list[str]]) -> Iterator[OpenStore]:
     """Opens a small store on the CPU device; `disk=True` gives it a directory of its own."""
     stores: list[Store] = []
 

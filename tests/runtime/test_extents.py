@@ -1,5 +1,7 @@
 """Ranges handed out and taken back, and ranges written, each against a model made of bytes."""
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +58,6 @@ def test_written_ranges_are_those_that_were_added(ranges, begin, end):
     assert [n for low, high, _ in pieces for n in range(low, high)] == list(range(begin, end))
     for low, high, held in pieces:
         assert all((n in model) == held for n in range(low, high))
-    assert all(a[2] != b[2] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a[2] != b[2] for a, b in pairwise(pieces))
     assert written.covers(begin, end) == (set(range(begin, end)) <= model)
     assert written.touches(begin, end) == bool(set(range(begin, end)) & model)

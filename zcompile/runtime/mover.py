@@ -81,8 +81,9 @@ class Mover:
         """All is done; raises the first error of any transfer."""
         with self._idle:
             self._idle.wait_for(lambda: not self._under_way)
-        if self.error is not None:
-            raise self.error
+        error = self.error or self.closed
+        if error is not None:
+            raise error
 
     def close(self, error: BaseException) -> None:
         """Start nothing any more; `error` is what later submissions raise."""
@@ -131,7 +132,8 @@ class Backlog:
             self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
             self._now += nbytes
 
-    def leave(self, nbytes: int) -> None:
+    def leave(self, nbytes: int, error: BaseException | None = None) -> None:
+        """They are not needed any more; `error` is why, and no matter here."""
         with self._less:
             self._now -= nbytes
             self._less.notify_all()

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -210,7 +211,7 @@ class Store:
         except ZinfError:
             self._backlog.leave(nbytes)
             raise
-        transfer.over.then(lambda error: self._backlog.leave(nbytes))
+        transfer.over.then(partial(self._backlog.leave, nbytes))
         entry.version += 1
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False

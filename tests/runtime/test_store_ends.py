@@ -1,0 +1,81 @@
+"""How a store ends: closed, forgotten, or with its process; never with files or threads left."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.config import Config
+from zcompile.runtime.store import Store
+from zcompile.specs import Kind
+from zcompile.units import MiB
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+import os, sys
+import torch
+from zcompile.config import Config
+from zcompile.runtime.store import Store
+from zcompile.specs import Kind
+store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=sys.argv[1],
+                     throttle={"disk_write": "2MB/s"}))
+entry = store.create("w", Kind.PARAM, 4 << 20)
+ticket = store.put(entry, store.arena.slot(0, 4 << 20))
+ticket = store.fetch(entry, store.arena.slot(4 << 20, 4 << 20))
+sys.stdout.write(f"{len(os.listdir(sys.argv[1]))} files")
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("ending", "code"), [
+    ("", 0),
+    ("raise SystemExit(3)", 3),
+    ("raise ValueError", 1),
+    ("import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0),
+])  # fmt: skip
+def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_path, ending, code):
+    done = subprocess.run([sys.executable, "-c", TRAIN + ending, str(tmp_path)], cwd=ROOT,
+                          timeout=40, capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "2 files"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forgotten_store_closes_itself(tmp_path, own_threads):
+    before = own_threads()
+    store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    store.put(entry, torch.ones(1 * MiB, dtype=torch.uint8))
+    gone = weakref.ref(store)
+    del store, entry
+    gc.collect()
+    assert gone() is None
+    assert own_threads() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gathered_value_outlives_its_store(open_store):
+    store = open_store(host_memory="16MiB")
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    store.put(entry, torch.full((1 * MiB,), 7, dtype=torch.uint8))
+    value = entry.gather((1 * MiB,), (1,), 0, torch.uint8)
+    store.close()
+    del store, entry
+    gc.collect()
+    assert value.eq(7).all()
+
+
+def test_what_cannot_open_leaves_nothing(tmp_path, open_store, own_threads):
+    before = own_threads()
+    store = open_store(disk=tmp_path)
+    during = own_threads()
+    with pytest.raises(RuntimeError, match="another model of this process"):
+        Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
+    assert own_threads() == during
+    store.close()
+    assert own_threads() == before

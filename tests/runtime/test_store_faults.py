@@ -1,0 +1,154 @@
+"""What goes wrong in a transfer is told by everyone who could know, and never swallowed."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+from zcompile.errors import IOFault, ParameterChanged
+from zcompile.specs import Kind
+from zcompile.units import KiB, MiB
+
+SMALL = 256 * KiB
+
+
+@pytest.fixture
+def store(open_store):
+    return open_store(host_memory=SMALL, disk=True)
+
+
+def broken(fd, views, offset):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def ones(nbytes):
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
+def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store, monkeypatch):
+    entry, other = (store.create(name, Kind.PARAM, 1 * MiB) for name in ("w", "other"))
+    store.put(other, ones(1 * MiB)).wait()
+    with monkeypatch.context() as broke:
+        broke.setattr(os, "pwritev", broken)
+        ticket = store.put(entry, ones(1 * MiB))
+        with pytest.raises(IOFault, match="write of 'w' failed"):
+            ticket.wait()
+    for later in (lambda: store.fetch(entry, ones(10)), lambda: store.put(entry, ones(10)),
+                  lambda: store.add(entry, ones(10)), lambda: store.zero(entry),
+                  lambda: store.read_all(entry), store.drain):  # fmt: skip
+        with pytest.raises(IOFault, match="write of 'w' failed"):
+            later()
+    assert store.read_all(other).eq(1).all()
+    assert store.meter.host.now == 0
+
+
+def test_a_failed_read_is_raised_where_compute_joins(store, monkeypatch):
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    store.put(entry, ones(1 * MiB)).wait()
+    monkeypatch.setattr(os, "preadv", broken)
+    ticket = store.fetch(entry, store.arena.slot(0, 1 * MiB))
+    with pytest.raises(IOFault, match="read of 'w' failed"):
+        ticket.join_compute()
+    with pytest.raises(IOFault, match="read of 'w' failed"):
+        store.drain()
+
+
+def test_what_queues_behind_a_failure_fails_with_it(store, monkeypatch):
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    may_fail = threading.Event()
+
+    def broken_later(fd, views, offset):
+        may_fail.wait()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", broken_later)
+    store.put(entry, store.arena.slot(0, 1 * MiB))
+    queued = [store.fetch(entry, store.arena.slot(1 * MiB, 4096)) for _ in range(1200)]
+    queued.append(store.add(entry, store.arena.slot(0, 1 * MiB)))
+    may_fail.set()
+    for ticket in queued:
+        with pytest.raises(IOFault):
+            ticket.wait()
+
+
+def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, monkeypatch):
+    names = ("part", "sum")
+    part, whole = (store.create(name, Kind.STATE, 100_000) for name in names)
+    store.put(part, ones(100_000)).wait()
+    store.put(whole, ones(100_000)).wait()
+    monkeypatch.setattr(os, "preadv", broken)
+    tickets = [store.put(part, ones(10), begin=5), store.add(whole, ones(100_000))]
+    for ticket, name in zip(tickets, names, strict=True):
+        with pytest.raises(IOFault, match=f"read of '{name}' failed"):
+            ticket.wait()
+    assert store.meter.host.now == 0
+
+
+def test_a_short_write_and_read_are_finished(store, monkeypatch):
+    whole = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, v, at: whole[0](fd, [v[0][:8192]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, v, at: whole[1](fd, [v[0][:8192]], at))
+    entry = store.create("w", Kind.PARAM, 300_000)
+    values = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
+    store.put(entry, values)
+    assert torch.equal(store.read_all(entry), values)
+
+
+def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+
+    def defect(*args):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("zcompile.runtime.sums.Add._add", defect)
+    ticket = store.add(entry, ones(1 * MiB))
+    with pytest.raises(ZeroDivisionError):
+        ticket.wait()
+    with pytest.raises(ZeroDivisionError):
+        store.drain()
+
+
+def test_a_closed_store_says_so(store):
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    store.close()
+    store.close()
+    for use in (lambda: store.read_all(entry), lambda: store.create("v", Kind.PARAM, 1),
+                lambda: entry.gather((1,), (1,), 0, torch.uint8), store.drain):  # fmt: skip
+        with pytest.raises(ParameterChanged, match="its store was closed; offload the model again"):
+            use()
+
+
+def test_closing_ends_what_is_under_way(open_store):
+    store = open_store(host_memory=SMALL, disk=True, throttle={"disk_write": "100kB/s"})
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    tickets = [store.put(entry, store.arena.slot(0, 1 * MiB)),
+               store.fetch(entry, store.arena.slot(1 * MiB, 1 * MiB))]  # fmt: skip
+    store.close()
+    for ticket in tickets:
+        with pytest.raises(ParameterChanged, match="its store was closed"):
+            ticket.wait()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_and_leaves_the_files_alone(store):
+    entry = store.create("w", Kind.PARAM, 100)
+    store.put(entry, ones(100)).wait()
+    heard, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "nothing"
+        try:
+            store.read_all(entry)
+        except ParameterChanged as error:
+            text = str(error)
+        store.close()
+        os.write(told, text.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(heard, 4096).decode()
+    os.close(heard)
+    os.close(told)
+    assert f"'w' rests in process {os.getpid()}" in text
+    assert store.read_all(entry).eq(1).all()

@@ -1,0 +1,261 @@
+"""The disk tier meets a bad day: every fault has a sentence, and none is silent."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.pages import host_pages
+from zcompile.runtime.tier_disk import DiskTier
+from zcompile.runtime.tiers import Buffer
+from zcompile.units import MiB
+
+UNIT = 4096
+
+
+@pytest.fixture
+def open_tier(tmp_path):
+    tiers = []
+
+    def open_one(*directories: Path, **throttle: float) -> DiskTier:
+        tiers.append(DiskTier(directories or (tmp_path,), throttle, Meter(), lambda error: None))
+        return tiers[-1]
+
+    yield open_one
+    for tier in tiers:
+        tier.close()
+
+
+def filled(nbytes: int, value: int) -> Buffer:
+    return Buffer.over(host_pages(nbytes).fill_(value))
+
+
+def tier_files(directory: Path) -> list[str]:
+    return sorted(p.name for p in directory.glob("*.tier"))
+
+
+def test_a_read_error_names_entry_file_and_offset(open_tier, monkeypatch, tmp_path):
+    tier = open_tier()
+    tier.reserve(UNIT, "first")
+    extent = tier.reserve(2 * UNIT, "layers.3.weight")
+
+    def failing(fd, views, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(IOFault) as caught:
+        tier.read(extent, UNIT, filled(UNIT, 0)).wait()
+    assert caught.value.errno == errno.EIO
+    assert "read of 'layers.3.weight' failed: Input/output error" in str(caught.value)
+    assert f"(0 of 4096 bytes at offset 8192 of {tmp_path}" in str(caught.value)
+
+
+def test_a_write_error_is_an_io_fault(open_tier, monkeypatch):
+    tier = open_tier()
+    extent = tier.reserve(UNIT, "w")
+
+    def failing(fd, views, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", failing)
+    with pytest.raises(IOFault, match="write of 'w' failed: No space left on device"):
+        tier.write(extent, 0, filled(UNIT, 1)).wait()
+
+
+def test_short_transfers_go_on_where_they_stopped(open_tier, monkeypatch):
+    tier = open_tier()
+    extent = tier.reserve(4 * UNIT, "w")
+    whole = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, v, at: whole[0](fd, [v[0][:UNIT]], at))
+    monkeypatch.setattr(os, "pwritev", lambda fd, v, at: whole[1](fd, [v[0][:UNIT]], at))
+    source = filled(4 * UNIT, 0)
+    source.memory.random_(0, 255)
+    tier.write(extent, 0, source).wait()
+    into = filled(4 * UNIT, 0)
+    tier.read(extent, 0, into).wait()
+    assert torch.equal(into.memory, source.memory)
+
+
+def test_no_progress_is_an_error(open_tier, monkeypatch):
+    tier = open_tier()
+    extent = tier.reserve(UNIT, "w")
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0)
+    with pytest.raises(IOFault, match="the file ends before the data"):
+        tier.read(extent, 0, filled(UNIT, 0)).wait()
+
+
+def test_a_full_disk_shows_before_anything_is_written(open_tier, monkeypatch):
+    tier = open_tier()
+
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TierFull, match=r"no tier has 1\.00 MiB left for 'w'"):
+        tier.reserve(1 * MiB, "w")
+
+
+def test_the_last_of_a_disk_is_used_when_a_generous_step_does_not_fit(open_tier, monkeypatch):
+    tier = open_tier()
+    really = os.posix_fallocate
+
+    def nearly_full(fd, offset, nbytes):
+        if offset + nbytes > 2 * MiB:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    assert tier.reserve(2 * MiB, "w").nbytes == 2 * MiB
+    with pytest.raises(TierFull):
+        tier.reserve(1, "v")
+
+
+def test_a_disk_without_room_for_one_block_is_unusable(tmp_path, monkeypatch):
+    def full(fd, views, offset):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(DiskUnusable, match=r"takes no files \(No space left on device\); free"):
+        DiskTier((tmp_path,), {}, Meter(), lambda error: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_o_direct_it_falls_back_with_a_note(open_tier, monkeypatch, caplog):
+    really = os.open
+
+    def no_direct(path, flags, mode=0o777, **rest):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really(path, flags, mode, **rest)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    tier = open_tier()
+    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_disk"]
+    assert len(notes) == 1
+    assert "does not take O_DIRECT" in notes[0].getMessage()
+    extent = tier.reserve(UNIT, "w")
+    tier.write(extent, 0, filled(UNIT, 9)).wait()
+    into = filled(UNIT, 0)
+    tier.read(extent, 0, into).wait()
+    assert into.memory.eq(9).all()
+
+
+def test_a_second_model_of_this_process_is_refused(open_tier, tmp_path):
+    open_tier()
+    with pytest.raises(DiskOwned, match="in use by another model of this process"):
+        open_tier()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.tier_disk import DiskTier
+tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
+tier.reserve(4096, "w")
+sys.stdout.write("held\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that owns the directory until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               cwd=Path(__file__).parents[2])  # fmt: skip
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.timeout(60)
+def test_another_process_is_refused_with_its_pid(open_tier, holder):
+    with pytest.raises(DiskOwned, match=f"in use by process {holder.pid}"):
+        open_tier()
+
+
+@pytest.mark.timeout(60)
+def test_files_of_a_killed_process_are_reclaimed(open_tier, holder, tmp_path):
+    (left,) = tier_files(tmp_path)
+    holder.kill()
+    holder.wait()
+    open_tier()
+    (own,) = tier_files(tmp_path)
+    assert own != left
+    assert own.startswith(f"zinf-{os.getpid()}-")
+
+
+def test_foreign_files_are_left_alone(open_tier, tmp_path):
+    foreign = tmp_path / "zinf-notes.tier"
+    foreign.write_text("mine")
+    open_tier().close()
+    assert foreign.read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["zinf-notes.tier"]
+
+
+def test_files_are_private(open_tier, tmp_path):
+    open_tier()
+    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o600}
+
+
+def test_when_one_of_several_directories_is_taken_none_stays_open(open_tier, tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    open_tier(second)
+    with pytest.raises(DiskOwned):
+        open_tier(first, second)
+    assert list(first.iterdir()) == []
+
+
+def test_entries_are_spread_over_directories_by_bytes(open_tier, tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    tier = open_tier(first, second)
+    sizes = [4, 1, 1, 1, 1, 4, 4]
+    assert [tier.reserve(n * UNIT, "w").file for n in sizes] == [0, 1, 1, 1, 1, 0, 1]
+
+
+def test_a_throttled_link_takes_its_time(open_tier):
+    tier = open_tier(disk_read=40e6, disk_write=20e6)
+    extent = tier.reserve(1 * MiB, "w")
+    began = time.perf_counter()
+    for promise in [tier.write(extent, n * MiB // 4, filled(MiB // 4, n)) for n in range(4)]:
+        promise.wait()
+    wrote = time.perf_counter()
+    for promise in [tier.read(extent, n * MiB // 4, filled(MiB // 4, n)) for n in range(4)]:
+        promise.wait()
+    assert wrote - began >= MiB / 20e6
+    assert time.perf_counter() - wrote >= MiB / 40e6
+
+
+def test_a_forked_child_does_not_own_the_directory(open_tier):
+    tier = open_tier()
+    held, release = os.pipe()
+    ready, forked = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # outlives its parent
+        os.close(release)
+        os.write(forked, b"y")
+        os.read(held, 1)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        for claim in tier._claims:
+            claim.forget()  # as if this process had been killed
+        open_tier()
+    finally:
+        for fd in (release, held, ready, forked):
+            os.close(fd)
+        os.waitpid(pid, 0)

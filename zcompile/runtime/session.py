@@ -4,17 +4,20 @@ One offloaded model, one session. Two sessions in one process share nothing but 
 handles.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.handles import entry_of
+from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
 from zcompile.runtime.store import Entry, Store
+from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
 
 
@@ -24,6 +27,7 @@ class Session(Store):
     def __init__(self, config: Config, wrap: Wrap) -> None:
         super().__init__(config)
         self.wrap = wrap
+        self._departures = Departures()
         self.gradients = Gradients(self, wrap)
         self.on_gradient = self.gradients.receive
         self.executor = Executor(self, self.gradients)
@@ -31,6 +35,21 @@ class Session(Store):
         self.steps: dict[Hashable, Schedule] = {}
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
+
+    def fetch(
+        self, entry: Entry, target: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """As `Store.fetch`, after whatever still leaves from the bytes of `target`."""
+        after = [*after, *self._departures.under(target)]
+        return super().fetch(entry, target, begin=begin, after=after)
+
+    def put(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
+        """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
+        ticket = super().put(entry, source, begin=begin, after=after)
+        self._departures.leave(source, ticket)
+        return ticket
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

@@ -152,7 +152,7 @@ def _bound(session: Session | None, schedule: Schedule) -> Callable[[list[Any]],
     if session is None:
         return lambda args: compute_only(schedule, args)
     meter = session.meter
-    meter.plan_device(schedule.arena_bytes)
+    meter.plan_device(schedule.peak_bytes)
     meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
     known = int(str(meter.snapshot()["distinct_regions"]))
     meter.count("distinct_regions", len(session.regions) - known)

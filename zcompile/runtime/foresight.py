@@ -8,7 +8,7 @@ and given back, and a value that was written in between is fetched again.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -54,7 +54,8 @@ class Foresight:
         self._followers: OrderedDict[Identity, Call] = OrderedDict()
         self._last: Identity | None = None
         self._handed: _Handed | None = None
-        self._ready: dict[int, list[Fetch]] = {}
+        self._ready: dict[int, Sequence[Fetch]] = {}
+        self._plans: dict[tuple[int, int], Handover] = {}
         self._next: Call | None = None
 
     def begin(self, call: Call) -> dict[int, Ticket]:
@@ -67,8 +68,15 @@ class Foresight:
         self._last = call.identity
         given = self._claim(call)
         self._next = self._followers.get(call.identity)
-        self._ready = handover(call.schedule, self._next.schedule) if self._next else {}
+        self._ready = dict(self._plan(call.schedule, self._next.schedule)) if self._next else {}
         return given
+
+    def _plan(self, now: Schedule, then: Schedule) -> Mapping[int, Sequence[Fetch]]:
+        pair = now.serial, then.serial
+        if pair not in self._plans:
+            self._plans[pair] = handover(now, then)
+            self._store.meter.plan_device(self._plans[pair].peak_bytes)
+        return self._plans[pair].starts
 
     def passed(self, call: Call, index: int) -> None:
         """Instruction `index` of `call` is done: start what may start from here on."""
@@ -80,6 +88,8 @@ class Foresight:
         after = [self._store.device.mark()]
         for fetch in fetches:
             entry = self._next.entries[fetch.entry]
+            if not self._store.holds(entry):
+                continue
             arena, slot = self._store.arena, fetch.slot
             arena.take_slot(slot.address, slot.nbytes)
             self._store.meter.count("gathers")
@@ -115,7 +125,18 @@ class Foresight:
         return given
 
 
-def handover(now: Schedule, then: Schedule) -> dict[int, list[Fetch]]:
+@dataclass(frozen=True)
+class Handover:
+    """starts: instruction of one schedule -> fetches of the next that start after it.
+
+    peak_bytes  the most that both together take of the arena while the first one runs
+    """
+
+    starts: Mapping[int, Sequence[Fetch]]
+    peak_bytes: int
+
+
+def handover(now: Schedule, then: Schedule) -> Handover:
     """After which instruction of `now` each opening fetch of `then` may start.
 
     Opening fetches are those before the first compute of `then`. Each starts after the last fetch
@@ -130,7 +151,19 @@ def handover(now: Schedule, then: Schedule) -> dict[int, list[Fetch]]:
         at = max([last_fetch, *under])
         if at < len(now.instructions):
             ready.setdefault(at, []).append(fetch)
-    return ready
+    return Handover(ready, _joint_peak(now, ready))
+
+
+def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
+    taken = peak = 0
+    for index, instruction in enumerate(now.instructions):
+        if isinstance(instruction, Fetch):
+            taken += instruction.slot.nbytes
+        elif isinstance(instruction, Free):
+            taken -= instruction.slot.nbytes
+        taken += sum(fetch.slot.nbytes for fetch in starts.get(index, ()))
+        peak = max(peak, taken)
+    return peak
 
 
 def _opening(schedule: Schedule) -> Sequence[Fetch]:

@@ -84,7 +84,8 @@ class Store:
         self.device = plant.means.device
         self.device_budget = plant.device_budget
         self.host_budget = plant.host_budget
-        self.arena = Arena(self.device, self.device_budget, self.meter.device)
+        self.arena = Arena(self.device, self.device_budget, self.meter.device,
+                           plant.mover.memories_free)  # fmt: skip
         self._means = plant.means
         self._mover = plant.mover
         self._tiers = plant.tiers
@@ -115,6 +116,11 @@ class Store:
         """The entry is not needed any more. Takes no lock: may be called by a finalizer."""
         self._dead.append(key)
 
+    def holds(self, entry: Entry) -> bool:
+        """False once the last use of the entry has died."""
+        self._enter(entry.name)
+        return entry.key in self._entries
+
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
               after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         """Start moving bytes of `entry`, from `begin` on, into `target`; returns at once.
@@ -126,7 +132,9 @@ class Store:
         self._enter(entry.name)
         if entry.unset:
             raise ValueUnset(entry.name)
-        return self._submit(Fetch(entry.place, begin, target, marks_of(after), self._means), after)
+        fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
+                      self._means)  # fmt: skip
+        return self._submit(fetch, after)
 
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
@@ -140,7 +148,8 @@ class Store:
         after   complete before `source` is read; on CUDA, `device.mark()` of what computed it
         """
         self._enter(entry.name)
-        put = Put(entry.place, begin, source, marks_of(after), self._means)
+        window = self.arena.window(source)
+        put = Put(entry.place, begin, window, source, marks_of(after), self._means)
         return self._submit_write(entry, put, source, after)
 
     def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
@@ -152,7 +161,8 @@ class Store:
         if entry.unset:
             raise ValueUnset(entry.name)
         raw = source.view(torch.uint8)
-        add = Add(entry.place, 0, raw, marks_of(after), self._means, source.dtype)
+        window = self.arena.window(raw)
+        add = Add(entry.place, window, raw, marks_of(after), self._means, source.dtype)
         return self._submit_write(entry, add, raw, after)
 
     def zero(self, entry: Entry) -> None:
@@ -168,7 +178,7 @@ class Store:
         if entry.unset:
             raise ValueUnset(entry.name)
         memory = torch.empty(entry.nbytes, dtype=torch.uint8)
-        self._submit(ReadBack(entry.place, 0, memory, (), self._means), ()).wait()
+        self._submit(ReadBack(entry.place, 0, memory, memory, (), self._means), ()).wait()
         return memory
 
     def drain(self) -> None:
@@ -189,8 +199,11 @@ class Store:
         if not self._close.alive:
             raise closed_error(name)
         while self._dead:
-            entry = self._entries.pop(self._dead.popleft(), None)
-            if entry is not None:
+            try:
+                key = self._dead.popleft()
+            except IndexError:  # another thread was here
+                return
+            if (entry := self._entries.pop(key, None)) is not None:
                 self._planned(entry.place.tier).change(-entry.place.extent.nbytes)
                 self._mover.free(entry.place)
 

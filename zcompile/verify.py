@@ -11,7 +11,7 @@ from torch import fx
 
 from zcompile import ops, printer
 from zcompile.errors import GraphInvalid
-from zcompile.graph import aliases_of, find, is_ours, phase_of, positions
+from zcompile.graph import aliases_of, find, is_ours, phase_of, positions, region_of
 from zcompile.plan import Plan
 from zcompile.specs import NodeName, Phase
 
@@ -98,6 +98,14 @@ def grads_of_sinks_stay(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
             yield node, f"something computes with %{node.name}, which holds nothing"
 
 
+def views_stay_in_their_region(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+    for wait in find(graph, ops.wait):
+        for view in aliases_of(wait):
+            for user in view.users:
+                if view is not wait and region_of(user) not in (None, region_of(view)):
+                    yield user, f"%{user.name} reads %{view.name}, a view made in another region"
+
+
 def slots_do_not_overlap(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
     where = positions(graph)
     alive: list[tuple[fx.Node, int]] = []
@@ -142,6 +150,7 @@ RULES: tuple[tuple[str | None, Rule], ...] = (
     (None, nothing_reads_released),
     ("PARAMS_RELEASED", everything_is_released_once),
     ("GRADS_REDUCED", grads_of_sinks_stay),
+    ("REGIONS_CUT", views_stay_in_their_region),
     ("BUDGET_MET", slots_do_not_overlap),
     ("BUDGET_MET", budget_holds),
 )

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.graph import is_compute, phase_of, set_region
+from zcompile import ops
+from zcompile.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
 from zcompile.passes.base import Fact, Pass
 from zcompile.plan import Plan
 
@@ -21,7 +22,8 @@ class CutRegions(Pass):
         %z = aten.relu(%y)                        %z = aten.relu(%y)         region 1
 
     Regions of equal structure are compiled once; that is decided when the graph is lowered, from
-    what the nodes are. No node moves.
+    what the nodes are. No node moves, but a view of a gathered parameter that several regions read
+    is made in each, so that a schedule names the bytes that a region reads.
     """
 
     name: ClassVar[str] = "cut-regions"
@@ -31,6 +33,7 @@ class CutRegions(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        heads: dict[int, fx.Node] = {}
         region, open_phase = -1, None
         for node in graph.nodes:
             if not is_compute(node):
@@ -38,5 +41,30 @@ class CutRegions(Pass):
                 continue
             if phase_of(node) is not open_phase:
                 region, open_phase = region + 1, phase_of(node)
+                heads[region] = node
             set_region(node, region)
+        for wait in find(graph, ops.wait):
+            _view_again(graph, wait, heads)
         return plan
+
+
+def _view_again(graph: fx.Graph, wait: fx.Node, heads: dict[int, fx.Node]) -> None:
+    """Each region that reads a view of `wait` makes that view itself, at its head."""
+    views = [alias for alias in aliases_of(wait) if alias is not wait]
+    made: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def again(view: fx.Node, region: int) -> fx.Node:
+        if view not in views or region_of(view) == region:
+            return view
+        if (view, region) not in made:
+            sources = {n: again(n, region) for n in view.all_input_nodes}
+            with graph.inserting_before(heads[region]):
+                made[view, region] = graph.node_copy(view, sources.__getitem__)
+            set_region(made[view, region], region)
+        return made[view, region]
+
+    for view in views:
+        for reader in list(view.users):
+            region = region_of(reader)
+            if region is not None and region != region_of(view):
+                reader.replace_input_with(view, again(view, region))

@@ -91,7 +91,7 @@ def choose_starts(
 
 
 def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, ...]:
-    last = max(need.last for need in needs)
+    last = max((need.last for need in needs), default=0)
     alive = [0] * (last + 1)
     for need in needs:
         for region in range(need.first, need.last + 1):

@@ -1,0 +1,45 @@
+"""Compute between zinf ops is numbered, run by run, and no node moves."""
+
+import pytest
+from joint import SMALL_MODELS, captured
+
+from zcompile import printer
+from zcompile.config import Config
+from zcompile.graph import is_compute, phase_of, region_of
+from zcompile.pipeline import pipeline
+
+PASSES = pipeline(Config(device="cpu"))[:4]
+
+
+def numbered(graph):
+    rows = [f"{region_of(n) if is_compute(n) else '.':>3}  {printer.line(n)}" for n in graph.nodes]
+    return "\n".join(rows) + "\n"
+
+
+def test_regions_end_where_a_zinf_op_stands(golden):
+    assert numbered(captured("mlp").through(*PASSES).graph) == golden
+
+
+def test_a_view_that_two_regions_read_is_made_in_both(golden):
+    assert numbered(captured("view in two places").through(*PASSES).graph) == golden
+
+
+@pytest.mark.parametrize("model", [m for m in SMALL_MODELS if m != "view in two places"])
+def test_cutting_moves_nothing(model):
+    before = captured(model).through(*PASSES[:3])
+    after = captured(model).through(*PASSES)
+    assert printer.text(before.graph) == printer.text(after.graph)
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_a_region_is_one_run_of_compute_in_one_phase(model):
+    graph = captured(model).through(*PASSES).graph
+    seen: list[int] = []
+    for node in graph.nodes:
+        region = region_of(node)
+        assert (region is not None) == is_compute(node)
+        if region is not None and (not seen or seen[-1] != region):
+            seen.append(region)
+    assert seen == sorted(set(seen)), "a region that was left is never entered again"
+    phases = {region_of(n): phase_of(n) for n in graph.nodes if is_compute(n)}
+    assert all(phases[region_of(n)] is phase_of(n) for n in graph.nodes if is_compute(n))

@@ -1,0 +1,38 @@
+"""A gradient of a tiered parameter goes home as soon as it is made."""
+
+import pytest
+from joint import SMALL_MODELS, captured, catch, mlp
+
+from zcompile import ops, printer
+from zcompile.graph import find, output_of, phase_of
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.reduce_grads import ReduceGrads
+from zcompile.specs import Phase
+from zcompile.torch_private import gradient_of
+
+
+def test_a_gradient_goes_home_right_after_it_is_made(golden):
+    joint = captured("mlp").through(GatherParams(), ReduceGrads())
+    assert printer.text(joint.graph) == golden
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_every_parameter_has_one_reduction_and_it_is_backward(model):
+    joint = captured(model).through(GatherParams(), ReduceGrads())
+    reductions = find(joint.graph, ops.reduce_grad)
+    names = [joint.plan.params[n.args[1].name].name for n in reductions]
+    assert sorted(names) == sorted({name for name, _ in joint.model.named_parameters()})
+    assert {phase_of(n) for n in reductions} == {Phase.BACKWARD}
+    assert all(n.prev is n.args[0] or n.prev.target is ops.reduce_grad for n in reductions)
+
+
+def test_the_gradient_of_an_input_is_returned_as_ever():
+    import torch
+
+    joint = catch(mlp(), torch.randn(3, 8, requires_grad=True))
+    reduced = joint.through(GatherParams(), ReduceGrads())
+    output = output_of(reduced.graph)
+    for desc, result in zip(output.meta["desc"], output.args[0], strict=True):
+        if gradient_of(desc) is not None:
+            tiered = gradient_of(desc) in joint.names
+            assert (result.target is ops.reduce_grad) == tiered

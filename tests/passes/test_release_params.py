@@ -1,0 +1,30 @@
+"""A gathered parameter is given back after its last reader, and a view is a reader."""
+
+import pytest
+from joint import SMALL_MODELS, captured
+
+from zcompile import ops, printer
+from zcompile.graph import aliases_of, find, positions
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.release_params import ReleaseParams
+
+
+def test_release_follows_the_last_reader(golden):
+    joint = captured("mlp").through(GatherParams(), ReleaseParams())
+    assert printer.text(joint.graph) == golden
+
+
+def test_release_waits_for_the_last_view(golden):
+    joint = captured("tied embeddings").through(GatherParams(), ReleaseParams())
+    assert printer.text(joint.graph) == golden
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_between_the_last_reader_and_the_release_stands_nothing_but_other_releases(model):
+    graph = captured(model).through(GatherParams(), ReleaseParams()).graph
+    where = positions(graph)
+    for release in find(graph, ops.release):
+        (full,) = release.args
+        last = max(where[u] for a in aliases_of(full) for u in a.users if u is not release)
+        between = list(graph.nodes)[last + 1 : where[release]]
+        assert all(node.target is ops.release for node in between)

@@ -1,0 +1,74 @@
+"""Every prefix of the pipeline keeps the meaning of a graph: same outputs, same gradients, bit by bit."""
+
+import pytest
+from joint import SMALL_MODELS, Joint, assert_same, captured, catch, least_budget, results, small
+
+from zcompile import ops
+from zcompile.config import Config
+from zcompile.graph import find
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.release_params import ReleaseParams
+from zcompile.pipeline import pipeline
+
+PASSES = pipeline(Config(device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the graph of a model gives before the first pass."""
+    found: dict[str, dict[str, object]] = {}
+
+    def of(name: str) -> dict[str, object]:
+        if name not in found:
+            found[name] = results(captured(name))
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("upto", range(1, len(PASSES) + 1))
+def test_every_pass_keeps_the_meaning(model, upto, expected):
+    assert_same(results(captured(model).through(*PASSES[:upto])), expected(model))
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_the_smallest_budget_keeps_the_meaning(model, expected):
+    joint = captured(model)
+    tight = joint.copy(budget_bytes=least_budget(joint)).through(*PASSES)
+    assert_same(results(tight), expected(model))
+
+
+@pytest.mark.parametrize("model", ["mlp", "transformer block", "batch norm", "tied embeddings"])
+def test_inference_keeps_its_meaning_too(model):
+    module, inputs = small(model)
+    joint = catch(module.eval(), *inputs, grad=False)
+    wanted = results(joint)
+    assert not any(key.startswith("grad") for key in wanted)
+    for upto in range(1, len(PASSES) + 1):
+        assert_same(results(joint.through(*PASSES[:upto])), wanted)
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_every_parameter_has_a_gradient_in_the_results(model, expected):
+    names = {name for name, _ in captured(model).model.named_parameters()}
+    assert {key.removeprefix("grad of ") for key in expected(model) if "grad of" in key} == names
+
+
+def early(joint: Joint) -> Joint:
+    """The seeded bug: the first parameter that two nodes read is released before the last of them."""
+    (release, *_) = find(joint.graph, ops.release)
+    compute = release.prev
+    while compute.target in ops.OURS:
+        compute = compute.prev
+    compute.prepend(release)
+    return joint
+
+
+@pytest.mark.parametrize(
+    "model", ["mlp", "tied embeddings", "module called twice", "bf16 autocast"]
+)
+def test_a_release_one_line_too_early_does_not_stay_hidden(model, expected):
+    broken = early(captured(model).through(GatherParams(), ReleaseParams()))
+    with pytest.raises(AssertionError, match="changed"):
+        assert_same(results(broken), expected(model))

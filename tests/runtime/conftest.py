@@ -8,6 +8,7 @@ import pytest
 
 from zcompile.config import Config
 from zcompile.runtime.store import Store
+from zcompile.units import KiB
 
 OpenStore = Callable[..., Store]
 
@@ -38,3 +39,19 @@ def open_store(tmp_path: Path, own_threads: Callable[[], list[str]]) -> Iterator
         store.close()
     assert own_threads() == before
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+HOMES = (("cpu", "host"), ("cpu", "disk"),
+         pytest.param(("cuda", "host"), marks=pytest.mark.gpu),
+         pytest.param(("cuda", "disk"), marks=pytest.mark.gpu))  # fmt: skip
+SMALL_BYTES = 256 * KiB
+"""The least host budget: all of it is staging, so entries rest on disk."""
+
+
+@pytest.fixture(params=HOMES, ids=str)
+def store(request: pytest.FixtureRequest, open_store: OpenStore) -> Store:
+    """A store on the device and with entries on the tier of the test's parameter."""
+    device, home = request.param
+    if home == "host":
+        return open_store(device=device, host_memory="16MiB")
+    return open_store(device=device, host_memory=SMALL_BYTES, disk=True)

@@ -1,6 +1,5 @@
 """The store: bytes go home and come back, in order, within the budgets."""
 
-import threading
 import time
 
 import pytest
@@ -8,25 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall, TierFull, ValueUnset
-from zcompile.runtime.staging import staging_size
+from zcompile.errors import TierFull, ValueUnset
 from zcompile.specs import Kind
 from zcompile.units import KiB, MiB
 
-HOMES = (("cpu", "host"), ("cpu", "disk"),
-         pytest.param(("cuda", "host"), marks=pytest.mark.gpu),
-         pytest.param(("cuda", "disk"), marks=pytest.mark.gpu))  # fmt: skip
 SMALL = 256 * KiB
-"""The least host budget: all of it is staging, so entries rest on disk."""
-
-
-@pytest.fixture(params=HOMES, ids=str)
-def store(request, open_store):
-    """A store on the device and with entries on the tier of the test's parameter."""
-    device, home = request.param
-    if home == "host":
-        return open_store(device=device, host_memory="16MiB")
-    return open_store(device=device, host_memory=SMALL, disk=True)
 
 
 def random_bytes(nbytes):
@@ -194,169 +179,3 @@ def test_an_unset_entry_is_read_only_after_all_of_it_was_written(store):
     assert entry.unset
     store.put(entry, random_bytes(40), begin=60)
     assert store.read_all(entry).numel() == 100
-
-
-def test_a_gathered_value_has_the_layout_and_leaves_the_arena_with_its_last_view(store):
-    value = torch.randn(40, 30)
-    entry = store.create("w", Kind.PARAM, value.nbytes)
-    store.put(entry, value.view(torch.uint8).flatten())
-    turned = entry.gather((30, 40), (1, 30), 0, torch.float32)
-    assert torch.equal(turned.cpu(), value.T)
-    assert store.meter.snapshot()["gathers"] == 1
-    row = turned[0]
-    del turned
-    assert store.arena.used_bytes > 0
-    del row
-    assert store.arena.used_bytes == 0
-
-
-def test_a_gather_beyond_the_budget_is_refused(open_store):
-    store = open_store(device_memory="64KiB")
-    entry = store.create("w", Kind.PARAM, 128 * KiB)
-    with pytest.raises(BudgetExceeded, match="gathering 'w' needs 128 KiB on the device"):
-        entry.gather((32 * KiB,), (1,), 0, torch.float32)
-
-
-def test_a_gradient_goes_where_the_optimizer_side_says(store):
-    entry = store.create("w", Kind.PARAM, 16)
-    told = []
-    store.on_gradient = lambda e, grad: told.append((e, grad))
-    grad = torch.ones(4)
-    entry.reduce_grad(grad)
-    assert told[0][0] is entry
-    assert told[0][1] is grad
-
-
-def test_room_of_a_freed_entry_is_used_again_once_its_transfers_ended(open_store):
-    store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "20MB/s"})
-    first = store.create("a", Kind.GRAD, 1 * MiB)
-    put = store.put(first, store.arena.slot(0, 1 * MiB))
-    store.free_later(first.key)
-    second = store.create("b", Kind.GRAD, 1 * MiB)
-    assert second.place.extent.offset != first.place.extent.offset
-    put.wait()
-    store.drain()
-    assert store.create("c", Kind.GRAD, 1 * MiB).place.extent.offset == first.place.extent.offset
-
-
-def test_streaming_much_more_than_the_host_budget_stays_within_it(open_store):
-    store = open_store(host_memory="1MiB", device_memory="4MiB", disk=True)
-    values = [random_bytes(1 * MiB + n) for n in range(24)]
-    entries = [store.create(f"w{n}", Kind.PARAM, len(v)) for n, v in enumerate(values)]
-    for entry, value in zip(entries, values, strict=True):
-        store.put(entry, value)
-    for entry, value in zip(entries, values, strict=True):
-        assert torch.equal(fetched(store, entry), value)
-    store.drain()
-    peak, planned = store.meter.peak(), store.meter.planned_peak()
-    assert 0 < peak["host"] <= planned["host"] <= store.host_budget
-    assert 0 < peak["device"] <= store.device_budget
-    assert planned["disk"] <= peak["disk"] <= planned["disk"] + 8 * MiB
-    assert store.meter.host.now == sum(e.place.extent.nbytes for e in entries if e.home == "host")
-
-
-def test_sources_outside_the_arena_do_not_pile_up(open_store):
-    store = open_store(host_memory=SMALL, disk=True, throttle={"disk_write": "20MB/s"})
-    entries = [store.create(f"g{n}", Kind.GRAD, 512 * KiB) for n in range(4)]
-    began = time.perf_counter()
-    for entry in entries:
-        store.put(entry, random_bytes(512 * KiB))
-    assert time.perf_counter() - began >= 2 * 512 * KiB / 20e6
-
-
-def test_throttled_links_pace_the_device(open_store):
-    store = open_store(host_memory="16MiB", throttle={"h2d": "40MB/s", "d2h": "20MB/s"})
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
-    began = time.perf_counter()
-    store.put(entry, store.arena.slot(0, 1 * MiB)).wait()
-    left = time.perf_counter()
-    store.fetch(entry, store.arena.slot(0, 1 * MiB)).wait()
-    assert left - began >= MiB / 20e6
-    assert time.perf_counter() - left >= MiB / 40e6
-
-
-def test_many_threads_may_use_one_store(open_store):
-    store = open_store(host_memory="512KiB", disk=True)
-    wrong = []
-
-    def work(n):
-        entry = store.create(f"w{n}", Kind.PARAM, 200_000)
-        for _ in range(5):
-            values = random_bytes(200_000)
-            store.put(entry, values)
-            if not torch.equal(store.read_all(entry), values):
-                wrong.append(n)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-@pytest.mark.parametrize(("budget", "has_disk", "chunk", "chunks"), [
-    (256 * KiB, True, 64 * KiB, 4),
-    (1 * MiB, True, 64 * KiB, 4),
-    (16 * MiB, True, 512 * KiB, 8),
-    (128 * MiB, True, 4 * MiB, 8),
-    (64 << 30, True, 4 * MiB, 64),
-    (16 * MiB, False, 128 * KiB, 8),
-])  # fmt: skip
-def test_the_ring_is_about_a_quarter_of_the_host_budget(budget, has_disk, chunk, chunks):
-    assert staging_size(budget, has_disk) == (chunk, chunks)
-
-
-def test_a_host_budget_below_the_least_ring_says_the_minimum(open_store):
-    with pytest.raises(ConfigInvalid, match=r"host_memory=1024 is too small.* at least 256 KiB"):
-        open_store(host_memory="1KiB")
-
-
-def test_budgets_beyond_the_machine_are_refused(open_store):
-    with pytest.raises(DeviceTooSmall, match="lower device_memory"):
-        open_store(device_memory="900TiB")
-    with pytest.raises(ConfigInvalid, match="more than this machine has"):
-        open_store(host_memory="900TiB")
-
-
-def test_budgets_not_given_are_an_eighth_of_the_machine(open_store):
-    store = open_store(device_memory=None, host_memory=None)
-    assert store.device_budget == store.host_budget > 1 * MiB
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("home", ["host", "disk"])
-def test_on_cuda_compute_and_transfers_keep_their_order_without_blocking(open_store, home):
-    """A slot is fetched into, computed on, put back and reused; compute is kept busy, so that a
-    copy which does not wait for it would win the race."""
-    store = open_store(device="cuda", device_memory="64MiB", disk=True,
-                       host_memory="256MiB" if home == "host" else "8MiB")  # fmt: skip
-    nbytes, busy = 16 * MiB, torch.randn(4096, 4096, device="cuda")
-    entries = [store.create(f"w{n}", Kind.PARAM, nbytes) for n in range(6)]
-    for n, entry in enumerate(entries):
-        store.put(entry, torch.full((nbytes,), n, dtype=torch.uint8))
-    left = [[], []]
-    for turn in range(18):
-        slot = store.arena.slot(turn % 2 * nbytes, nbytes)
-        ticket = store.fetch(entries[turn % 6], slot, after=left[turn % 2])
-        for _ in range(8):
-            busy = busy @ busy.softmax(0)
-        ticket.join_compute()
-        slot += 1
-        left[turn % 2] = [store.put(entries[turn % 6], slot, after=(store.device.mark(),))]
-    store.drain()
-    for n, entry in enumerate(entries):
-        assert store.read_all(entry).eq(n + 3).all()
-
-
-@pytest.mark.gpu
-def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
-    store = open_store(device="cuda", host_memory="64MiB")
-    entries = [store.create(f"g{n}", Kind.GRAD, 1 * MiB) for n in range(32)]
-    for n, entry in enumerate(entries):
-        grad = torch.full((1 * MiB,), n, dtype=torch.uint8, device="cuda")
-        store.put(entry, grad, after=(store.device.mark(),))
-        del grad
-        torch.full((1 * MiB,), 255, dtype=torch.uint8, device="cuda")
-    for n, entry in enumerate(entries):
-        assert store.read_all(entry).eq(n).all()

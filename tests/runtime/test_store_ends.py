@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -55,6 +56,17 @@ def test_a_forgotten_store_closes_itself(tmp_path, own_threads):
     del store, entry
     gc.collect()
     assert gone() is None
+    assert own_threads() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_may_die_in_one_of_its_own_threads(tmp_path, own_threads):
+    before = own_threads()
+    store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
+    store._means.adder.submit(store._close)
+    deadline = time.monotonic() + 20
+    while own_threads() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert own_threads() == before
     assert list(tmp_path.iterdir()) == []
 

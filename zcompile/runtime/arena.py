@@ -8,6 +8,7 @@ import gc
 import threading
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,12 +23,17 @@ ALIGNMENT = 512
 
 
 class Arena:
-    """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe."""
+    """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe.
 
-    def __init__(self, device: Device, budget_bytes: int, in_use: Gauge) -> None:
+    transfers_over  returns when no transfer that is under way now holds memory any more
+    """
+
+    def __init__(self, device: Device, budget_bytes: int, in_use: Gauge,
+                 transfers_over: Callable[[], None]) -> None:  # fmt: skip
         self.budget_bytes = budget_bytes
         self._device = device
         self._in_use = in_use
+        self._transfers_over = transfers_over
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
@@ -53,6 +59,16 @@ class Arena:
         same = tensor.device == self._memory.device
         return same and begin <= tensor.data_ptr() < begin + self.budget_bytes
 
+    def window(self, tensor: Tensor) -> Tensor:
+        """The same bytes, not keeping `tensor`'s storage alive if that lies in the arena.
+
+        tensor  uint8 [n], contiguous
+        """
+        if self._memory is None or not self.holds(tensor):
+            return tensor
+        begin = tensor.data_ptr() - self._memory.data_ptr()
+        return self._memory[begin : begin + tensor.numel()]
+
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
@@ -66,7 +82,7 @@ class Arena:
             return
         holder = self._occupy(address, address + nbytes)
         if holder is not None:
-            gc.collect()  # it may be held by a dead reference cycle only
+            self._settle()
             holder = self._occupy(address, address + nbytes)
         if holder is not None:
             with self._lock:
@@ -92,13 +108,18 @@ class Arena:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         begin = self._claim(size, name)
         if begin is None:
-            gc.collect()  # a dead reference cycle may hold what is missing
+            self._settle()
             begin = self._claim(size, name)
         if begin is None:
             with self._lock:
                 raise self._crowded(nbytes, f"gathering {name!r}")
         memory = self._whole()[begin : begin + nbytes]
         return self._device.lend(memory, partial(self._returned.append, begin))
+
+    def _settle(self) -> None:
+        """Before giving up: a transfer may still hold a range, or a dead reference cycle."""
+        self._transfers_over()
+        gc.collect()
 
     def _claim(self, size: int, name: str) -> int | None:
         with self._lock:

@@ -77,6 +77,13 @@ class Mover:
         if idle:
             place.tier.release(place.extent)
 
+    def memories_free(self) -> None:
+        """Wait until no transfer under way now touches its memory any more."""
+        with self._idle:
+            under_way = list(self._under_way)
+        for transfer in under_way:
+            transfer.over.settle()
+
     def drain(self) -> None:
         """All is done; raises the first error of any transfer."""
         with self._idle:

@@ -4,6 +4,7 @@ Knows nothing of the store, so that it can be shut after the store has died.
 """
 
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from zcompile.runtime.tier_disk import DiskTier
 from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Means
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.workers import Worker, Workers
 
 SHARE_OF_MACHINE = 8
 """A budget that is not given is this part of the machine's memory (`Config`)."""
@@ -63,6 +64,11 @@ def open_plant(config: Config, meter: Meter) -> Plant:
 def shut(plant: Plant) -> None:
     """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
     if os.getpid() != plant.pid:
+        return
+    if isinstance(threading.current_thread(), Worker):
+        # The store's last reference died in a thread that is to be stopped, with who knows which
+        # of its locks held.
+        threading.Thread(target=shut, args=(plant,), name="zinf-closing", daemon=True).start()
         return
     error = closed_error("the model")
     plant.mover.close(error)

@@ -18,9 +18,9 @@ from zcompile.runtime.tiers import Buffer
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.transfers import LeftChunk, Put
 
-SERIAL_ELEMENTS = 16 * 1024
+SERIAL_ELEMENTS = 32 * 1024 - 64
 """Torch adds fewer than 32768 elements in the calling thread; more would start OpenMP threads in
-every worker. The sum is the same to the bit."""
+every worker. A multiple of 64 keeps the parts aligned. The sum is the same to the bit."""
 
 
 class Add(Put):
@@ -28,9 +28,9 @@ class Add(Put):
 
     cut_in = 2  # half a buffer for what comes, half for what was there
 
-    def __init__(self, place: Place, begin: int, memory: Tensor, marks: Sequence[Ticket],
+    def __init__(self, place: Place, memory: Tensor, owner: Tensor, marks: Sequence[Ticket],
                  means: Means, dtype: torch.dtype) -> None:  # fmt: skip
-        super().__init__(place, begin, memory, marks, means)
+        super().__init__(place, 0, memory, owner, marks, means)
         self._dtype = dtype
 
     def _issue(self) -> None:

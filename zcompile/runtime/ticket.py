@@ -59,9 +59,13 @@ class Promise:
     def done(self) -> bool:
         return self._over
 
-    def wait(self) -> None:
+    def settle(self) -> None:
+        """Block until finished, well or badly."""
         with self._gate:
             pass
+
+    def wait(self) -> None:
+        self.settle()
         if self.error is not None:
             raise self.error
 

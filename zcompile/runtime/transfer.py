@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from zcompile.runtime.device import Device
@@ -31,7 +32,10 @@ class Means:
 class Transfer:
     """Bytes [begin, end) of an entry on their way to or from `memory`. A `Ticket`.
 
-    memory  uint8 [end - begin], contiguous; kept alive until the copies to or from it are over
+    memory  uint8 [end - begin], contiguous
+    owner   the tensor that the caller gave, over the same bytes; kept alive until the copies to or
+            from them are over. Copies know only `memory`, so that a worker which is slow to let
+            go of one does not hold a range of the arena.
     marks   points of compute that those copies must come after
 
     Three promises: `queued`, all copies are enqueued on the device; `over`, `memory` is not
@@ -43,14 +47,17 @@ class Transfer:
     cut_in = 1
     """Chunks per buffer of the ring."""
 
-    def __init__(self, place: Place, begin: int, memory: Tensor, marks: Sequence[Ticket],
-                 means: Means) -> None:  # fmt: skip
+    def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
+                 marks: Sequence[Ticket], means: Means) -> None:  # fmt: skip
+        assert memory.dtype == torch.uint8, "transfers move bytes"
+        assert memory.is_contiguous(), "transfers move bytes that lie in one piece"
         self.place = place
         self.begin = begin
         self.end = begin + memory.numel()
         self.marks = marks
         self.queued, self.over, self.home = Countdown(), Countdown(), Countdown()
         self._memory: Tensor | None = memory
+        self._owner: Tensor | None = owner
         self.means = means
         self._event: object = None
         self.was = Written()
@@ -68,6 +75,8 @@ class Transfer:
             self.over.wait()
         else:
             self.means.device.join(self._event)
+            if not self.writes:
+                self._owner = None  # whatever the caller does next comes after the copies
 
     def prepare(self) -> None:
         """Note what the entry holds as of now; called in the order of submission."""
@@ -143,5 +152,5 @@ class Transfer:
         return self._memory[begin - self.begin : end - self.begin]
 
     def _let_go(self, error: BaseException | None) -> None:
-        self._memory = None
+        self._memory = self._owner = None
         self.marks = ()

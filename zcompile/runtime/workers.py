@@ -28,6 +28,10 @@ class _Reporting:
         return True
 
 
+class Worker(threading.Thread):
+    """A thread of ours, so that it can be told from the user's."""
+
+
 class Workers:
     """A queue and the threads that empty it, first in first out.
 
@@ -37,10 +41,9 @@ class Workers:
     def __init__(self, name: str, threads: int, crashed: Callable[[BaseException], None]) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=_work, args=(self._jobs, crashed), name=f"{name}-{n}",
-                             daemon=True)
+            Worker(target=_work, args=(self._jobs, crashed), name=f"{name}-{n}", daemon=True)
             for n in range(threads)
-        ]  # fmt: skip
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -137,6 +137,7 @@ def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
             assert at % ALIGNMENT == 0
             assert all(at + n <= a or b <= at for a, b in ranges)
             gathers[at] = tensor
+            del tensor  # what is dropped below must really die
         elif verb == "drop" and gathers:
             del gathers[sorted(gathers)[n % len(gathers)]]
         elif verb == "slot" and all(n + 256 <= a or b <= n for a, b in slot_ranges(slots)):
@@ -150,7 +151,6 @@ def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
                 slots.append((n, 256))
         elif verb == "free" and slots:
             arena.give_slot(*slots.pop(n % len(slots)))
-    tensor = None
     gathers.clear()
     assert arena.used_bytes == 256 * len(slots)
     for slot in slots:

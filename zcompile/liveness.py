@@ -12,7 +12,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import aliases_of, bases_of, positions
-from zcompile.torch_private import hint
+from zcompile.torch_private import handle_input, hint
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LiveRange:
 def nbytes_of(node: fx.Node) -> int:
     """Bytes a node's own value takes; 0 for views, handles, symbols and empties."""
     value = node.meta.get("val")
-    if bases_of(node) or not isinstance(value, torch.Tensor):
+    if bases_of(node) or handle_input(node) is not None or not isinstance(value, torch.Tensor):
         return 0
     span = 1
     for size, stride in zip(value.size(), value.stride(), strict=True):

@@ -1,5 +1,5 @@
 """The order of passes, top to bottom, written once; and the runner that does for every pass what
-no pass does for itself: recompile, verify, tell the watcher.
+no pass does for itself: verify, tell the watcher, recompile at the end.
 """
 
 from collections.abc import Sequence
@@ -66,8 +66,8 @@ def run(
         if missing := pass_.needs - facts:
             raise PassOrder(pass_.name, [f.value for f in missing], [p.name for p in passes])
         plan = pass_.rewrite(joint.graph, plan)
-        joint.recompile()
         facts |= pass_.gives
         verify(joint.graph, plan, after=pass_.name, facts=frozenset(f.name for f in facts))
         watch.after(step, pass_.name, joint.graph, plan)
+    joint.recompile()
     return plan

@@ -1,4 +1,4 @@
-"""One gather per parameter and phase, before its first reader; nothing full is kept for backward."""
+"""One gather per parameter and phase, before its first reader; forward keeps nothing full."""
 
 from collections import Counter
 

@@ -1,0 +1,121 @@
+"""Regions are told apart by structure alone, so compile time does not grow with depth."""
+
+import pytest
+import torch
+import zcompile
+from joint import GPT, captured, catch
+from torch import fx
+
+from zcompile.config import Config
+from zcompile.graph import is_compute, region_of
+from zcompile.pipeline import pipeline
+from zcompile.regions import compile_region, inputs_of, outputs_of, structure
+
+aten = torch.ops.aten
+
+
+def traced(build, *inputs: torch.Tensor) -> list[fx.Node]:
+    """The compute nodes of a graph that `build` writes; values are filled in by running it."""
+    graph = fx.Graph()
+    places = [graph.placeholder(f"input_{i}") for i in range(len(inputs))]
+    for place, value in zip(places, inputs, strict=True):
+        place.meta["val"] = value
+    graph.output(tuple(build(graph, *places)))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+            node.meta["val"] = node.target(*args, **node.kwargs)
+    return [n for n in graph.nodes if is_compute(n)]
+
+
+def linear(graph, x, w):
+    return [graph.call_function(aten.mm.default, (x, graph.call_function(aten.t.default, (w,))))]
+
+
+X, W = torch.ones(2, 3), torch.ones(4, 3)
+
+
+def test_names_do_not_count():
+    one, other = traced(linear, X, W), traced(linear, X, W)
+    for number, node in enumerate(other):
+        node.name = f"renamed_{number}"
+    assert structure(one) == structure(other)
+
+
+@pytest.mark.parametrize(("x", "w"), [
+    (torch.ones(5, 3), W),                           # shape
+    (X.double(), W.double()),                        # dtype
+    (torch.ones(3, 2).t(), W),                       # stride
+])  # fmt: skip
+def test_shapes_strides_and_dtypes_count(x, w):
+    assert structure(traced(linear, X, W)) != structure(traced(linear, x, w))
+
+
+def test_arguments_wiring_and_results_count():
+    def summed(dim):
+        return lambda g, x: [g.call_function(aten.sum.dim_IntList, (x, [dim], True))]
+
+    def sub(a, b):
+        return lambda g, *xs: [g.call_function(aten.sub.Tensor, (xs[a], xs[b]))]
+
+    def both(g, x):
+        return [(y := g.call_function(aten.neg.default, (x,))),
+                g.call_function(aten.exp.default, (y,))]  # fmt: skip
+
+    square = torch.ones(2, 2)
+    assert structure(traced(summed(0), square)) != structure(traced(summed(1), square))
+    # Inputs are numbered by first use: (a - b) and (b - a) are the same region, (a - a) is not.
+    assert structure(traced(sub(0, 1), square, square)) == structure(
+        traced(sub(1, 0), square, square)
+    )
+    assert structure(traced(sub(0, 0), square, square)) != structure(
+        traced(sub(0, 1), square, square)
+    )
+    assert structure(traced(both, square)) != structure(traced(lambda g, x: both(g, x)[1:], square))
+
+
+def test_a_region_computes_what_its_nodes_compute():
+    nodes = traced(linear, torch.randn(2, 3), torch.randn(4, 3))
+    region = compile_region(nodes, {})
+    values = [n.meta["val"] for n in inputs_of(nodes)]
+    (result,) = region.call(*values)
+    assert torch.equal(result, outputs_of(nodes)[0].meta["val"])
+    assert region.text == "t mm"
+
+
+def test_a_region_is_compiled_once():
+    compiled = {}
+    assert compile_region(traced(linear, X, W), compiled) is compile_region(
+        traced(linear, X, W), compiled
+    )
+    assert len(compiled) == 1
+
+
+def test_every_region_of_a_graph_computes_alone_what_it_computes_in_the_graph():
+    joint = captured("transformer block").through(*pipeline(Config(device="cpu")))
+    regions: dict[int, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        if is_compute(node):
+            regions.setdefault(region_of(node), []).append(node)
+    compiled = {}
+    for nodes in regions.values():
+        region = compile_region(nodes, compiled)
+        assert len(outputs_of(nodes)) >= 1
+        assert all(n.op != "output" for n in nodes)
+        assert compiled[region.key] is region
+    assert len(compiled) < len(regions)
+
+
+def distinct_regions(layers: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    model = GPT(layers)
+    joint = catch(model, torch.randint(0, 32, (2, 6)))
+    stats = zcompile.stats(model)
+    joint.session.close()
+    return stats
+
+
+def test_depth_adds_no_distinct_region():
+    shallow, deep = distinct_regions(3), distinct_regions(24)
+    assert deep["regions"] > 4 * shallow["regions"]
+    assert deep["distinct_regions"] == shallow["distinct_regions"]

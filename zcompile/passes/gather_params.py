@@ -15,7 +15,6 @@ from zcompile.graph import (
     insert,
     output_of,
     phase_of,
-    positions,
     set_phase,
 )
 from zcompile.passes.base import Fact, Pass
@@ -90,7 +89,6 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
             set_phase(copies[node], Phase.BACKWARD)
         return copies[node]
 
-    where = positions(graph)
     readers = {
         user
         for member in family
@@ -98,7 +96,7 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
         for user in member.users
         if user.op != "output" and phase_of(user) is Phase.BACKWARD
     }
-    for reader in sorted(readers, key=where.__getitem__):
+    for reader in sorted(readers):
         for member in [n for n in reader.all_input_nodes if n in family]:
             reader.replace_input_with(member, again(member, reader))
 
@@ -106,10 +104,9 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
 def _sink_views(graph: fx.Graph, gather: fx.Node) -> None:
     """Views of a gather stand right before their first reader, so that they split no region."""
     for view in reversed(list(aliases_of(gather))):
-        where = positions(graph)
         readers = [user for user in view.users if user.op != "output"]
         if view is not gather and readers:
-            min(readers, key=where.__getitem__).prepend(view)
+            min(readers).prepend(view)
 
 
 def _split(graph: fx.Graph, gather: fx.Node, plan: Plan) -> None:
@@ -117,8 +114,7 @@ def _split(graph: fx.Graph, gather: fx.Node, plan: Plan) -> None:
     if not gather.users:
         graph.erase_node(gather)
         return
-    where = positions(graph)
-    first = min((u for u in gather.users if u.op != "output"), key=where.__getitem__, default=None)
+    first = min((user for user in gather.users if user.op != "output"), default=None)
     (handle,) = [n for n in gather.all_input_nodes if n.name in plan.params]
     stem = str(plan.params[handle.name].name).replace(".", "_")  # type: ignore[index]  # NodeName
     point = first if first is not None else output_of(graph)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import find, insert, phase_of, positions, readers_of
+from zcompile.graph import find, insert, phase_of, readers_of
 from zcompile.passes.base import Fact, Pass
 from zcompile.plan import Plan
 
@@ -27,8 +27,7 @@ class ReleaseParams(Pass):
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
         for full in find(graph, ops.wait):
-            where = positions(graph)
-            reader = max(readers_of(full), key=where.__getitem__)
+            reader = max(readers_of(full))
             with graph.inserting_after(reader):
                 insert(graph, ops.release, full, like=reader, phase=phase_of(full), val=None)
         return plan

@@ -8,7 +8,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
-from zcompile.graph import find, phase_of, positions, region_of
+from zcompile.graph import find, phase_of, region_of
 from zcompile.packing import Block, aligned, live_peak, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.plan import Plan
@@ -54,7 +54,7 @@ class SchedulePrefetch(Pass):
             if not fetches:
                 continue
             _settle_boundaries(graph, phase)
-            needs = [_need(graph, fetch, plan) for fetch in fetches]
+            needs = [_need(fetch, plan) for fetch in fetches]
             starts = choose_starts(needs, plan.budget_bytes, self.max_lead, phase.value)
             _move(graph, phase, dict(zip(fetches, starts, strict=True)))
         return plan
@@ -151,12 +151,15 @@ def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
             pending = []
 
 
-def _need(graph: fx.Graph, fetch: fx.Node, plan: Plan) -> Need:
+def _need(fetch: fx.Node, plan: Plan) -> Need:
     (wait,) = fetch.users
     (release,) = [user for user in wait.users if user.target is ops.release]
-    where = positions(graph)
-    regions = [region_of(n) for n in graph.nodes if where[wait] < where[n] < where[release]]
-    inside = [r for r in regions if r is not None]
+    inside = []
+    node = wait.next
+    while node is not release:
+        region = region_of(node)
+        inside += [region] if region is not None else []
+        node = node.next
     (handle,) = [n for n in fetch.all_input_nodes if n.name in plan.params]
     spec = plan.params[NodeName(handle.name)]
     return Need(spec.name, min(inside), max(inside), spec.nbytes)

@@ -28,7 +28,7 @@ FLOORS = (
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
     {"zcompile.torch_private", "zcompile.run_format"},
-    {"zcompile.errors", "zcompile.units", "zcompile.records", "triton_kernels"},
+    {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels"},
 )
 """Top to bottom. A room is a module, or a package with all its modules."""
 

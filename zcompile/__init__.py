@@ -10,12 +10,14 @@ commands start without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zcompile.version import VERSION
+
 if TYPE_CHECKING:
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.offloading import init, offload, stats
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["Config", "ZinfError", "__version__", "init", "offload", "stats"]
 
 _HOMES = {

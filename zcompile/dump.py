@@ -23,6 +23,7 @@ from zcompile.plan import Plan
 from zcompile.regions import structure
 from zcompile.schedule import Instruction, Run, Schedule
 from zcompile.specs import NodeName
+from zcompile.version import VERSION
 
 log = logging.getLogger("zcompile.passes")
 
@@ -44,7 +45,7 @@ class RunDir:
         path.mkdir()
         self.graphs.append(name)
         config = {f.name: _plain(getattr(self.config, f.name)) for f in fields(self.config)}
-        record = form.RunRecord(_version(), torch.__version__, config, tuple(self.graphs))
+        record = form.RunRecord(VERSION, torch.__version__, config, tuple(self.graphs))
         form.run_file(self.path).write_text(records.encode(record))
         return path
 
@@ -119,12 +120,6 @@ class Watcher:
             form.text_file(self._dir, row.step, row.name).write_text(printer.text(graph))
             nodes = form.nodes_file(self._dir, row.step, row.name)
             nodes.write_text(records.encode(_nodes(graph, plan)))
-
-
-def _version() -> str:
-    from zcompile import __version__
-
-    return __version__
 
 
 def _plain(value: object) -> object:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import zcompile
 from joint import GPT, captured, catch
 from torch import fx
 
+import zcompile
 from zcompile.config import Config
 from zcompile.graph import is_compute, region_of
 from zcompile.pipeline import pipeline

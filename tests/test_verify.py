@@ -197,7 +197,7 @@ def test_a_parameter_released_twice_is_refused():
     release = find(joint.graph, ops.release)[-1]
     with joint.graph.inserting_after(release):
         joint.graph.node_copy(release)
-    with pytest.raises(GraphInvalid, match="reads %.*, released above"):
+    with pytest.raises(GraphInvalid, match=r"reads %.*, released above"):
         verify(joint.graph, joint.plan, after="a-pass", facts=FACTS)
 
 
@@ -229,9 +229,8 @@ def test_any_two_slots_that_are_alive_together_may_not_meet(model):
     seen = 0
     for one in names:
         for other in names:
-            slots = {**joint.plan.slots, NodeName(one): Slot(joint.plan.slots[other].address,
-                                                             joint.plan.slots[one].nbytes)}  # fmt: skip
-            plan = replace(joint.plan, slots=slots)
+            there = Slot(joint.plan.slots[other].address, joint.plan.slots[one].nbytes)
+            plan = replace(joint.plan, slots={**joint.plan.slots, NodeName(one): there})
             if one != other and alive_together(joint, one, other):
                 seen += 1
                 with pytest.raises(GraphInvalid, match="still alive"):

@@ -115,16 +115,17 @@ def _sizes(rows: Sequence[Row], budget_bytes: int, name: str) -> tuple[int, list
     """How many chunks are in the arena at once, and the elements of a chunk of each row."""
     for depth in range(DEPTH, 0, -1):
         sizes = [_elements(row, budget_bytes // depth) for row in rows]
-        if all(sizes):
+        if None not in sizes:
             return depth, [n or 1 for n in sizes]
-    row = max(rows, key=lambda r: len(r.columns))
-    least = _set_bytes(row, CHUNK_ELEMENTS)
+    smallest = [min(row.numel, CHUNK_ELEMENTS) for row in rows]
+    row, elements = max(zip(rows, smallest, strict=True), key=lambda pair: _set_bytes(*pair))
+    least = _set_bytes(row, elements)
     raise BudgetExceeded(
         "device",
         budget_bytes,
         least,
         f"one chunk of {name}",
-        [(c.name, aligned(CHUNK_ELEMENTS * c.dtype.itemsize)) for c in row.columns],
+        [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns],
         f"give zcompile.offload device_memory={least} or more",
     )
 
@@ -135,12 +136,13 @@ def _set_bytes(row: Row, elements: int) -> int:
 
 
 def _elements(row: Row, share_bytes: int) -> int | None:
+    """The most elements of a chunk whose slots fit the share; None if not even the least do."""
     widths = [column.dtype.itemsize for column in row.columns]
-    room = max(0, share_bytes - len(widths) * aligned(1))
-    elements = min(CHUNK_BYTES // max(widths), room // sum(widths))
-    if elements >= row.numel:
+    most = CHUNK_BYTES // max(widths)
+    if row.numel <= most and _set_bytes(row, row.numel) <= share_bytes:
         return row.numel
-    return elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS or None
+    # So many elements fill whole multiples of ALIGNMENT, whatever the dtype.
+    return min(most, share_bytes // sum(widths)) // CHUNK_ELEMENTS * CHUNK_ELEMENTS or None
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,10 @@ class _Proof:
                 f"register {register} is read before its wait, or after it was given back"
             )
         if register in self.bound:
-            self.bound[register].reads = self.index
+            use = self.bound[register]
+            if use.stores:
+                raise self.fail(f"{use.fetch.name!r} is computed with while its store reads it")
+            use.reads = self.index
 
     def _free(self, free: Free) -> None:
         use = self._use(free.slot, free.name)

@@ -1,0 +1,129 @@
+"""Tiny models from `transformers`, and batches for them: every architecture the tests go through.
+
+Two layers each, the default attention (sdpa), and dropout wherever the configuration has it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+VOCABULARY = 96
+BATCH, SEQUENCE = 2, 12
+IMAGE, CLASSES = 16, 5
+
+Inputs = Mapping[str, Tensor]
+
+
+def next_token(generator: torch.Generator) -> Inputs:
+    """For a model that predicts each token from those before it."""
+    ids = _tokens(generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked_token(generator: torch.Generator) -> Inputs:
+    """For a model that fills gaps; the second sequence is shorter, so that there is a mask."""
+    mask = torch.ones(BATCH, SEQUENCE, dtype=torch.int64)
+    mask[1, SEQUENCE - 3 :] = 0
+    return {"input_ids": _tokens(generator), "attention_mask": mask, "labels": _tokens(generator)}
+
+
+def translation(generator: torch.Generator) -> Inputs:
+    """For an encoder and a decoder; what goes in and what comes out differ in length."""
+    return {"input_ids": _tokens(generator), "labels": _tokens(generator)[:, :6].contiguous()}
+
+
+def pictures(generator: torch.Generator) -> Inputs:
+    return {
+        "pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator),
+        "labels": torch.randint(CLASSES, (BATCH,), generator=generator),
+    }
+
+
+def _tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train.
+
+    build   with random values, from torch's global generator
+    inputs  of one call; the output has a `loss`
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], Inputs]
+
+
+WIDTHS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+"""Fields that most configurations spell alike."""
+CAUSAL = {**WIDTHS, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": False}
+
+
+def gpt2() -> nn.Module:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False,
+        bos_token_id=1, eos_token_id=2,
+    ))  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**CAUSAL))
+
+
+def qwen3() -> nn.Module:
+    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**CAUSAL, head_dim=16))
+
+
+def mixtral() -> nn.Module:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(
+        **CAUSAL, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+    ))  # fmt: skip
+
+
+def t5() -> nn.Module:
+    return hf.T5ForConditionalGeneration(hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
+        use_cache=False, decoder_start_token_id=0,
+    ))  # fmt: skip
+
+
+def bert() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**WIDTHS, max_position_embeddings=32))
+
+
+def vit() -> nn.Module:
+    return hf.ViTForImageClassification(hf.ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        image_size=IMAGE, patch_size=8, num_labels=CLASSES, hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    ))  # fmt: skip
+
+
+def mamba(parallel_scan: bool = False) -> nn.Module:
+    """parallel_scan: its default; the model's code then takes another formula when compiled"""
+    return hf.MambaForCausalLM(hf.MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, use_cache=False,
+        use_associative_scan=parallel_scan,
+    ))  # fmt: skip
+
+
+CASES = {
+    "gpt2": Case(gpt2, next_token),
+    "llama": Case(llama, next_token),
+    "qwen3": Case(qwen3, next_token),
+    "mixtral": Case(mixtral, next_token),
+    "t5": Case(t5, translation),
+    "bert": Case(bert, masked_token),
+    "vit": Case(vit, pictures),
+    "mamba": Case(mamba, next_token),
+}

@@ -38,7 +38,8 @@ class Variant:
 def variant(name: str, args: argparse.Namespace, options: dict[str, Any] | None) -> Variant:
     """options: those of torch.compile; None trains in eager with everything on the device."""
     torch.manual_seed(0)
-    model: nn.Module = gpt(Shape(layers=args.layers, width=args.width))
+    shape = Shape(args.layers, args.width, args.width // 64, args.sequence)
+    model: nn.Module = gpt(shape)
     run = model
     if options is None:
         model.to(args.device)

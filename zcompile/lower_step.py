@@ -32,9 +32,10 @@ from zcompile.schedule import (
 from zcompile.specs import Layout, Phase
 from zcompile.units import MiB
 
-CHUNK_BYTES = 4 * MiB
-"""Per operand and chunk. At 1 GB/s a chunk is 4 ms on the link, far above the cost of starting it;
-larger ones only cost memory."""
+CHUNK_BYTES = 32 * MiB
+"""Per operand and chunk. Starting a transfer costs about 100 us of Python on either side; at the
+50 GB/s of a PCIe 5 link 32 MiB takes 0.6 ms, so that the link and not the interpreter sets the
+pace. Small arenas lead to smaller chunks by themselves."""
 CHUNK_ELEMENTS = 1024
 """Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 DEPTH = 3

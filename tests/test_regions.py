@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from joint import GPT, captured, catch
+from joint import captured, catch
+from small_models import GPT
 from torch import fx
 
 import zcompile

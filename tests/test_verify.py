@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import SMALL_MODELS, Joint, captured
+from joint import Joint, captured
+from small_models import SMALL_MODELS
 
 from zcompile import ops, printer
 from zcompile.config import Config

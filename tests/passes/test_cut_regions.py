@@ -1,7 +1,8 @@
 """Compute between zinf ops is numbered, run by run, and no node moves."""
 
 import pytest
-from joint import SMALL_MODELS, captured
+from joint import captured
+from small_models import SMALL_MODELS
 
 from zcompile import printer
 from zcompile.config import Config

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from joint import SMALL_MODELS, captured, least_budget
+from joint import captured, least_budget
+from small_models import SMALL_MODELS
 
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded

@@ -1,7 +1,8 @@
 """A gradient of a tiered parameter goes home as soon as it is made."""
 
 import pytest
-from joint import SMALL_MODELS, captured, catch, mlp
+from joint import captured, catch
+from small_models import SMALL_MODELS, mlp
 
 from zcompile import ops, printer
 from zcompile.graph import find, output_of, phase_of

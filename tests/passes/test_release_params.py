@@ -1,7 +1,8 @@
 """A gathered parameter is given back after its last reader, and a view is a reader."""
 
 import pytest
-from joint import SMALL_MODELS, captured
+from joint import captured
+from small_models import SMALL_MODELS
 
 from zcompile import ops, printer
 from zcompile.graph import aliases_of, find, positions

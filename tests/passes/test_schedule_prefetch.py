@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joint import SMALL_MODELS, captured, least_budget
+from joint import captured, least_budget
+from small_models import SMALL_MODELS
 
 from zcompile import ops, printer
 from zcompile.config import Config

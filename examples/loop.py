@@ -1,0 +1,110 @@
+"""The training loop of the examples: plain PyTorch, the same for tiered and for eager models."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+from examples.text import Batch, batches
+
+MOST_NORM = 1.0
+"""Gradients are clipped to this norm."""
+WARM_UP = 0.2
+"""Part of the steps in which the learning rate rises; with less a deep model blows up at first."""
+
+Watch = Callable[[int, float, float], None]
+"""Told after each step: which one, its loss, its seconds."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that decides the numbers of a training, which is not where its states rest.
+
+    build       a model with random values, on the CPU
+    loss        of a model on a batch, a scalar
+    text        uint8 [n]
+    steps       optimizer steps, of `accumulate` batches each
+    batch       sequences, of `sequence` bytes each
+    lr          the highest; it rises and falls along cosines
+    seed        of the values and of the batches
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    text: Tensor
+    steps: int
+    accumulate: int
+    batch: int
+    sequence: int
+    lr: float
+    seed: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.accumulate * self.batch * self.sequence
+
+
+def train(task: Task, model: nn.Module, device: torch.device, watch: Watch) -> list[float]:
+    """Train `model`, compiled or not; the loss of every step, in order."""
+    optimizer = AdamW(model.parameters(), lr=task.lr, fused=True)
+    schedule = OneCycleLR(optimizer, task.lr, total_steps=task.steps, pct_start=WARM_UP,
+                          cycle_momentum=False)  # fmt: skip
+    data = batches(task.text, task.batch, task.sequence, task.seed, device)
+    model.train()
+    losses = []
+    for step in range(task.steps):
+        begin = time.perf_counter()
+        total = 0.0
+        for _ in range(task.accumulate):
+            loss = task.loss(model, next(data)) / task.accumulate
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        watch(step, total, time.perf_counter() - begin)
+    return losses
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a training and its eager twin agree.
+
+    steps       pairs of losses, of ours and theirs, that differ; by step
+    parameters  largest difference of each parameter that differs; by name
+    """
+
+    steps: dict[int, tuple[float, float]]
+    steps_in_all: int
+    parameters: dict[str, float]
+    parameters_in_all: int
+
+    @property
+    def equal(self) -> bool:
+        return not self.steps and not self.parameters
+
+
+def compare_with_eager(task: Task, model: nn.Module, losses: list[float], device: torch.device,
+                       watch: Watch) -> Comparison:  # fmt: skip
+    """Train the same from the start without zcompile, and compare every bit.
+
+    model, losses  what `train` left and returned; the model is the one that was built, uncompiled
+    """
+    torch.manual_seed(task.seed)
+    eager = task.build().to(device)
+    theirs = train(task, eager, device, watch)
+    twins = dict(eager.named_parameters())
+    apart = {}
+    for name, param in model.named_parameters():
+        ours, other = param.detach(), twins[name].detach()
+        if not torch.equal(ours, other):
+            apart[name] = float((ours - other).abs().max())
+    pairs = enumerate(zip(losses, theirs, strict=True))
+    differing = {step: pair for step, pair in pairs if pair[0] != pair[1]}
+    return Comparison(differing, len(losses), apart, len(twins))

@@ -1,0 +1,107 @@
+"""What the training examples can be told, and what follows from it."""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+import zcompile
+from examples.loop import Task
+from examples.text import Batch, InputInvalid, read_text
+from zcompile.config import LINKS
+
+
+def positive(text: str) -> int:
+    """raises  argparse.ArgumentTypeError, if it is not an int of 1 or more"""
+    return _int(text, 1)
+
+
+def natural(text: str) -> int:
+    """raises  argparse.ArgumentTypeError, if it is not an int of 0 or more"""
+    return _int(text, 0)
+
+
+def _int(text: str, least: int) -> int:
+    if not text.strip().isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """raises  argparse.ArgumentTypeError, if it is not a finite number above zero"""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return value
+
+
+def throttle(text: str) -> tuple[str, str]:
+    """LINK=RATE; whether both make sense is for `zcompile.Config` to say."""
+    link, equals, speed = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LINK=RATE, as in disk_read=300MB/s")
+    return link, speed
+
+
+def parser(about: str, *, steps: int, batch: int, sequence: int, lr: float,
+           device_memory: str, host_memory: str) -> argparse.ArgumentParser:  # fmt: skip
+    """The options that every training example has; the arguments are defaults."""
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--steps", type=positive, default=steps, help=f"default {steps}")
+    made.add_argument("--batch", type=positive, default=batch, help=f"sequences; default {batch}")
+    made.add_argument("--seq", type=positive, default=sequence, help=f"bytes; default {sequence}")
+    made.add_argument("--accumulate", type=positive, default=1, help="batches per step; default 1")
+    made.add_argument("--lr", type=rate, default=lr, help=f"default {lr}")
+    made.add_argument("--seed", type=natural, default=0)
+    made.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE",
+                      help="text to learn; by default Python's standard library")  # fmt: skip
+    made.add_argument("--device", help="cpu or cuda; by default cuda if there is one")
+    made.add_argument("--device-memory", default=device_memory, help=f"default {device_memory}")
+    made.add_argument("--host-memory", default=host_memory, help=f"default {host_memory}")
+    made.add_argument("--disk", type=Path, help="a directory; by default one that is removed")
+    made.add_argument("--throttle", type=throttle, nargs="+", default=[], metavar="LINK=RATE",
+                      help=f"paces the CPU device; links: {', '.join(LINKS)}")  # fmt: skip
+    made.add_argument("--dump", type=Path, help="a directory for what every pass did")
+    made.add_argument("--check", action="store_true",
+                      help="train the same in eager; exit code 1 if a bit differs")  # fmt: skip
+    return made
+
+
+@contextmanager
+def config(args: argparse.Namespace) -> Iterator[zcompile.Config]:
+    """What the options ask for; a temporary directory for the disk is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="zcompile-") as temporary:
+        yield zcompile.Config(
+            device=args.device,
+            device_memory=args.device_memory,
+            host_memory=args.host_memory,
+            disk=args.disk or temporary,
+            throttle=dict(args.throttle),
+            dump=args.dump,
+        )
+
+
+def task(args: argparse.Namespace, build: Callable[[], nn.Module],
+         loss: Callable[[nn.Module, Batch], Tensor]) -> Task:  # fmt: skip
+    """The training that the options ask for. raises InputInvalid"""
+    text = read_text(args.data, args.seq + 1)
+    return Task(build, loss, text, args.steps, args.accumulate, args.batch, args.seq, args.lr,
+                args.seed)  # fmt: skip
+
+
+def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> int:
+    """Parse the command line and run; what the user can mend is told in a sentence, exit code 2."""
+    args = made.parse_args()
+    try:
+        return run(args)
+    except (InputInvalid, zcompile.ZinfError) as error:
+        made.exit(2, f"{made.prog}: error: {error}\n")

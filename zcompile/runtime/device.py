@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from zcompile.config import Config
-from zcompile.runtime.meter import Meter, Stamp
+from zcompile.runtime.meter import Stamp
 from zcompile.runtime.ticket import Ticket
 
 Direction = Literal["h2d", "d2h"]
@@ -90,15 +89,3 @@ class Arriving:
             self._landing.enqueued(None)
         self._landing.landed(error)
         return True
-
-
-def open_device(config: Config, meter: Meter,
-                crashed: Callable[[BaseException], None]) -> Device:  # fmt: skip
-    """The device that `config` names. CUDA is not touched unless it does."""
-    from zcompile.runtime.device_cpu import CpuDevice
-    from zcompile.runtime.device_cuda import CudaDevice
-
-    device = torch.device(config.device or "cpu")
-    if device.type == "cuda":
-        return CudaDevice(device, meter, crashed)
-    return CpuDevice({k: float(v) for k, v in config.throttle.items()}, meter, crashed)

@@ -8,9 +8,13 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
-from zcompile.runtime.device import Device, open_device
+from zcompile.runtime.device import Device
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.device_cuda import CudaDevice
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
@@ -46,7 +50,7 @@ def open_plant(config: Config, meter: Meter) -> Plant:
     host_budget = _host_budget(config)
     size = staging_size(host_budget, has_disk=bool(config.disk))
     mover = Mover()
-    device = open_device(config, meter, mover.abandon)
+    device = _open_device(config, meter, mover)
     try:
         device_budget = _device_budget(config, device)
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host)
@@ -89,6 +93,14 @@ def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[DiskTier, ..
     given = config.disk if isinstance(config.disk, tuple) else (config.disk,)
     rates = {link: float(rate) for link, rate in config.throttle.items()}
     return (DiskTier([Path(path) for path in given], rates, meter, mover.abandon),)
+
+
+def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:
+    """The device that `config` names. CUDA is not touched unless it does."""
+    device = torch.device(config.device or "cpu")
+    if device.type == "cuda":
+        return CudaDevice(device, meter, mover.abandon)
+    return CpuDevice({k: float(v) for k, v in config.throttle.items()}, meter, mover.abandon)
 
 
 def _host_budget(config: Config) -> int:

@@ -18,7 +18,9 @@ FLOORS = (
     {"zcompile.optimizers"},
     {"zcompile.tiered"},
     {"zcompile.eager"},
+    {"zcompile.fillings"},
     {"zcompile.streaming"},
+    {"zcompile.unbacked"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.dump"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},

@@ -6,7 +6,7 @@ through what the op's schema says it wrote. Without that last step an optimizer 
 and change nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from zcompile.errors import Unsupported
+from zcompile.fillings import SPECIAL, new_like
 from zcompile.graph import UNANNOTATED_VIEWS
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
-from zcompile.specs import Kind, Layout
+from zcompile.specs import Layout
 from zcompile.streaming import Application, is_elementwise, rows_of, stream, streamable
 from zcompile.torch_private import Dispatched
 
@@ -40,15 +41,6 @@ OVERWRITES = frozenset(
     }
 )
 """Ops that write every element without reading one: nothing need be fetched first."""
-LIKES = frozenset(
-    {
-        aten.zeros_like.default,
-        aten.empty_like.default,
-        aten.ones_like.default,
-        aten.full_like.default,
-    }
-)
-"""Factories whose result stands for state of the same kind: it is tiered as its model is."""
 
 
 def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -77,7 +69,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     apps = rows_of(func, args, kwargs)
     results = _apply(cls, func, apps)
     if func._schema.is_mutable and _returns_written(func):
-        return args[0]
+        return apps[0].written()[0]
     if len(func._schema.returns) == 0:
         return None
     if apps and apps[0].args is not args and _makes_list(func):
@@ -100,12 +92,14 @@ def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any
     """Consecutive streamable rows of one session run as one schedule; the others one by one."""
     results: list[Any] = [None] * len(apps)
     batch: list[int] = []
+    written: set[int] = set()  # by the batch; a later row must not fetch before that is stored
     session: Session | None = None
 
     def flush() -> None:
         if batch:
             _stream(cls, func, apps, batch, results)
             batch.clear()
+            written.clear()
 
     for index, app in enumerate(apps):
         tiered: Any = next((t for t in app.tensors() if isinstance(t, cls)), None)
@@ -113,15 +107,21 @@ def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any
             results[index] = app.func(*app.args, **app.kwargs)
         elif is_elementwise(func) and streamable(app, cls):
             owner = session_of(tiered.entry)
-            if owner is not session:
+            if owner is not session or not written.isdisjoint(_keys(cls, app.tensors())):
                 flush()
             session = owner
             batch.append(index)
+            written |= _keys(cls, app.written())
         else:
             flush()
             results[index] = _whole(cls, app)
     flush()
     return results
+
+
+def _keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
+    """Entries behind the tiered ones of `tensors`."""
+    return {t.entry.key for t in tensors if isinstance(t, cls)}
 
 
 def _stream(
@@ -163,17 +163,6 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
     return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=first.device)
 
 
-def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
-    """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`."""
-    entry: Entry = tiered.entry
-    name = (
-        entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
-    )
-    made = entry.store.create(name, Kind.STATE, layout.nbytes)
-    wrapped: Tensor = cls.over(made, layout)
-    return wrapped
-
-
 def _is_view(func: Dispatched) -> bool:
     schema = func._schema
     if func in UNANNOTATED_VIEWS:
@@ -191,6 +180,8 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     stand_in = torch.empty(elements, dtype=layout.dtype, device="meta")
     stand_in = stand_in.as_strided(layout.size, layout.stride, layout.offset)
     made = func(stand_in, *args[1:], **kwargs)
+    if isinstance(made, Tensor) and (made.is_conj() or made.is_neg()):
+        return _whole(cls, Application(func, tuple(args), kwargs)).clone()
 
     def wrap(view: Any) -> Any:
         if not isinstance(view, Tensor):
@@ -207,6 +198,7 @@ def _whole(cls: type, app: Application) -> Any:
     """Gather every tiered operand, compute, write back what was written."""
     held: dict[int, tuple[Entry, Tensor]] = {}
     written = app.written()
+    read = _keys(cls, [t for t in app.tensors() if not any(t is w for w in written)])
 
     def full(value: Any) -> Any:
         if not isinstance(value, cls):
@@ -214,7 +206,8 @@ def _whole(cls: type, app: Application) -> Any:
         tiered: Any = value
         entry: Entry = tiered.entry
         if entry.key not in held:
-            blank = app.func in OVERWRITES and tiered.lies.nbytes == entry.nbytes
+            covered = app.func in OVERWRITES and tiered.lies.nbytes == entry.nbytes
+            blank = covered and entry.key not in read
             held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
         return tiered.lies.view(held[entry.key][1])
 
@@ -240,85 +233,3 @@ def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
     if fetch:
         session.fetch(entry, bytes_, after=[session.device.mark()]).join_compute()
     return bytes_
-
-
-def _copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """target.copy_(source), where either may be tiered."""
-    target, source = args[0], args[1]
-    if isinstance(source, cls) and isinstance(target, cls):
-        return NotImplemented
-    if isinstance(source, cls):
-        return target.copy_(source.on_host())
-    entry, layout = target.entry, target.lies
-    if not layout.dense or layout.nbytes != entry.nbytes:
-        return NotImplemented
-    write(entry, layout, source)
-    return target
-
-
-def write(entry: Entry, layout: Layout, source: Tensor) -> None:
-    """The entry takes the values of a plain tensor, broadcast and cast as `copy_` does."""
-    source = source.detach()
-    made = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=source.device)
-    made.copy_(source)
-    flat = made.as_strided((layout.span,), (1,))
-    store = entry.store
-    where = made.device.type
-    after = [store.device.mark()] if where == store.device.torch_device.type else []
-    store.put(entry, flat.view(torch.uint8), after=after)
-
-
-def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    if target.lies.nbytes != target.entry.nbytes:
-        return NotImplemented
-    target.entry.store.zero(target.entry)
-    return target
-
-
-def _like(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    source = args[0]
-    kwargs = dict(kwargs)
-    device = kwargs.pop("device", None)
-    if device is not None and torch.device(device).type != source.device.type:
-        plain = torch.empty_strided((), (), dtype=source.dtype).expand(source.size())
-        return func(plain, *args[1:], device=device, **kwargs)
-    layout: Layout = source.lies
-    stand_in = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
-    kwargs.pop("pin_memory", None)
-    made = func(stand_in, *args[1:], **kwargs)
-    result = new_like(cls, source, Layout.of(made))
-    if func is aten.ones_like.default:
-        result.fill_(1)
-    elif func is aten.full_like.default:
-        result.fill_(args[1])
-    return result
-
-
-def _to_copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """To another device: straight from the host, not through the arena."""
-    source = args[0]
-    device = kwargs.get("device")
-    if device is None or torch.device(device).type == source.device.type:
-        return NotImplemented
-    return func(source.on_host(), *args[1:], **kwargs)
-
-
-def _fill(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elementwise, though torch does not tag it so."""
-    app = Application(func, tuple(args), dict(kwargs))
-    if not isinstance(args[0], cls) or not streamable(app, cls):
-        return NotImplemented
-    stream(func, [app], [None], cls)
-    return args[0]
-
-
-Special = Callable[[Any, Dispatched, Sequence[Any], dict[str, Any]], Any]
-SPECIAL: dict[Dispatched, Special] = {
-    aten.copy_.default: _copy,
-    aten.zero_.default: _zero,
-    aten.fill_.Scalar: _fill,
-    aten._to_copy.default: _to_copy,
-    **dict.fromkeys(LIKES, _like),
-}
-"""Ops with a meaning of their own; NotImplemented sends them down the common road."""

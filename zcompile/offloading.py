@@ -7,19 +7,34 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils import swap_tensors
 
 from zcompile import optimizers
 from zcompile.config import Config, build
-from zcompile.eager import write
 from zcompile.errors import ModelWrapped, Unsupported
+from zcompile.fillings import write
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.tiered import TieredTensor, own
-from zcompile.torch_private import check_torch
+from zcompile.torch_private import check_torch, hooks_of
 
 optimizers.watch()
+
+
+def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
+    """A parameter that is put where a tiered one was becomes tiered: `load_state_dict(assign=True)`
+    and `layer.weight = nn.Parameter(...)` would leave it in memory."""
+    old = module._parameters.get(name)
+    if isinstance(old, TieredTensor) and param is not None and not isinstance(param, TieredTensor):
+        _check_movable(name, param)
+        _become_tiered(session_of(old.entry), old.entry.name, param)
+
+
+register_module_parameter_registration_hook(_take_place)
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes that replicate or shard by themselves; named, so that they need not be importable."""
@@ -54,6 +69,8 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     session = Session(build(config, fields, "zcompile.offload"), TieredTensor.over)
     try:
         for name, param in model.named_parameters():
+            _check_movable(name, param)
+        for name, param in model.named_parameters():
             _become_tiered(session, name, param)
     except BaseException:
         if not any(isinstance(p, TieredTensor) for p in model.parameters()):
@@ -83,15 +100,25 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
         modules[id(module)] = weakref.ref(module)
         if param is None or isinstance(param, TieredTensor):
             return None
-        made = _tiered(session, name, param)
-        session.births[made.entry.key] = param.device
-        return own(nn.Parameter(made, param.requires_grad))
+        born = param.device
+        _check_movable(name, param)
+        _become_tiered(session, name, param)  # the object itself: others may hold it already
+        tiered: Any = param
+        session.births[tiered.entry.key] = born
+        return None
 
-    hook = register_module_parameter_registration_hook(register)
+    def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        modules[id(module)] = weakref.ref(module)
+
+    hooks = (
+        register_module_parameter_registration_hook(register),
+        register_module_module_registration_hook(note),
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         session.births.clear()
     alive = [module for ref in modules.values() if (module := ref()) is not None]
     _finish(session, alive)
@@ -134,6 +161,24 @@ def _check_model(model: nn.Module) -> None:
             raise ModelWrapped(kind.__name__)
 
 
+def _check_movable(name: str, param: Tensor) -> None:
+    """raises  Unsupported, if something would be lost on the way"""
+    if type(param) is not nn.Parameter or param.layout is not torch.strided:
+        raise Unsupported(
+            f"parameter {name!r} is a {type(param).__name__} of layout {param.layout}",
+            "only dense torch.nn.Parameter can be offloaded; materialize it first",
+        )
+    if any(hooks_of(param)):
+        raise Unsupported(
+            f"parameter {name!r} has hooks already", "register hooks after zcompile.offload"
+        )
+    if weakref.getweakrefs(param):
+        raise Unsupported(
+            f"parameter {name!r} is referred to weakly, as by torch.nn.LSTM or a compiled graph",
+            "offload the model before it is compiled, or build it under zcompile.init",
+        )
+
+
 def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
     """A tiered tensor with the value of `param`; on meta without one."""
     layout = Layout.of(param)
@@ -143,9 +188,9 @@ def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
     return TieredTensor.over(entry, layout)
 
 
-def _become_tiered(session: Session, name: str, param: nn.Parameter) -> None:
+def _become_tiered(session: Session, name: str, param: Any) -> None:
     """The parameter object itself turns tiered; whoever holds it holds the tiered one."""
-    grad = param.grad
+    grad, marks = param.grad, dict(vars(param))
     param.grad = None
     made = nn.Parameter(_tiered(session, name, param.detach()), param.requires_grad)
     try:
@@ -155,6 +200,7 @@ def _become_tiered(session: Session, name: str, param: nn.Parameter) -> None:
             f"parameter {name!r} cannot be moved: {error}",
             "offload the model before it is compiled, run or otherwise referred to weakly",
         ) from error
+    vars(param).update(marks)
     own(param)
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zcompile.eager import write
+from zcompile.fillings import write
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.tiered import TieredTensor
@@ -40,20 +40,20 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         session = session_of(param.entry)
         session.gradients.adopt(param)
         for key, value in optimizer.state.get(param, {}).items():
-            if _is_plain_state(value, param):
+            if _is_foreign_state(value, param):
                 optimizer.state[param][key] = _adopted(session, f"{param.entry.name}.{key}", value)
 
 
-def _is_plain_state(value: object, param: Tensor) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and not isinstance(value, TieredTensor)
-        and value.dim() > 0
-        and value.size() == param.size()
-    )
+def _is_foreign_state(value: object, param: TieredTensor) -> bool:
+    """Plain, or of another model's store, as after `load_state_dict`."""
+    if isinstance(value, TieredTensor):
+        return value.store_key != param.store_key
+    return isinstance(value, Tensor) and value.dim() > 0 and value.size() == param.size()
 
 
 def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
+    if isinstance(value, TieredTensor):
+        value = value.on_host()
     layout = Layout.of(value)
     entry = session.create(name, Kind.STATE, layout.nbytes)
     write(entry, layout, value)
@@ -68,5 +68,6 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
                 value.entry.name = f"{param.entry.name}.{key}"
+                value.entry.kind = Kind.STATE
     for session in sessions.values():
         session.meter.count("steps")

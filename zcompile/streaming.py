@@ -86,6 +86,8 @@ def is_elementwise(func: Dispatched) -> bool:
     """Whether the op may be applied to any range of elements by itself, and gives the same bits."""
     if any("Tensor" not in str(result.type) for result in func._schema.returns):
         return False  # aten.equal is tagged pointwise, and answers with one bool
+    if torch.Tag.nondeterministic_seeded in func.tags or len(func._schema.returns) > 1:
+        return False  # rrelu draws in one go; frexp answers twice
     name = func._schema.name.removeprefix("aten::")
     listed = name.startswith(
         ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
@@ -94,17 +96,28 @@ def is_elementwise(func: Dispatched) -> bool:
 
 
 def streamable(app: Application, cls: type) -> bool:
-    """Whether every tensor of the row is either one element or has the layout of the others."""
-    wide = [t for t in app.tensors() if t.numel() != 1]
-    tiered = [t for t in app.tensors() if isinstance(t, cls)]
-    if not wide or not tiered or any(t.dim() == 0 for t in tiered):
-        return False
-    if any(isinstance(t, cls) for t in app.tensors() if t.numel() == 1):
+    """Whether every tensor of the row is either one element or has the layout of the others.
+
+    All must rest in one store, since one schedule has one arena.
+    """
+    tensors = app.tensors()
+    wide = [t for t in tensors if t.numel() != 1]
+    tiered: list[Any] = [t for t in tensors if isinstance(t, cls)]
+    if not wide or not tiered or any(t.numel() == 1 for t in tiered):
         return False
     first = wide[0]
+    if first.numel() == 0 or len({t.store_key for t in tiered}) > 1:
+        return False
     alike = all(t.size() == first.size() and t.stride() == first.stride() for t in wide)
     same = len({t.device for t in wide}) == 1
-    return alike and same and Layout.of(first).dense
+    if not (alike and same and Layout.of(first).dense):
+        return False
+    if any(t.dim() > first.dim() for t in tensors):
+        return False  # one element of more dimensions gives the result its own
+    if app.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    lying = {(t.entry.key, t.lies) for t in tiered}
+    return len({key for key, _ in lying}) == len(lying)
 
 
 class _Call:
@@ -128,24 +141,30 @@ class _Call:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
         leaves: list[Any]
         leaves, spec = tree_flatten((app.args, app.kwargs))
-        written = {id(t) for t in app.written()}
+        found: list[Any] = [t for t in app.written() if isinstance(t, self._cls)]
+        written = {t.entry.key for t in found}
         places: list[int] = []  # per leaf: >= 0 a column; < 0 plain input -(n + 1)
         columns: list[Column] = []
         plains: list[Register] = []
-        kinds: list[object] = [app.func, spec]
-        operands: list[Any] = [*leaves, *([target] if target is not None else [])]
+        seen: dict[int, int] = {}  # in p.mul_(p) both operands are one column
+        operands: Sequence[Any] = leaves if target is None else [*leaves, target]
         for leaf in operands:
             if isinstance(leaf, self._cls):
-                writes = id(leaf) in written or leaf is target
-                columns.append(self._column(leaf, writes))
-                places.append(len(columns) - 1)
-                kinds.append((replace(columns[-1], entry=EntryIndex(0)), leaf.numel()))
+                tiered: Any = leaf
+                key = tiered.entry.key
+                if key not in seen:
+                    seen[key] = len(columns)
+                    columns.append(self._column(tiered, key in written or leaf is target))
+                places.append(seen[key])
             else:
                 plains.append(self.input(leaf))
                 places.append(-len(plains))
-                kinds.append(_kind(leaf))
+        kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
+        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
-        self.signature.append((numel, target is not None, tuple(kinds)))
+        self.signature.append(
+            (app.func, spec, numel, target is None, tuple(places), tuple(shapes), tuple(kinds))
+        )
         compute = _Chunked(app.func, spec, tuple(places), len(columns), target is not None)
         return Row(numel, tuple(columns), tuple(plains), compute)
 
@@ -192,8 +211,10 @@ class _Chunked:
 
 
 def _cut(value: Any, first: int, last: int) -> Any:
-    if not isinstance(value, Tensor) or value.numel() == 1:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return value
+    if value.numel() == 1:
+        return value.reshape(1)
     return value.as_strided((last - first,), (1,), value.storage_offset() + first)
 
 
@@ -213,7 +234,7 @@ def stream(
         session.steps[key] = lower_step(
             name, rows, len(call.inputs), len(call.entries), session.device_budget
         )
-        session.meter.plan_device(session.steps[key].arena_bytes)
+        session.meter.plan_device(session.steps[key].peak_bytes)
     session.executor.run(session.steps[key], call.inputs, call.entries)
 
 

@@ -8,17 +8,18 @@ called plainly, `eager.py` says what an op means.
 import copy
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcompile import eager, ops
-from zcompile.errors import ParameterChanged, Unsupported
-from zcompile.runtime.session import entry_behind, session_of
+from zcompile.errors import Unsupported
+from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
 from zcompile.torch_private import (
@@ -28,6 +29,7 @@ from zcompile.torch_private import (
     support_foreach,
     wrapper,
 )
+from zcompile.unbacked import Unbacked
 
 aten = torch.ops.aten
 
@@ -47,11 +49,9 @@ class Context:
     requires_grad: bool
 
 
-class TieredTensor(torch.Tensor):
+class TieredTensor(Unbacked):
     """See the file's docstring. Made by `zcompile.offload`, never by hand."""
 
-    _handle: Tensor
-    lies: Layout
     store_key: int
     sink: bool
 
@@ -88,11 +88,6 @@ class TieredTensor(torch.Tensor):
         """Another view of the bytes behind `base`."""
         return cls(base._handle, Context(layout, base.device, base.store_key, False, False))
 
-    @property
-    def entry(self) -> Entry:
-        """raises  ParameterChanged, if the store was closed"""
-        return entry_behind(self._handle)
-
     def _name_in_store(self) -> str:
         return self.entry.name
 
@@ -120,68 +115,13 @@ class TieredTensor(torch.Tensor):
         tiered = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
         if any(is_traced(t._handle) for t in tiered):
             return _traced(func, args, kwargs)
-        return eager.call(cls, func, args, kwargs)
+        return eager.call(TieredTensor, func, args, kwargs)
 
-    # What torch implements by reading storage, which there is none of.
-
-    def on_host(self) -> Tensor:
-        """The full value as a plain CPU tensor; reads the tiers, not the arena."""
-        bytes_ = self.entry.store.read_all(self.entry)
-        return self.lies.view(bytes_).detach()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        if self.requires_grad and not force:
-            raise RuntimeError(
-                "can't call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
-            )
-        return self.on_host().numpy()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.detach().on_host().__array__(dtype)  # type: ignore[attr-defined]  # of cls
-
-    def tolist(self) -> Any:
-        return self.on_host().tolist()
-
-    def storage(self) -> Any:
-        return self._no_storage("storage()")
-
-    def data_ptr(self) -> int:
-        return self._no_storage("data_ptr()")
-
-    def _no_storage(self, what: str) -> NoReturn:
-        raise Unsupported(
-            f"{what}: a tiered tensor has no memory of its own",
-            "use tensor.cpu() for a plain copy, or tensor.on_host()",
-        )
-
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""
-        if self.requires_grad and torch.is_grad_enabled():
-            return super().cpu(*args, **kwargs)
-        return self.on_host()
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """`param.data = value` gives the parameter new values of the same shape and dtype."""
-        if value.size() != self.size() or value.dtype != self.dtype:
-            raise ParameterChanged(
-                self.entry.name,
-                f"was given .data of {value.dtype} {tuple(value.size())} in place of "
-                f"{self.dtype} {tuple(self.size())}",
-                "change shape or dtype before zcompile.offload",
-            )
-        with torch.no_grad():
-            self.detach().copy_(value)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
-        if is_traced(self._handle):
-            return f"TieredTensor({self._handle}, {self.lies})"
-        text = repr(self.on_host().requires_grad_(self.requires_grad))
-        return text if self.device.type == "cpu" else f"{text[:-1]}, device='{self.device}')"
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As for any tensor. A compiled graph brings gradients home itself and leaves None to
+        autograd, which would hand that to the hook."""
+        register: Any = super().register_hook  # untyped in torch
+        return register(partial(_unless_none, hook))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
@@ -207,7 +147,39 @@ class TieredTensor(torch.Tensor):
         return made
 
 
+def _converting(name: str) -> Callable[..., Tensor]:
+    """`Tensor.<name>`, except that `Module.to` gets what it can assign to `.data`."""
+
+    def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = getattr(Tensor, name)(self, *args, **kwargs)
+        if result is not self or torch.is_grad_enabled() or is_traced(self._handle):
+            return result
+        return Unmoved(self._handle, self.__tensor_flatten__()[1])
+
+    return convert
+
+
+for _name in ("to", "cuda", "float", "double", "half", "bfloat16"):
+    setattr(TieredTensor, _name, _converting(_name))
+
+
+class Unmoved(TieredTensor):
+    """The same bytes, written through; what `.to` answers where there is nothing to do.
+
+    `Module.to` would swap a traceable subclass with its parameter, and thereby its hooks. This one
+    is not traceable, so it takes the other road and sets `.data`.
+    """
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        raise AttributeError("__tensor_flatten__")
+
+
 support_foreach(TieredTensor)
+
+
+def _unless_none(hook: Callable[[Tensor], Tensor | None], grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else hook(grad)
 
 
 def twin(tensor: TieredTensor) -> Tensor:
@@ -226,9 +198,11 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     tiered: Any = param
     tiered.sink = True
     tiered.entry.owner = weakref.ref(param)
-    if param.requires_grad:
-        session = session_of(tiered.entry)
-        param.register_post_accumulate_grad_hook(session.gradients.adopt)
+    if param.is_floating_point() or param.is_complex():
+        trained = param.requires_grad
+        param.requires_grad_()  # a frozen one may be trained later
+        param.register_post_accumulate_grad_hook(session_of(tiered.entry).gradients.adopt)
+        param.requires_grad_(trained)
     return param
 
 

@@ -6,6 +6,7 @@ a parameter are added up first, and only their sum is added to what `.grad` held
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,15 +49,12 @@ class Gradients:
         param = entry.owner() if entry.owner is not None else None
         if param is None:
             return
-        if not will_accumulate(param):
+        if not _accumulates(param):
             raise Unsupported(
                 f"the gradient of {entry.name!r} was asked for with torch.autograd.grad or with "
                 "backward(inputs=...), which a compiled model with tiered parameters cannot give",
                 "call loss.backward() and read .grad, or call the model without torch.compile",
             )
-        for hook in hooks_of(param)[0].values():
-            changed = hook(grad)
-            grad = grad if changed is None else changed
         same = like(param, grad)
         if after is None or same is not grad:
             grad, after = same, [self._store.device.mark()]
@@ -87,6 +85,9 @@ class Gradients:
         param.grad = home[1]
 
     def _settle(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
+        seen = _hooked(param, grad)
+        if seen is not grad:
+            grad, after = like(param, seen), [self._store.device.mark()]
         if param.grad is None:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             param.grad = self._home(name, param, grad, after)[1]
@@ -112,11 +113,13 @@ class Gradients:
 
     def _flush_one(self, key: int) -> None:
         _, total, param = self._sums.pop(key)
+        total = _hooked(param, total)
         if param.grad is None:
             param.grad = total
         else:
             with torch.no_grad():
                 param.grad.add_(total)
+        self.adopt(param)
         _tell(param)
 
     def _flush(self) -> None:
@@ -128,10 +131,10 @@ class Gradients:
 
 def like(param: Tensor, grad: Tensor) -> Tensor:
     """`grad` with the strides of `param`: the layout autograd gives to `.grad`."""
-    if grad.stride() == param.stride() and grad.dtype == param.dtype:
-        return grad
     if not Layout.of(param).dense:
         return grad.contiguous()
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
     made = torch.empty_strided(param.size(), param.stride(), dtype=grad.dtype, device=grad.device)
     return made.copy_(grad)
 
@@ -141,10 +144,53 @@ def _flat(dense: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
+def _accumulates(param: Tensor) -> bool:
+    try:
+        return will_accumulate(param)
+    except RuntimeError:  # what torch says to a leaf inside torch.autograd.grad
+        return False
+
+
+def _hooked(param: Tensor, grad: Tensor) -> Tensor:
+    """What the hooks that a user registered on `param` make of its gradient."""
+    for hook in list(hooks_of(param)[0].values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
 def _tell(param: Tensor) -> None:
-    hooks: dict[int, Any] = dict(hooks_of(param)[1])
-    for hook in hooks.values():
+    """Call post-accumulate hooks, unless autograd does when it comes to `param`."""
+    if not tells_without_gradient():
+        after_backward(partial(_call_hooks, param))
+
+
+def _call_hooks(param: Tensor) -> None:
+    for hook in list(hooks_of(param)[1].values()):
         hook(param)
+
+
+@cache
+def tells_without_gradient() -> bool:
+    """Whether autograd calls the post-accumulate hooks of a leaf that it brought no gradient."""
+    told: list[Tensor] = []
+    leaf = torch.zeros((), requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(told.append)
+    with torch.enable_grad():
+        _Nothing.apply(leaf).backward()  # type: ignore[no-untyped-call]  # torch's
+    return bool(told)
+
+
+class _Nothing(torch.autograd.Function):
+    """Has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
 
 
 __all__ = ["Gradients", "Wrap", "like"]

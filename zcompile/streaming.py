@@ -8,7 +8,7 @@ caller take the other road: gather whole, compute, write back.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register
 from zcompile.specs import Kind, Layout
 from zcompile.torch_private import Dispatched
-
-if TYPE_CHECKING:
-    from zcompile.tiered import TieredTensor
+from zcompile.unbacked import Unbacked
 
 REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 """List ops whose result is not elementwise."""
@@ -168,7 +166,7 @@ class _Call:
         compute = _Chunked(app.func, spec, tuple(places), len(columns), target is not None)
         return Row(numel, tuple(columns), tuple(plains), compute)
 
-    def _column(self, leaf: "TieredTensor", writes: bool) -> Column:
+    def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
         return Column(
             self.entry(entry),

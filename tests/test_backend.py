@@ -192,13 +192,17 @@ class Failing(nn.Module):
         return self.two(op(self.one(x)))
 
 
+def step(pair: Twins, where: str) -> None:
+    FAILS[0] = where == "forward"
+    loss = pair.call(ROWS).square().mean()
+    FAILS[0] = True
+    loss.backward()
+
+
 def fail(pair: Twins, where: str) -> None:
     """One step of the offloaded model that fails in forward or in backward; the arena is empty."""
-    FAILS[0] = where == "forward"
     with pytest.raises(RuntimeError, match="the op fails"):
-        if (loss := pair.call(ROWS).square().mean()) is not None:
-            FAILS[0] = True
-            loss.backward()
+        step(pair, where)
     FAILS[0] = False
     assert pair.session.arena.used_bytes == 0
     pair.model.zero_grad()

@@ -1,0 +1,169 @@
+"""Contracts of the private torch APIs that are about graphs, and where all contracts are kept."""
+
+from collections.abc import Callable
+
+import torch
+from joint import captured, catch
+from offloaded import SMALL
+from small_models import GPT, mlp
+from torch import Tensor, fx
+
+import zcompile
+from zcompile import torch_private as private
+
+CONTRACTS: dict[str, Callable[[], None]] = {}
+"""Name in `torch_private` -> a function that says what we rely on."""
+
+
+def contract(function: Callable[[], None]) -> Callable[[], None]:
+    """Of the name that the function is called after."""
+    CONTRACTS[function.__name__] = function
+    return function
+
+
+@contract
+def aot_backend() -> None:
+    """AOTAutograd asks for a cut once, then for forward; for inference without gradients."""
+    asked: list[str] = []
+
+    def compiler(name: str) -> private.Compiler:
+        def compile_(gm, inputs):
+            asked.append(name)
+            return private.boxed_graph(gm)
+
+        return compile_
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        asked.append("partition")
+        assert num_fwd_outputs == 1
+        from functorch.compile import default_partition
+
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
+
+    backend = private.aot_backend(
+        compiler("forward"), compiler("backward"), compiler("inference"), partition
+    )
+    model = mlp()
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.ones(2, 8)).sum().backward()
+    assert asked == ["partition", "forward", "backward"]
+    with torch.no_grad():
+        compiled(torch.ones(2, 8))
+    assert asked[3:] == ["inference"]
+
+
+@contract
+def boxed() -> None:
+    assert private.boxed(lambda args: args)._boxed_call is True
+
+
+@contract
+def boxed_graph() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    call = private.boxed_graph(fx.GraphModule({}, graph))
+    assert call([3]) == (3,)
+
+
+@contract
+def handle_input() -> None:
+    joint = captured("mlp")
+    places = joint.graph.find_nodes(op="placeholder")
+    handles = [n for n in places if private.handle_input(n) is not None]
+    assert [joint.names[private.handle_input(n)] for n in handles] == [
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    ]  # fmt: skip
+    assert all(n.meta["val"].dtype is torch.int64 and n.meta["val"].dim() == 0 for n in handles)
+    assert len(places) == len(handles) + 2
+
+
+@contract
+def gradient_of() -> None:
+    joint = captured("mlp")
+    (output,) = joint.graph.find_nodes(op="output")
+    sources = [private.gradient_of(desc) for desc in output.meta["desc"]]
+    assert sources[0] is None, "the result of the model comes first"
+    assert [joint.names.get(source) for source in sources[1:]] == [
+        "0.weight", "0.bias", None, "2.weight", "2.bias",
+    ]  # fmt: skip
+
+
+@contract
+def is_tangent() -> None:
+    places = captured("mlp").graph.find_nodes(op="placeholder")
+    assert [n for n in places if private.is_tangent(n)] == [places[-1]]
+
+
+@contract
+def pin_phase() -> None:
+    """Extraction keeps a node on the side it was pinned to, and computes nothing twice."""
+    forward, backward = _cut_square()
+    count = [sum(n.op == "call_function" for n in g.graph.nodes) for g in (forward, backward)]
+    assert count == [1, 3]
+
+
+@contract
+def cut() -> None:
+    forward, backward = _cut_square()
+    (output,) = forward.graph.find_nodes(op="output")
+    assert len(output.args[0]) == 2, "the result, then what is saved"
+    assert len(backward.graph.find_nodes(op="placeholder")) == 2, "what is saved, then tangents"
+
+
+def _cut_square() -> tuple[fx.GraphModule, fx.GraphModule]:
+    """y = x * x and its gradient, x saved."""
+    joint = catch_plain(lambda x: x * x)
+    places = joint.graph.find_nodes(op="placeholder")
+    backward: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if private.is_tangent(node) or backward & set(node.all_input_nodes):
+            backward.add(node)
+        private.pin_phase(node, node in backward)
+    return private.cut(joint, [places[0]], [], 1)
+
+
+def catch_plain(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
+    """The joint graph of a function of one tensor."""
+    caught: list[fx.GraphModule] = []
+
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        from functorch.compile import default_partition
+
+        caught.append(fx.GraphModule(joint, fx.Graph()))
+        caught[0].graph.output(caught[0].graph.graph_copy(joint.graph, {}))
+        descs = joint.graph.find_nodes(op="output")[0].meta
+        caught[0].graph.find_nodes(op="output")[0].meta = dict(descs)
+        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
+
+    def compiler(gm, inputs):
+        return private.boxed_graph(gm)
+
+    torch._dynamo.reset()
+    backend = private.aot_backend(compiler, compiler, compiler, partition)
+    torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
+    return caught[0]
+
+
+@contract
+def hint() -> None:
+    """A dynamic size is known as it was traced, and asking does not guard."""
+    torch.manual_seed(0)
+    model = zcompile.offload(GPT(1), **SMALL)
+    joint = catch_dynamic(model, torch.randint(0, 32, (3, 7)))
+    sizes = {private.hint(n.meta["val"]) for n in joint.graph.nodes if private.is_symbol(n)}
+    assert {3, 7} <= sizes
+    assert private.hint(5) == 5
+
+
+@contract
+def is_symbol() -> None:
+    assert not any(private.is_symbol(n) for n in captured("mlp").graph.nodes)
+    model = zcompile.offload(GPT(1), **SMALL)
+    graph = catch_dynamic(model, torch.randint(0, 32, (3, 7))).graph
+    symbols = [n for n in graph.find_nodes(op="placeholder") if private.is_symbol(n)]
+    assert len(symbols) >= 2
+
+
+def catch_dynamic(model: torch.nn.Module, ids: Tensor) -> fx.GraphModule:
+    torch._dynamo.mark_dynamic(ids, (0, 1))
+    return catch(model, ids).gm

@@ -1,0 +1,126 @@
+"""From the last graph to instructions: registers die early, sinks return nothing, sizes vary."""
+
+import pytest
+import torch
+from joint import schedules_of
+from offloaded import SMALL, twins
+from small_models import GPT, SMALL_MODELS, mlp, small
+from torch import nn
+
+import zcompile
+from zcompile.schedule import Fetch, Free, Literal, Reduce, Run, Schedule, Wait
+from zcompile.specs import Phase
+
+
+def compiled(model: nn.Module, *inputs: object, **how: object) -> list[Schedule]:
+    """The forward and backward schedules of a model."""
+    torch._dynamo.reset()
+    zcompile.offload(model, **SMALL)
+    with schedules_of() as made:
+        out = torch.compile(model, backend="zinf", **how)(*inputs)
+        if torch.is_grad_enabled():
+            (out if isinstance(out, torch.Tensor) else out[0]).sum().backward()
+    model.zero_grad()
+    return made
+
+
+def alive_at_the_end(schedule: Schedule) -> set[int]:
+    """Registers that still hold a value when the walk is over."""
+    alive = set(range(schedule.inputs)) | {register for register, _ in schedule.constants}
+    for row in schedule.instructions:
+        match row:
+            case Wait():
+                alive.add(row.register)
+            case Run():
+                alive |= set(row.outputs)
+                alive -= set(row.drops)
+            case Free():
+                alive.discard(row.register)
+            case Reduce(drop=True):
+                alive.discard(row.value)
+    return alive
+
+
+def read(schedule: Schedule) -> set[int]:
+    rows = schedule.instructions
+    return {r for row in rows if isinstance(row, Run) for r in row.inputs} | {
+        row.value for row in rows if isinstance(row, Reduce)
+    }
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_value_dies_with_its_last_reader(name):
+    model, inputs = small(name)
+    for schedule in compiled(model, *inputs):
+        kept = {r for r in schedule.outputs if not isinstance(r, Literal)}
+        kept |= {register for register, _ in schedule.constants}
+        assert alive_at_the_end(schedule) & read(schedule) <= kept
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_backward_returns_nothing_for_a_gradient_that_went_home(name):
+    model, inputs = small(name)
+    forward, backward = compiled(model, *inputs)
+    assert (forward.phase, backward.phase) == (Phase.FORWARD, Phase.BACKWARD)
+    reductions = [row for row in backward.instructions if isinstance(row, Reduce)]
+    assert set(backward.outputs) == {Literal(None)}
+    assert len(reductions) == len(forward.sinks) == len(list(model.parameters()))
+    assert {forward.names[i] for i in forward.sinks} == {row.name for row in reductions}
+
+
+def test_a_gradient_that_is_asked_for_is_returned():
+    _, backward = compiled(mlp(), torch.ones(2, 8, requires_grad=True))
+    assert sum(not isinstance(r, Literal) for r in backward.outputs) == 1
+
+
+def test_inference_expects_no_gradients():
+    with torch.no_grad():
+        (schedule,) = compiled(mlp(), torch.ones(2, 8))
+    assert schedule.sinks == ()
+
+
+def test_handles_are_inputs_and_every_fetch_names_one():
+    for schedule in compiled(mlp(), torch.ones(2, 8)):
+        assert all(register < schedule.inputs for register in schedule.handles)
+        fetches = [row for row in schedule.instructions if isinstance(row, Fetch)]
+        assert all(row.entry < len(schedule.handles) for row in fetches)
+        assert all(schedule.names[row.entry] == row.name for row in fetches)
+        assert all(row.begin == 0 and row.lasting for row in fetches)
+
+
+def test_a_constant_holds_the_same_value_in_every_call():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.weight * torch.tensor([1.0, 2.0, 3.0])
+
+    pair = twins(Net())
+    for _ in range(2):
+        assert pair.train(torch.randn(2, 3))
+    forward, *_ = compiled(Net(), torch.ones(2, 3))
+    ((register, value),) = forward.constants
+    assert register >= forward.inputs
+    assert value.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_sizes_may_be_inputs():
+    torch.manual_seed(0)
+    schedules = compiled(GPT(), torch.randint(0, 32, (3, 7)), dynamic=True)
+    first, backward = schedules[0], schedules[-1]
+    assert first.inputs > len(first.handles) + 1, "sizes beside handles and tokens"
+    assert backward.phase is Phase.BACKWARD
+
+
+def test_the_arena_holds_every_slot_and_no_more():
+    for schedule in compiled(mlp(), torch.ones(2, 8)):
+        slots = [row.slot for row in schedule.instructions if isinstance(row, Fetch)]
+        assert schedule.arena_bytes == max(slot.end for slot in slots)
+        assert schedule.peak_bytes <= schedule.arena_bytes <= schedule.budget_bytes
+
+
+def test_schedules_are_told_apart():
+    schedules = [*compiled(mlp(), torch.ones(2, 8)), *compiled(mlp(), torch.ones(2, 8))]
+    assert len({schedule.serial for schedule in schedules}) == 4

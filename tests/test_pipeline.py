@@ -1,0 +1,105 @@
+"""The order of passes, what each needs, and that a plan depends on nothing but graph and budget."""
+
+from dataclasses import replace
+
+import pytest
+from joint import captured, least_budget
+from small_models import SMALL_MODELS
+
+from zcompile import printer
+from zcompile.config import Config
+from zcompile.errors import BudgetExceeded, GraphInvalid, PassOrder
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.plan_arena import PlanArena
+from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.pipeline import pipeline, run
+
+PASSES = pipeline(Config(device="cpu"))
+
+
+def test_each_pass_finds_what_it_needs_and_gives_something():
+    facts = {Fact.PHASES_ASSIGNED}
+    for pass_ in PASSES:
+        assert pass_.needs <= facts
+        assert pass_.gives - facts, "a pass that gives nothing new has no reason to run"
+        facts |= pass_.gives
+    assert facts == set(Fact)
+
+
+def test_every_pass_shows_the_graph_before_and_after():
+    for pass_ in PASSES:
+        assert "->" in type(pass_).__doc__
+        assert pass_.name == pass_.name.lower().replace("_", "-")
+
+
+def test_a_pass_before_its_time_is_refused_with_the_order():
+    joint = captured("mlp").copy()
+    with pytest.raises(PassOrder) as caught:
+        run(joint.gm, joint.plan, (GatherParams(), PlanArena()))
+    assert str(caught.value) == (
+        "plan-arena needs fetches placed, which no earlier pass gives "
+        "(order: gather-params > plan-arena)"
+    )
+
+
+def test_a_wish_becomes_a_field_of_a_pass():
+    passes = pipeline(Config(device="cpu", max_lead=3))
+    assert [p.max_lead for p in passes if isinstance(p, SchedulePrefetch)] == [3]
+
+
+class Watched:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str]] = []
+
+    def before(self, graph, plan) -> None:
+        self.rows.append((0, "captured"))
+
+    def after(self, step, name, graph, plan) -> None:
+        self.rows.append((step, name))
+
+
+def test_the_watcher_is_told_of_every_pass_in_order():
+    joint, watch = captured("mlp").copy(), Watched()
+    run(joint.gm, joint.plan, PASSES, watch=watch)
+    assert watch.rows == [(0, "captured"), *((i, p.name) for i, p in enumerate(PASSES, start=1))]
+
+
+class Forgets(Pass):
+    """Loses the handles."""
+
+    name, needs, gives = "forgets", frozenset(), frozenset()
+
+    def rewrite(self, graph, plan):
+        return replace(plan, params={})
+
+
+def test_a_pass_that_breaks_a_rule_is_named():
+    joint = captured("mlp").copy()
+    with pytest.raises(GraphInvalid, match=r"after forgets, .* names no known parameter"):
+        run(joint.gm, joint.plan, (Forgets(),))
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_the_same_graph_gives_the_same_plan(name):
+    one, other = (captured(name).through(*PASSES) for _ in range(2))
+    assert one.plan == other.plan
+    assert printer.text(one.graph) == printer.text(other.graph)
+
+
+@pytest.mark.parametrize("name", ["transformer block", "module called twice", "dropout"])
+def test_every_budget_from_the_least_on_is_kept(name):
+    joint = captured(name)
+    least = least_budget(joint)
+    most = joint.through(*PASSES).plan.arena_bytes
+    with pytest.raises(BudgetExceeded):
+        joint.copy(budget_bytes=least - 1).through(*PASSES)
+    arenas = []
+    for budget in range(least, most + 512, max(512, (most - least) // 12 // 512 * 512)):
+        planned = joint.copy(budget_bytes=budget).through(*PASSES)
+        assert planned.plan.arena_bytes <= budget
+        arenas.append(planned.plan.arena_bytes)
+    assert arenas == sorted(arenas), "more room is never used worse"
+    assert arenas[-1] == most

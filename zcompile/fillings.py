@@ -27,6 +27,16 @@ LIKES = frozenset(
     }
 )
 """Factories whose result stands for state of the same kind: it is tiered as its model is."""
+NEWS = frozenset(
+    {
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+"""Factories that ask a tensor for its dtype and device only."""
 
 
 def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
@@ -46,10 +56,12 @@ def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
 def _copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """target.copy_(source), where either may be tiered."""
     target, source = args[0], args[1]
-    if isinstance(source, cls) and isinstance(target, cls):
-        return _fill(cls, func, args, kwargs)
-    if isinstance(source, cls):
+    if not isinstance(target, cls):
         return target.copy_(source.on_host())
+    if isinstance(source, cls):
+        if source.store_key == target.store_key:
+            return _fill(cls, func, args, kwargs)
+        source = source.on_host()  # two stores share no arena
     entry, layout = target.entry, target.lies
     if not layout.dense or layout.nbytes != entry.nbytes:
         return NotImplemented
@@ -100,6 +112,19 @@ def _like(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     return result
 
 
+def _new(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor of the same dtype and device; the bytes of `args[0]` do not matter."""
+    source = args[0]
+    return func(torch.empty((), dtype=source.dtype, device=source.device), *args[1:], **kwargs)
+
+
+def _drawn(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor of the same size and strides, with random values."""
+    size, stride = args[0].lies.size, args[0].lies.stride
+    blank = torch.empty_strided(size, stride, dtype=args[0].dtype, device=args[0].device)
+    return func(blank, *args[1:], **kwargs)
+
+
 def _to_copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """To another device: straight from the host, not through the arena."""
     source = args[0]
@@ -128,5 +153,7 @@ SPECIAL: dict[Dispatched, Special] = {
     aten.fill_.Scalar: _fill,
     aten._to_copy.default: _to_copy,
     **dict.fromkeys(LIKES, _like),
+    **dict.fromkeys(NEWS, _new),
+    **dict.fromkeys((aten.rand_like.default, aten.randn_like.default), _drawn),
 }
 """Ops with a meaning of their own; NotImplemented sends them down the common road."""

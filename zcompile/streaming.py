@@ -24,6 +24,8 @@ from zcompile.unbacked import Unbacked
 
 REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 """List ops whose result is not elementwise."""
+UNTAGGED = frozenset({"abs_", "_to_copy"})
+"""Elementwise, though torch does not tag them so."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def is_elementwise(func: Dispatched) -> bool:
     listed = name.startswith(
         ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
     )
-    return (torch.Tag.pointwise in func.tags or listed) and name not in REDUCTIONS
+    tagged = torch.Tag.pointwise in func.tags or name in UNTAGGED
+    return (tagged or listed) and name not in REDUCTIONS
 
 
 def streamable(app: Application, cls: type) -> bool:

@@ -1,0 +1,317 @@
+"""Stock training code on a tiered model, called plainly and compiled: the bits of plain eager."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from pairs import batches, entries, mlp, on_disk, same_training, train
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.nn import utils
+
+from zcompile.errors import Unsupported
+from zcompile.specs import Kind
+
+MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
+
+
+def adamw(model, **options):
+    return optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, **options)
+
+
+def plain_loop(model, call):
+    return train(call, adamw(model, fused=True))
+
+
+def clip_in_two(params):
+    params = list(params)
+    total = utils.get_total_norm([p.grad for p in params])
+    utils.clip_grads_with_norm_(params, 0.1, total)
+
+
+CLIPS = {
+    "norm": lambda p: utils.clip_grad_norm_(p, 0.1),
+    "norm, foreach": lambda p: utils.clip_grad_norm_(p, 0.1, foreach=True),
+    "norm, loop": lambda p: utils.clip_grad_norm_(p, 0.1, foreach=False),
+    "largest": lambda p: utils.clip_grad_norm_(p, 0.01, norm_type=float("inf")),
+    "one norm": lambda p: utils.clip_grad_norm_(p, 0.1, norm_type=1.0, error_if_nonfinite=True),
+    "value": lambda p: utils.clip_grad_value_(p, 0.01),
+    "value, loop": lambda p: utils.clip_grad_value_(p, 0.01, foreach=False),
+    "in two": clip_in_two,
+}
+
+
+@MODES
+@pytest.mark.parametrize("clip", CLIPS)
+def test_gradients_are_clipped_alike(clip, mode, tmp_path):
+    def run(model, call):
+        return train(call, adamw(model), before=lambda: CLIPS[clip](model.parameters()))
+
+    same_training(run, tmp_path, mode)
+
+
+@MODES
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_accumulate(to_none, mode, tmp_path):
+    def run(model, call):
+        optimizer, seen = adamw(model, fused=True), []
+        for _ in range(2):
+            for x, y in batches(3):
+                (F.cross_entropy(call(x), y) / 3).backward()
+            seen.append([p.grad.sum().item() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            seen.append([p.grad is None or p.grad.any().item() for p in model.parameters()])
+        return seen
+
+    _, tiered = same_training(run, tmp_path, mode)
+    assert len(entries(tiered, Kind.GRAD)) == (0 if to_none else 4)
+
+
+@MODES
+def test_gradients_can_be_read_changed_and_replaced(mode, tmp_path):
+    def run(model, call):
+        def change():
+            for p in model.parameters():
+                p.grad.mul_(0.5)
+                p.grad = p.grad * 2
+                p.grad.data.add_(1e-3)
+                seen.append((p.grad.norm().item(), repr(p.grad)))
+                p.grad = p.grad.detach().cpu()
+
+        seen = []
+        return train(call, adamw(model), before=change), seen
+
+    same_training(run, tmp_path, mode)
+
+
+@MODES
+def test_hooks_see_and_change_each_gradient_once(mode, tmp_path):
+    def run(model, call):
+        seen = []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g: g * 0.5)
+            p.register_hook(lambda g, name=name: seen.append((name, g.sum().item())))
+        removed = model[0].weight.register_hook(lambda g: g * 0)
+        removed.remove()
+        return train(call, adamw(model)), sorted(seen)
+
+    same_training(run, tmp_path, mode)
+
+
+@MODES
+def test_the_optimizer_may_run_in_backward(mode, tmp_path):
+    def run(model, call):
+        own = {p: optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+        steps = []
+
+        def hook(p):
+            own[p].step()
+            own[p].zero_grad()
+            steps.append(1)
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+        for x, y in batches(3):
+            F.cross_entropy(call(x), y).backward()
+        return len(steps), [p.grad is None for p in model.parameters()]
+
+    _, tiered = same_training(run, tmp_path, mode)
+    assert entries(tiered, Kind.GRAD) == []
+
+
+@MODES
+def test_autocast_computes_in_bfloat16(mode, tmp_path):
+    def run(model, call):
+        def narrow(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return call(x)
+
+        return train(narrow, adamw(model, fused=True))
+
+    same_training(run, tmp_path, mode)
+
+
+@MODES
+def test_parameters_may_be_bfloat16(mode, tmp_path):
+    data = [(x.bfloat16(), y) for x, y in batches(3)]
+    run = partial(lambda data, model, call: train(call, adamw(model), data=data), data)
+    same_training(run, tmp_path, mode, lambda: mlp().bfloat16())
+
+
+def dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 4))
+
+
+def parametrized():
+    torch.manual_seed(0)
+    first = utils.parametrizations.weight_norm(nn.Linear(16, 32))
+    return nn.Sequential(first, nn.Tanh(), utils.parametrizations.spectral_norm(nn.Linear(32, 4)))
+
+
+class Shared(nn.Module):
+    """A module called twice, and its weight read by another op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b(self.a(torch.relu(self.a(x))) + x @ self.a.weight)
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small trainable one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(16, 32).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(16, 2) * 0.1)
+        self.up = nn.Parameter(torch.zeros(2, 32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.base(x) + x @ self.down @ self.up))
+
+
+class Words(nn.Module):
+    """Mean of embedded words, scored against all; tied or not."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 16, padding_idx=0)
+        self.head = nn.Linear(16, 10, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids).mean(1))
+
+
+class Pictures(nn.Module):
+    """Convolution and batch norm, whose buffers change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@MODES
+@pytest.mark.parametrize("make", [dropout, parametrized, Shared, Adapted])
+def test_a_model_with_something_special_trains_alike(make, mode, tmp_path):
+    same_training(plain_loop, tmp_path, mode, make)
+
+
+def words(model, call):
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randint(10, (8, 5), generator=generator), torch.randint(10, (8,), generator=generator))
+        for _ in range(3)
+    ]
+    return train(call, adamw(model, fused=True), data=data)
+
+
+@pytest.mark.parametrize(("tied", "mode"), product([False, True], ["eager", "compiled"]))
+def test_embeddings_train_alike(tied, mode, tmp_path):
+    _, tiered = same_training(words, tmp_path, mode, lambda: Words(tied))
+    assert len(entries(tiered, Kind.PARAM)) == (1 if tied else 2)
+
+
+@MODES
+def test_weights_may_be_tied_after_offload(mode, tmp_path):
+    def run(model, call):
+        model.head.weight = model.embed.weight
+        return words(model, call)
+
+    _, tiered = same_training(run, tmp_path, mode, lambda: Words(False))
+    assert tiered.head.weight is tiered.embed.weight
+
+
+@MODES
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_buffers_change_and_evaluation_reads_them(memory_format, mode, tmp_path):
+    def run(model, call):
+        generator = torch.Generator().manual_seed(1)
+        data = [(torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4)) for _ in range(3)]
+        losses = train(call, optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data=data)
+        model.eval()
+        with torch.no_grad():
+            return losses, call(data[0][0]).tolist()
+
+    same_training(run, tmp_path, mode, lambda: Pictures().to(memory_format=memory_format))
+
+
+@MODES
+def test_frozen_parameters_stay_and_may_thaw(mode, tmp_path):
+    def run(model, call):
+        model[0].requires_grad_(False)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        losses = train(call, optimizer, 2)
+        model[0].requires_grad_(True)
+        x, y = next(batches(1))
+        F.cross_entropy(call(x), y).backward()
+        return losses, [p.grad.sum().item() for p in model.parameters()]
+
+    _, tiered = same_training(run, tmp_path, mode)
+    assert len(entries(tiered, Kind.GRAD)) == 4
+
+
+@MODES
+def test_a_graph_may_be_walked_twice(mode, tmp_path):
+    def run(model, call):
+        x, y = next(batches(1))
+        loss = F.cross_entropy(call(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.sum().item() for p in model.parameters()]
+
+    same_training(run, tmp_path, mode)
+
+
+@MODES
+def test_inputs_have_gradients_and_inference_needs_none(mode, tmp_path):
+    def run(model, call):
+        x, y = next(batches(1))
+        x.requires_grad_()
+        F.cross_entropy(call(x), y).backward()
+        with torch.no_grad():
+            quiet = call(x).sum().item()
+        with torch.inference_mode():
+            inferred = call(x.detach()).sum().item()
+        return x.grad.sum().item(), quiet, inferred
+
+    same_training(run, tmp_path, mode)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda m, loss: torch.autograd.grad(loss, list(m.parameters())),
+    lambda m, loss: loss.backward(inputs=[m[0].weight]),
+], ids=["grad", "inputs"])  # fmt: skip
+def test_a_compiled_model_gives_all_gradients_or_says_so(ask, tmp_path):
+    torch._dynamo.reset()
+    model = on_disk(mlp(), tmp_path)
+    x, y = next(batches(1))
+    loss = F.cross_entropy(torch.compile(model, backend="zinf")(x), y)
+    with pytest.raises(Unsupported, match=r"call loss.backward\(\) and read .grad, or call the mod"):
+        ask(model, loss)
+    assert all(p.grad is None for p in model.parameters())
+    ask(model, F.cross_entropy(model(x), y))
+
+
+def test_checkpointing_recomputes_alike(tmp_path):
+    def run(model, call):
+        def recomputed(x):
+            return torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False)
+
+        return train(recomputed, adamw(model))
+
+    same_training(run, tmp_path, "eager")

@@ -1,0 +1,232 @@
+"""Stock optimizers on tiered parameters: every bit as on plain ones, state and all."""
+
+import copy
+
+import pytest
+import torch
+from pairs import assert_equal, assert_same, entries, mlp, on_disk, plain_of, same_training, train
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from zcompile.specs import Kind
+
+FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
+FUSED = {
+    "adamw": (optim.AdamW, {}),
+    "adam": (optim.Adam, {"weight_decay": 0.1}),
+    "amsgrad": (optim.Adam, {"amsgrad": True}),
+    "maximize": (optim.AdamW, {"maximize": True}),
+    "sgd": (optim.SGD, {"weight_decay": 0.01}),
+    "momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adagrad": (optim.Adagrad, {}),
+}
+OTHERS = {
+    "rmsprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "nadam": (optim.NAdam, {}),
+    "radam": (optim.RAdam, {}),
+    "adamax": (optim.Adamax, {}),
+    "adadelta": (optim.Adadelta, {}),
+    "rprop": (optim.Rprop, {}),
+    "asgd": (optim.ASGD, {}),
+}
+CASES = [(name, form) for name in FUSED for form in FORMS] + [
+    (name, form) for name in OTHERS for form in ("foreach", "loop")
+]
+
+
+def assert_same_state(plain: optim.Optimizer, tiered: optim.Optimizer) -> None:
+    ours, theirs = tiered.state_dict(), plain.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert_equal(value, ours["state"][index][key])
+            else:
+                assert ours["state"][index][key] == value
+
+
+def both(tmp_path, make_optimizer, steps=3, **fields):
+    """Trains twins; returns models and optimizers, compared."""
+    plain, tiered = mlp(), on_disk(mlp(), tmp_path, **fields)
+    first, second = make_optimizer(plain), make_optimizer(tiered)
+    assert train(plain, first, steps) == train(tiered, second, steps)
+    assert_same(plain, tiered)
+    assert_same_state(first, second)
+    return plain, tiered, first, second
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_a_stock_optimizer_gives_the_same_bits(name, form, tmp_path):
+    kind, options = {**FUSED, **OTHERS}[name]
+    *_, optimizer = both(tmp_path, lambda m: kind(m.parameters(), lr=1e-2, **options, **FORMS[form]))
+    wide = [v for s in optimizer.state.values() for v in s.values()
+            if isinstance(v, torch.Tensor) and v.dim()]  # fmt: skip
+    assert all(hasattr(value, "entry") for value in wide), "the state rests in the store"
+
+
+@pytest.mark.parametrize("make", [
+    lambda m: optim.Adafactor(m.parameters()),
+    lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2)),
+    lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True),
+    lambda m: optim.Adam(m.parameters(), weight_decay=0.1, decoupled_weight_decay=True),
+], ids=["adafactor", "tensor lr", "fused tensor lr", "decoupled"])  # fmt: skip
+def test_other_ways_of_asking_give_the_same_bits(make, tmp_path):
+    both(tmp_path, make)
+
+
+def test_lbfgs_gives_the_same_bits(tmp_path):
+    x, y = torch.randn(8, 16), torch.randint(4, (8,))
+
+    def run(model, call):
+        optimizer = optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(call(x), y)
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).item() for _ in range(2)]
+
+    same_training(run, tmp_path, "eager")
+
+
+def test_groups_keep_their_options(tmp_path):
+    both(tmp_path, lambda m: optim.AdamW([
+        {"params": [m[0].weight, m[2].weight], "weight_decay": 0.1},
+        {"params": [m[0].bias, m[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+    ], lr=1e-2, fused=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [
+    lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+], ids=["cosine", "one cycle", "lambda", "plateau"])  # fmt: skip
+def test_a_scheduler_changes_both_alike(make, tmp_path):
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        scheduler = make(optimizer)
+        losses = []
+        for _ in range(4):
+            losses += train(call, optimizer, 1)
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(losses[-1]) if plateau else scheduler.step()
+        return losses, [group["lr"] for group in optimizer.param_groups]
+
+    same_training(run, tmp_path, "eager")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_unscales_skips_and_updates(fused, tmp_path):
+    def run(model, call):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        seen = []
+        for step in range(3):
+            x = torch.full((8, 16), 0.1)
+            scaler.scale(call(x).square().mean()).backward()
+            if step == 1:
+                model[0].weight.grad.mul_(float("inf"))
+            if not fused:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        return seen
+
+    same_training(run, tmp_path, "eager")
+
+
+def test_a_step_smaller_than_a_parameter_streams_it(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(96, 512)
+
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(2):
+            torch.manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param).cpu()
+            optimizer.step()
+
+    _, tiered = same_training(run, tmp_path, "eager", make, device_memory="64KiB")
+    assert tiered.weight.nbytes > 2 * 64 * 1024
+
+
+def test_a_copied_optimizer_goes_its_own_way(tmp_path):
+    plain, tiered, first, second = both(tmp_path, lambda m: optim.AdamW(m.parameters()))
+    branch, branch_optimizer = copy.deepcopy((tiered, second))
+    expected, expected_optimizer = copy.deepcopy((plain, first))
+    train(branch, branch_optimizer, 2)
+    train(expected, expected_optimizer, 2)
+    assert_same(expected, branch)
+    assert_same(plain, tiered)
+    assert_same_state(expected_optimizer, branch_optimizer)
+
+
+def test_state_of_a_plain_optimizer_becomes_tiered_and_continues(tmp_path):
+    plain = mlp()
+    first = optim.AdamW(plain.parameters(), fused=True)
+    train(plain, first)
+    tiered = on_disk(mlp(), tmp_path)
+    second = optim.AdamW(tiered.parameters(), fused=True)
+    tiered.load_state_dict(plain.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert train(plain, first) == train(tiered, second)
+    assert_same(plain, tiered)
+    assert_same_state(first, second)
+    assert len(entries(tiered, Kind.STATE)) == 8
+
+
+def test_state_of_another_offloaded_model_is_copied(tmp_path):
+    _, source, _, optimizer = both(tmp_path, lambda m: optim.AdamW(m.parameters()))
+    target = on_disk(mlp(), tmp_path)
+    target.load_state_dict(source.state_dict())
+    second = optim.AdamW(target.parameters())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = [value.detach().cpu() for value in source.state_dict().values()]
+    train(target, second)
+    train(source, optimizer)
+    for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(plain_of(ours), plain_of(theirs))
+    assert not torch.equal(before[0], plain_of(target[0].weight))
+
+
+def test_states_have_the_names_people_know(tmp_path):
+    _, tiered, _, _ = both(tmp_path, lambda m: optim.AdamW(m.parameters()))
+    assert entries(tiered, Kind.STATE)[:2] == ["0.bias.exp_avg", "0.bias.exp_avg_sq"]
+
+
+def test_a_plain_optimizer_is_left_alone(tmp_path):
+    on_disk(mlp(), tmp_path)
+    plain = mlp()
+    optimizer = optim.AdamW(plain.parameters())
+    train(plain, optimizer)
+    assert all(type(v) is torch.Tensor for s in optimizer.state.values() for v in s.values())
+
+
+def test_averaged_models_follow(tmp_path):
+    def run(model, call):
+        ema = optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        mean, own = optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            train(call, optimizer, 1)
+            ema.update_parameters(model)
+            mean.update_parameters(model)
+            with torch.no_grad():
+                for a, b in zip(own.parameters(), model.parameters(), strict=True):
+                    a.mul_(0.9).add_(b, alpha=0.1)
+                    a.lerp_(b, 0.1)
+                    a.data = a.data * 0.9 + b.data * 0.1
+        return [p.sum().item() for m in (ema, mean, own) for p in m.parameters()]
+
+    same_training(run, tmp_path, "eager")

@@ -1,0 +1,93 @@
+"""`zcompile.stats`: its keys, what they count, and the bytes of a step worked out by hand."""
+
+import pytest
+import torch
+from pairs import batches, mlp, on_disk, train
+from torch import nn
+
+import zcompile
+from zcompile.errors import Unsupported
+
+COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers")
+GROUPS = {
+    "bytes": ({"disk_read", "disk_write", "h2d", "d2h"}, int),
+    "seconds": ({"compute", "stall", "optimizer"}, float),
+    "peak": ({"device", "host", "disk"}, int),
+    "planned_peak": ({"device", "host", "disk"}, int),
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    torch._dynamo.reset()
+    model = on_disk(mlp(), tmp_path)
+    call = torch.compile(model, backend="zinf")
+    train(call, torch.optim.AdamW(model.parameters(), fused=True), 2)
+    return model
+
+
+def test_it_is_a_plain_dict_of_plain_numbers(trained):
+    stats = zcompile.stats(trained)
+    assert type(stats) is dict
+    assert set(stats) == {*GROUPS, *COUNTS}
+    for group, (keys, kind) in GROUPS.items():
+        assert type(stats[group]) is dict
+        assert set(stats[group]) == keys
+        assert all(type(value) is kind for value in stats[group].values()), group
+    assert all(type(stats[key]) is int for key in COUNTS)
+
+
+def test_it_counts_what_happened(trained):
+    stats = zcompile.stats(trained)
+    assert (stats["steps"], stats["graphs"]) == (2, 1)
+    assert 0 < stats["distinct_regions"] <= stats["regions"]
+    assert stats["gathers"] >= 2 * (4 + 1 + 4 * 4)
+    assert all(stats["bytes"].values())
+    assert stats["seconds"]["compute"] > 0
+    assert stats["seconds"]["optimizer"] > 0
+
+
+def test_a_reset_zeroes_totals_and_keeps_structure(trained):
+    before = zcompile.stats(trained, reset=True)
+    after = zcompile.stats(trained)
+    assert before["steps"] == 2
+    assert after["steps"] == after["gathers"] == 0
+    assert not any(after["bytes"].values())
+    assert not any(after["seconds"].values())
+    for key in ("graphs", "regions", "distinct_regions", "planned_peak"):
+        assert after[key] == before[key]
+    assert after["peak"]["device"] <= before["peak"]["device"]
+
+
+def test_peaks_stay_within_the_budgets(trained):
+    peak = zcompile.stats(trained)["peak"]
+    assert 0 < peak["device"] <= 1024 * 1024
+    assert 0 < peak["host"] <= 256 * 1024
+    assert peak["disk"] > 0
+
+
+def test_the_bytes_of_a_step_are_those_worked_out_by_hand(tmp_path):
+    """SGD: forward brings each parameter, backward the second weight, whose gradients leave; the
+    step brings parameters and gradients, and parameters leave. Foresight brings what the next
+    forward begins with, at most each parameter once."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = on_disk(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), tmp_path)
+    call = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    data = list(batches(1, width=64))
+    weight, params = 64 * 64 * 4, 2 * (64 * 64 + 64) * 4
+    train(call, optimizer, data=data * 2)
+    zcompile.stats(model, reset=True)
+    train(call, optimizer, data=data * 4)
+    moved = {link: n / 4 for link, n in zcompile.stats(model)["bytes"].items()}
+    assert moved["d2h"] == 2 * params
+    least = params + weight + 2 * params
+    assert least <= moved["h2d"] <= least + params
+    assert moved["d2h"] <= moved["disk_write"] <= 2 * moved["d2h"]
+    assert moved["disk_read"] >= least
+
+
+def test_a_model_that_was_not_offloaded_has_none():
+    with pytest.raises(Unsupported, match=r"no tiered parameters; call zcompile.offload\(model\)"):
+        zcompile.stats(mlp())

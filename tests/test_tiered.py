@@ -1,0 +1,357 @@
+"""A tiered tensor read, written, viewed, copied and saved: as the plain tensor it stands for."""
+
+import copy
+import math
+import pickle
+
+import numpy
+import pytest
+import torch
+from pairs import Holder, assert_equal, assert_same, entries, mlp, on_disk, parameter_pair, plain_of
+from torch import nn
+from torch.nn import functional as F
+
+from zcompile.errors import ParameterChanged, Unsupported
+
+ROWS = torch.arange(96.0).reshape(12, 8)
+
+
+def rows():
+    return torch.randn(12, 8)
+
+
+READS = {
+    "norm": lambda p: p.norm(),
+    "item": lambda p: p[0, 0].item(),
+    "float": lambda p: float(p.detach()[1, 1]),
+    "index": lambda p: p[2],
+    "index by list": lambda p: p[[1, 2]],
+    "index by mask": lambda p: p[p > 0],
+    "add": lambda p: p + 1,
+    "subtracted from": lambda p: 1 - p,
+    "broadcast": lambda p: p + torch.ones(1, 1, 1),
+    "matmul": lambda p: p @ p.t(),
+    "compare": lambda p: p > 0,
+    "equal": lambda p: torch.equal(p, p),
+    "allclose": lambda p: torch.allclose(p, p),
+    "cat": lambda p: torch.cat([p, p]),
+    "as a vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "double": lambda p: p.double(),
+    "half": lambda p: p.half(),
+    "float32": lambda p: p.float(),
+    "bfloat16": lambda p: p.to(torch.bfloat16),
+    "cpu": lambda p: p.cpu(),
+    "numpy": lambda p: p.detach().numpy().sum().item(),
+    "array": lambda p: numpy.asarray(p.detach()).tolist(),
+    "list": lambda p: p.tolist(),
+    "length": len,
+    "iterate": lambda p: [row.sum().item() for row in p],
+    "max": lambda p: p.max(0).indices,
+    "topk": lambda p: p.topk(2).values,
+    "clone": lambda p: p.clone(),
+    "contiguous": lambda p: p.t().contiguous(),
+    "reshape": lambda p: p.t().reshape(-1),
+    "permute": lambda p: p.permute(1, 0),
+    "expand": lambda p: p[:1].expand(4, 8),
+    "einsum": lambda p: torch.einsum("ij,kj->ik", p, p),
+    "embedding": lambda p: F.embedding(torch.tensor([1, 2]), p),
+    "random like": lambda p: torch.randn_like(p),
+    "new": lambda p: p.new_full((2, 3), 4.0),
+    "zeros like": lambda p: torch.zeros_like(p),
+    "ones like": lambda p: torch.ones_like(p, dtype=torch.float64),
+    "full like": lambda p: torch.full_like(p, 3.0),
+    "svd": lambda p: torch.linalg.svdvals(p),
+    "sparse": lambda p: p.detach().to_sparse().values(),
+    "type": lambda p: (p.type(), p.dtype, p.layout, p.is_leaf, p.nbytes, str(p.device)),
+    "contains": lambda p: 5.0 in p,
+    "vmap": lambda p: torch.vmap(lambda row: row.sum())(p.detach()),
+    "gradient": lambda p: torch.autograd.grad(p.square().sum(), p)[0],
+    "functional gradient": lambda p: torch.func.grad(lambda w: (w * w).sum())(p.detach()),
+    "functional call": lambda p: torch.func.functional_call(
+        nn.Linear(8, 12, bias=False), {"weight": p * 2}, torch.ones(1, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reading_gives_what_a_plain_parameter_gives(name, tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    results = []
+    for param in (plain, tiered):
+        torch.manual_seed(5)
+        results.append(READS[name](param))
+    expected, result = results
+    if isinstance(expected, torch.Tensor):
+        assert_equal(expected, result)
+        assert result.requires_grad == expected.requires_grad
+    else:
+        assert result == expected
+
+
+def test_printing_shows_the_values(tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    assert repr(tiered) == repr(plain)
+    assert str(tiered.detach()) == str(plain.detach())
+    assert f"{tiered.detach().sum():.3f}" == f"{plain.detach().sum():.3f}"
+    tiered.grad = torch.ones(12, 8)
+    assert repr(tiered.grad) == repr(torch.ones(12, 8))
+
+
+INITS = {
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "trunc normal": nn.init.trunc_normal_,
+    "constant": lambda p: nn.init.constant_(p, 0.3),
+    "ones": nn.init.ones_,
+    "zeros": nn.init.zeros_,
+    "eye": nn.init.eye_,
+    "xavier uniform": nn.init.xavier_uniform_,
+    "xavier normal": nn.init.xavier_normal_,
+    "kaiming uniform": lambda p: nn.init.kaiming_uniform_(p, a=math.sqrt(5)),
+    "kaiming normal": nn.init.kaiming_normal_,
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda p: nn.init.sparse_(p, 0.3),
+    "dirac": lambda p: nn.init.dirac_(p.view(4, 3, 8)),
+}
+WRITES = {
+    "a row": lambda p: p[0].fill_(1),
+    "a column": lambda p: p.__setitem__((slice(None), 1), 0),
+    "rows by list": lambda p: p.__setitem__(torch.tensor([1, 3]), ROWS[:2]),
+    "a mask": lambda p: p.__setitem__(p > 0, 0.5),
+    "transposed": lambda p: p.t().mul_(2),
+    "a flat range": lambda p: p.view(-1)[3:5].zero_(),
+    "a diagonal": lambda p: p.diagonal().fill_(9),
+    "data": lambda p: p.data.copy_(ROWS),
+    "data assigned": lambda p: setattr(p, "data", ROWS.clone()),
+    "data of itself": lambda p: setattr(p, "data", p.data),
+    "data from another": lambda p: setattr(p, "data", p.data * 2),
+    "from a vector": lambda p: nn.utils.vector_to_parameters(torch.arange(96.0), [p]),
+    "scatter": lambda p: p.scatter_(0, torch.zeros(1, 8, dtype=torch.long), 1.0),
+    "index fill": lambda p: p.index_fill_(0, torch.tensor([1, 3]), 7.0),
+    "bernoulli": lambda p: p.bernoulli_(0.5),
+    "random": lambda p: p.random_(),
+    "exponential": lambda p: p.exponential_(),
+    "normal rows": lambda p: p[2:4].normal_(),
+    "addmm": lambda p: p.addmm_(ROWS, torch.eye(8)),
+    "renorm": lambda p: p.renorm_(2, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", [*INITS, *WRITES])
+def test_writing_writes_through(name, tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    for param in (plain, tiered):
+        torch.manual_seed(5)
+        with torch.no_grad():
+            {**INITS, **WRITES}[name](param)
+    assert_equal(plain, tiered)
+
+
+LAYOUTS = {
+    "channels last": lambda: torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(5, 7).t(),
+    "expanded": lambda: torch.randn(5, 1).expand(5, 4),
+    "gaps": lambda: torch.randn(6, 8)[:, :5],
+    "every other": lambda: torch.randn(20)[::2],
+    "offset": lambda: torch.randn(10)[3:7],
+    "overlapping": lambda: torch.randn(10).as_strided((4, 4), (2, 1)),
+    "scalar": lambda: torch.randn(()),
+    "one": lambda: torch.randn(1),
+    "one by one": lambda: torch.randn(1, 1),
+    "empty": lambda: torch.empty(0, 3),
+}
+TRAINABLE = [name for name in LAYOUTS if name not in ("expanded", "overlapping")]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_parameter_keeps_its_layout(name, tmp_path):
+    plain, tiered = parameter_pair(LAYOUTS[name], tmp_path)
+    assert_equal(plain, tiered)
+    for param in (plain, tiered):
+        (param * param).sum().backward()
+    assert_equal(plain.grad, tiered.grad)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_a_parameter_of_any_layout_trains(name, fused, tmp_path):
+    plain, tiered = parameter_pair(LAYOUTS[name], tmp_path)
+    for param in (plain, tiered):
+        optimizer = torch.optim.AdamW([param], lr=0.1, fused=fused)
+        for keep in (True, False, True):
+            (param * param).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=keep)
+    assert_equal(plain, tiered)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+          torch.uint8, torch.int8, torch.bool, torch.complex64, torch.complex128,
+          torch.float8_e4m3fn]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_parameter_of_any_dtype_is_kept_printed_and_saved(dtype, tmp_path):
+    value = (torch.arange(24.0).reshape(4, 6) % 5 - 2).to(dtype)
+    plain, tiered = parameter_pair(value.clone, tmp_path)
+    with torch.no_grad():
+        plain[1], tiered[1] = 1, 1
+    assert_equal(plain, tiered)
+    assert repr(tiered.detach()) == repr(plain.detach())
+    torch.save({"w": tiered.detach()}, tmp_path / "w.pt")
+    assert_equal(plain, torch.load(tmp_path / "w.pt")["w"])
+
+
+@pytest.mark.parametrize("read", [
+    lambda p: p.conj() + 0,
+    lambda p: p.mH @ p,
+    lambda p: p.real,
+    lambda p: p.imag,
+    lambda p: (p * p.conj()).real,
+    lambda p: p.conj().imag,
+    lambda p: p.resolve_conj().angle(),
+], ids=["conj", "mH", "real", "imag", "abs", "conj imag", "angle"])  # fmt: skip
+def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
+    expected, result = read(plain), read(tiered)
+    assert torch.equal(expected.detach().resolve_neg(), plain_of(result).resolve_neg())
+    for param in (plain, tiered):
+        (param * param.conj() * param).abs().sum().backward()
+    assert_equal(plain.grad, tiered.grad)
+
+
+def test_a_copy_is_tiered_and_its_own(tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    branch = copy.deepcopy(model)
+    with torch.no_grad():
+        branch[0].weight.zero_()
+    assert_same(mlp(), model)
+    assert len(entries(model)) == 8
+    assert branch[0].weight.requires_grad
+    assert copy.copy(model)[0].weight is model[0].weight
+
+
+def test_copying_keeps_ties_and_gradients(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    on_disk(model, tmp_path)
+    model(torch.ones(1, 4)).sum().backward()
+    branch = copy.deepcopy(model)
+    assert branch[1].weight is branch[0].weight
+    assert torch.equal(plain_of(branch[0].weight.grad), plain_of(model[0].weight.grad))
+
+
+def test_what_is_no_leaf_is_not_copied(tmp_path):
+    _, tiered = parameter_pair(rows, tmp_path)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(tiered[0])
+
+
+def test_pickles_are_plain(tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    model[0].weight.requires_grad_(False)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert [type(p) for p in loaded.parameters()] == [nn.Parameter] * 4
+    assert [p.requires_grad for p in loaded.parameters()] == [False, True, True, True]
+    assert_same_values(model, loaded)
+
+
+def assert_same_values(tiered, plain):
+    for ours, theirs in zip(tiered.parameters(), plain.parameters(), strict=True):
+        assert_equal(theirs, ours)
+
+
+CONVERSIONS = {
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+    "to device": lambda m: m.to("cpu"),
+    "to device and dtype": lambda m: m.to("cpu", torch.float32),
+    "to dtype": lambda m: m.to(torch.float32),
+    "train": lambda m: m.train(),
+    "apply": lambda m: m.apply(lambda child: None),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_to_what_it_is_changes_nothing(name, tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    before = list(model.parameters())
+    assert CONVERSIONS[name](model) is model
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert_same(mlp(), model)
+    model(torch.ones(2, 16)).sum().backward()
+    assert all(hasattr(p.grad, "entry") for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["half", "bfloat16", "double"])
+def test_a_conversion_to_another_dtype_says_when_to_do_it(name, tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    with pytest.raises(ParameterChanged, match=r"'0.weight' was given .data .* before zcompile.off"):
+        getattr(model, name)()
+    assert_same(mlp(), model)
+    narrow = on_disk(getattr(mlp(), name)(), tmp_path)
+    assert getattr(narrow, name)() is narrow
+
+
+def test_channels_last_comes_before_offload(tmp_path):
+    model = on_disk(nn.Sequential(nn.Conv2d(3, 8, 3)), tmp_path)
+    with pytest.raises(ParameterChanged, match="strides before zcompile.offload"):
+        model.to(memory_format=torch.channels_last)
+
+
+def test_in_place_through_a_conversion_still_writes_through(tmp_path):
+    _, tiered = parameter_pair(rows, tmp_path)
+    with torch.no_grad():
+        tiered.to("cpu").fill_(3)
+        tiered.float().add_(1)
+    assert tiered.detach().eq(4).all()
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(12, 8, dtype=torch.float64),
+                                   torch.zeros(8, 12).t()])  # fmt: skip
+def test_data_of_another_kind_is_refused(value, tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    with pytest.raises(ParameterChanged, match=r"in place of torch.float32 \(12, 8\)"):
+        tiered.data = value
+    assert_equal(plain, tiered)
+
+
+@pytest.mark.parametrize("use", [
+    lambda p: p.data_ptr(),
+    lambda p: p.storage(),
+    lambda p: p.share_memory_(),
+    lambda p: p.apply_(lambda x: x),
+    lambda p: torch.from_dlpack(p),
+    lambda p: numpy.from_dlpack(p),
+    lambda p: p.t_(),
+    lambda p: p.unsqueeze_(0),
+    lambda p: p.set_(torch.zeros(2)),
+    lambda p: p.resize_(3),
+], ids=["data_ptr", "storage", "share", "apply", "dlpack", "numpy dlpack", "t_", "unsqueeze_",
+        "set_", "resize_"])  # fmt: skip
+def test_what_needs_memory_of_its_own_says_so(use, tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    with pytest.raises(Unsupported, match="tiered tensor"):
+        use(tiered.detach())
+    assert_equal(plain, tiered)
+
+
+def test_numpy_asks_to_detach_as_torch_does(tmp_path):
+    _, tiered = parameter_pair(rows, tmp_path)
+    with pytest.raises(RuntimeError, match=r"use tensor.detach\(\).numpy\(\)"):
+        tiered.numpy()
+
+
+def test_a_tensor_larger_than_the_arena_is_read(tmp_path):
+    plain, tiered = parameter_pair(
+        lambda: torch.randn(300, 257), tmp_path, device_memory="64KiB"
+    )
+    assert repr(tiered) == repr(plain)
+    assert tiered.tolist() == plain.tolist()
+    assert_equal(plain, copy.deepcopy(tiered))
+    assert_equal(plain, pickle.loads(pickle.dumps(tiered)))
+    with torch.no_grad():
+        assert_equal(plain.double(), tiered.double())
+        assert_equal(plain, tiered.clone())
+        assert_equal(plain * 2, tiered * 2)
+        assert_equal(plain, on_disk(Holder(torch.zeros(300, 257)), tmp_path).w.copy_(tiered))

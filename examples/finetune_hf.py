@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zcompile
 from examples import options, report
-from examples.loop import Task, compare_with_eager, train
+from examples.loop import compare_with_eager, train
 from examples.text import VOCABULARY, Batch, InputInvalid
 
 SMALL = {

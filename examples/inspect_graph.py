@@ -1,6 +1,6 @@
 """Writes what every pass does to a small model, and says how to look at it.
 
-    python examples/inspect_graph.py runs
+python examples/inspect_graph.py runs
 """
 
 import argparse

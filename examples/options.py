@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import zcompile
 from examples.loop import Task
@@ -104,4 +106,12 @@ def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
     try:
         return run(args)
     except (InputInvalid, zcompile.ZinfError) as error:
-        made.exit(2, f"{made.prog}: error: {error}\n")
+        _tell(made, error)
+    except BackendCompilerFailed as error:  # what zcompile raises while torch compiles
+        if not isinstance(error.inner_exception, zcompile.ZinfError):
+            raise
+        _tell(made, error.inner_exception)
+
+
+def _tell(made: argparse.ArgumentParser, error: Exception) -> NoReturn:
+    made.exit(2, f"{made.prog}: error: {error}\n")

@@ -117,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=options.positive, default=8, help="default 8")
     made.add_argument("--width", type=options.positive, default=512, help="default 512")
     made.add_argument("--heads", type=options.positive, default=8, help="default 8")
-    made.add_argument("--sample", type=options.natural, default=64, metavar="BYTES",
-                      help="length of the text written at the end; default 64")  # fmt: skip
+    made.add_argument("--sample", type=options.natural, default=48, metavar="BYTES",
+                      help="length of the text written at the end; default 48")  # fmt: skip
     return made
 
 

@@ -1,0 +1,114 @@
+"""The examples run as a reader would run them, and say in a sentence what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+TINY_GPT = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "16", "--batch", "2",
+            "--steps", "3", "--sample", "4", "--device", "cpu", "--device-memory", "512KiB",
+            "--host-memory", "512KiB")  # fmt: skip
+TINY_LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+              "num_hidden_layers": 2, "num_attention_heads": 2}  # fmt: skip
+TINY_HF = ("--seq", "16", "--batch", "2", "--steps", "3", "--device", "cpu",
+           "--device-memory", "512KiB", "--host-memory", "512KiB")  # fmt: skip
+
+
+def run(example: str, *options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example), *map(str, options)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, text=True, capture_output=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_the_mlp_learns_within_its_budget() -> None:
+    done = run("train_mlp.py")
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -> None:
+    done = run("train_gpt.py", *TINY_GPT, "--data", text, "--disk", tmp_path, "--accumulate", 2,
+               "--check")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses: all 3 bit-equal to eager" in done.stdout
+    assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
+    for row in ("device", "host", "disk", "disk_read", "h2d", "compute", "stall", "optimizer"):
+        assert f"\n  {row} " in done.stdout
+    assert "the trained model writes: def " in done.stdout
+    assert list(tmp_path.glob("*")) == [text], "the directory is left as it was"
+
+
+def test_the_gpt_reads_the_standard_library_by_default_and_can_be_throttled() -> None:
+    done = run("train_gpt.py", *TINY_GPT, "--throttle", "disk_read=300MB/s", "h2d=1GB/s")
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout
+
+
+def test_a_hugging_face_model_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
+    done = run("finetune_hf.py", *TINY_HF, "--config", config, "--data", text, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses: all 3 bit-equal to eager" in done.stdout
+    assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
+
+
+def test_the_dump_that_is_written_can_be_shown(tmp_path: Path) -> None:
+    done = run("inspect_graph.py", tmp_path / "runs")
+    assert done.returncode == 0, done.stderr
+    assert f"zinf show {tmp_path / 'runs'}" in done.stdout
+    shown = subprocess.run([sys.executable, "-m", "zcompile.cli", "show", tmp_path / "runs"],
+                           cwd=ROOT, text=True, capture_output=True, check=False)  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert "release-params" in shown.stdout
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--steps", "0"), "argument --steps: '0' is not a whole number of 1 or more"),
+    (("--lr", "fast"), "argument --lr: 'fast' is not a number above zero"),
+    (("--throttle", "disk_read"), "'disk_read' is not LINK=RATE, as in disk_read=300MB/s"),
+    (("--throttle", "disk=1GB/s"), "throttle does not know 'disk'; did you mean 'disk_read'?"),
+    (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
+    (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
+    (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),
+    (("--disk", "no_such_directory"), "disk='no_such_directory' does not exist"),
+    (("--device-memory", "much"), "device_memory='much' cannot be used: 'much' is not a size"),
+    (("--device-memory", "1KiB"), "to fit: "),
+])  # fmt: skip
+def test_a_wrong_option_of_the_gpt_earns_a_sentence(options: tuple[str, ...],
+                                                    sentence: str) -> None:  # fmt: skip
+    done = run("train_gpt.py", *TINY_GPT, *options)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("content", "sentence"), [
+    ("not json", "cannot be read: "),
+    ("{}", "has no model_type"),
+    ('{"model_type": "flamingo9"}', "no causal model can be built with model_type='flamingo9'"),
+])  # fmt: skip
+def test_a_wrong_config_of_a_hugging_face_model_earns_a_sentence(
+    tmp_path: Path, content: str, sentence: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(content, encoding="utf-8")
+    done = run("finetune_hf.py", *TINY_HF, "--config", config)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

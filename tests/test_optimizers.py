@@ -60,7 +60,9 @@ def both(tmp_path, make_optimizer, steps=3, **fields):
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_a_stock_optimizer_gives_the_same_bits(name, form, tmp_path):
     kind, options = {**FUSED, **OTHERS}[name]
-    *_, optimizer = both(tmp_path, lambda m: kind(m.parameters(), lr=1e-2, **options, **FORMS[form]))
+    *_, optimizer = both(
+        tmp_path, lambda m: kind(m.parameters(), lr=1e-2, **options, **FORMS[form])
+    )
     wide = [v for s in optimizer.state.values() for v in s.values()
             if isinstance(v, torch.Tensor) and v.dim()]  # fmt: skip
     assert all(hasattr(value, "entry") for value in wide), "the state rests in the store"

@@ -146,7 +146,9 @@ OPS = {
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(sorted(VIEWS)), st.sampled_from(sorted(OPS))), max_size=8))
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(VIEWS)), st.sampled_from(sorted(OPS))), max_size=8)
+)
 def test_any_sequence_of_writes_leaves_the_same_bits(tmp_path_factory, steps):
     plain, tiered = parameter_pair(lambda: torch.randn(12, 8), tmp_path_factory.mktemp("any"))
     torch.manual_seed(3)

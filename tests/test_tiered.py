@@ -1,17 +1,13 @@
 """A tiered tensor read, written, viewed, copied and saved: as the plain tensor it stands for."""
 
-import copy
 import math
-import pickle
 
 import numpy
 import pytest
 import torch
-from pairs import Holder, assert_equal, assert_same, entries, mlp, on_disk, parameter_pair, plain_of
+from pairs import assert_equal, parameter_pair, plain_of
 from torch import nn
 from torch.nn import functional as F
-
-from zcompile.errors import ParameterChanged, Unsupported
 
 ROWS = torch.arange(96.0).reshape(12, 8)
 
@@ -218,140 +214,3 @@ def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
     for param in (plain, tiered):
         (param * param.conj() * param).abs().sum().backward()
     assert_equal(plain.grad, tiered.grad)
-
-
-def test_a_copy_is_tiered_and_its_own(tmp_path):
-    model = on_disk(mlp(), tmp_path)
-    branch = copy.deepcopy(model)
-    with torch.no_grad():
-        branch[0].weight.zero_()
-    assert_same(mlp(), model)
-    assert len(entries(model)) == 8
-    assert branch[0].weight.requires_grad
-    assert copy.copy(model)[0].weight is model[0].weight
-
-
-def test_copying_keeps_ties_and_gradients(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    on_disk(model, tmp_path)
-    model(torch.ones(1, 4)).sum().backward()
-    branch = copy.deepcopy(model)
-    assert branch[1].weight is branch[0].weight
-    assert torch.equal(plain_of(branch[0].weight.grad), plain_of(model[0].weight.grad))
-
-
-def test_what_is_no_leaf_is_not_copied(tmp_path):
-    _, tiered = parameter_pair(rows, tmp_path)
-    with pytest.raises(RuntimeError, match="graph leaves"):
-        copy.deepcopy(tiered[0])
-
-
-def test_pickles_are_plain(tmp_path):
-    model = on_disk(mlp(), tmp_path)
-    model[0].weight.requires_grad_(False)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert [type(p) for p in loaded.parameters()] == [nn.Parameter] * 4
-    assert [p.requires_grad for p in loaded.parameters()] == [False, True, True, True]
-    assert_same_values(model, loaded)
-
-
-def assert_same_values(tiered, plain):
-    for ours, theirs in zip(tiered.parameters(), plain.parameters(), strict=True):
-        assert_equal(theirs, ours)
-
-
-CONVERSIONS = {
-    "float": lambda m: m.float(),
-    "cpu": lambda m: m.cpu(),
-    "to device": lambda m: m.to("cpu"),
-    "to device and dtype": lambda m: m.to("cpu", torch.float32),
-    "to dtype": lambda m: m.to(torch.float32),
-    "train": lambda m: m.train(),
-    "apply": lambda m: m.apply(lambda child: None),
-}
-
-
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_a_conversion_to_what_it_is_changes_nothing(name, tmp_path):
-    model = on_disk(mlp(), tmp_path)
-    before = list(model.parameters())
-    assert CONVERSIONS[name](model) is model
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    assert_same(mlp(), model)
-    model(torch.ones(2, 16)).sum().backward()
-    assert all(hasattr(p.grad, "entry") for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", ["half", "bfloat16", "double"])
-def test_a_conversion_to_another_dtype_says_when_to_do_it(name, tmp_path):
-    model = on_disk(mlp(), tmp_path)
-    with pytest.raises(ParameterChanged, match=r"'0.weight' was given .data .* before zcompile.off"):
-        getattr(model, name)()
-    assert_same(mlp(), model)
-    narrow = on_disk(getattr(mlp(), name)(), tmp_path)
-    assert getattr(narrow, name)() is narrow
-
-
-def test_channels_last_comes_before_offload(tmp_path):
-    model = on_disk(nn.Sequential(nn.Conv2d(3, 8, 3)), tmp_path)
-    with pytest.raises(ParameterChanged, match="strides before zcompile.offload"):
-        model.to(memory_format=torch.channels_last)
-
-
-def test_in_place_through_a_conversion_still_writes_through(tmp_path):
-    _, tiered = parameter_pair(rows, tmp_path)
-    with torch.no_grad():
-        tiered.to("cpu").fill_(3)
-        tiered.float().add_(1)
-    assert tiered.detach().eq(4).all()
-
-
-@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(12, 8, dtype=torch.float64),
-                                   torch.zeros(8, 12).t()])  # fmt: skip
-def test_data_of_another_kind_is_refused(value, tmp_path):
-    plain, tiered = parameter_pair(rows, tmp_path)
-    with pytest.raises(ParameterChanged, match=r"in place of torch.float32 \(12, 8\)"):
-        tiered.data = value
-    assert_equal(plain, tiered)
-
-
-@pytest.mark.parametrize("use", [
-    lambda p: p.data_ptr(),
-    lambda p: p.storage(),
-    lambda p: p.share_memory_(),
-    lambda p: p.apply_(lambda x: x),
-    lambda p: torch.from_dlpack(p),
-    lambda p: numpy.from_dlpack(p),
-    lambda p: p.t_(),
-    lambda p: p.unsqueeze_(0),
-    lambda p: p.set_(torch.zeros(2)),
-    lambda p: p.resize_(3),
-], ids=["data_ptr", "storage", "share", "apply", "dlpack", "numpy dlpack", "t_", "unsqueeze_",
-        "set_", "resize_"])  # fmt: skip
-def test_what_needs_memory_of_its_own_says_so(use, tmp_path):
-    plain, tiered = parameter_pair(rows, tmp_path)
-    with pytest.raises(Unsupported, match="tiered tensor"):
-        use(tiered.detach())
-    assert_equal(plain, tiered)
-
-
-def test_numpy_asks_to_detach_as_torch_does(tmp_path):
-    _, tiered = parameter_pair(rows, tmp_path)
-    with pytest.raises(RuntimeError, match=r"use tensor.detach\(\).numpy\(\)"):
-        tiered.numpy()
-
-
-def test_a_tensor_larger_than_the_arena_is_read(tmp_path):
-    plain, tiered = parameter_pair(
-        lambda: torch.randn(300, 257), tmp_path, device_memory="64KiB"
-    )
-    assert repr(tiered) == repr(plain)
-    assert tiered.tolist() == plain.tolist()
-    assert_equal(plain, copy.deepcopy(tiered))
-    assert_equal(plain, pickle.loads(pickle.dumps(tiered)))
-    with torch.no_grad():
-        assert_equal(plain.double(), tiered.double())
-        assert_equal(plain, tiered.clone())
-        assert_equal(plain * 2, tiered * 2)
-        assert_equal(plain, on_disk(Holder(torch.zeros(300, 257)), tmp_path).w.copy_(tiered))

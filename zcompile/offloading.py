@@ -67,14 +67,17 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
             "offload the whole model once, from its root",
         )
     session = Session(build(config, fields, "zcompile.offload"), TieredTensor.over)
+    moved: list[tuple[nn.Parameter, torch.device]] = []
     try:
         for name, param in model.named_parameters():
             _check_movable(name, param)
         for name, param in model.named_parameters():
+            moved.append((param, param.device))
             _become_tiered(session, name, param)
     except BaseException:
-        if not any(isinstance(p, TieredTensor) for p in model.parameters()):
-            session.close()
+        for param, device in moved:
+            _become_plain(param, device)
+        session.close()
         raise
     _move_buffers(model, session.device.torch_device)
     return model
@@ -205,6 +208,21 @@ def _become_tiered(session: Session, name: str, param: Any) -> None:
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)
         session.gradients.adopt(param)
+
+
+def _become_plain(param: Any, device: torch.device) -> None:
+    """Undo `_become_tiered`, if it got so far."""
+    if not isinstance(param, TieredTensor):
+        return
+    ours = ("_handle", "lies", "store_key", "sink")
+    marks = {key: value for key, value in vars(param).items() if key not in ours}
+    value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
+    grad, param.grad = param.grad, None
+    param.entry.owner = None  # swap_tensors refuses what is referred to weakly
+    swap_tensors(param, nn.Parameter(value.to(device), param.requires_grad))
+    vars(param).update(marks)
+    if grad is not None:
+        param.grad = grad.cpu().to(device)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -1,12 +1,11 @@
 """Stock training code on a tiered model, called plainly and compiled: the bits of plain eager."""
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 from pairs import batches, entries, mlp, on_disk, same_training, train
-from torch import nn, optim
+from torch import optim
 from torch.nn import functional as F
 from torch.nn import utils
 
@@ -18,10 +17,6 @@ MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
 def adamw(model, **options):
     return optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, **options)
-
-
-def plain_loop(model, call):
-    return train(call, adamw(model, fused=True))
 
 
 def clip_in_two(params):
@@ -140,116 +135,6 @@ def test_parameters_may_be_bfloat16(mode, tmp_path):
     same_training(run, tmp_path, mode, lambda: mlp().bfloat16())
 
 
-def dropout():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 4))
-
-
-def parametrized():
-    torch.manual_seed(0)
-    first = utils.parametrizations.weight_norm(nn.Linear(16, 32))
-    return nn.Sequential(first, nn.Tanh(), utils.parametrizations.spectral_norm(nn.Linear(32, 4)))
-
-
-class Shared(nn.Module):
-    """A module called twice, and its weight read by another op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.b(self.a(torch.relu(self.a(x))) + x @ self.a.weight)
-
-
-class Adapted(nn.Module):
-    """A frozen layer and a small trainable one beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Linear(16, 32).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(16, 2) * 0.1)
-        self.up = nn.Parameter(torch.zeros(2, 32))
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.base(x) + x @ self.down @ self.up))
-
-
-class Words(nn.Module):
-    """Mean of embedded words, scored against all; tied or not."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(10, 16, padding_idx=0)
-        self.head = nn.Linear(16, 10, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(self.embed(ids).mean(1))
-
-
-class Pictures(nn.Module):
-    """Convolution and batch norm, whose buffers change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
-
-
-@MODES
-@pytest.mark.parametrize("make", [dropout, parametrized, Shared, Adapted])
-def test_a_model_with_something_special_trains_alike(make, mode, tmp_path):
-    same_training(plain_loop, tmp_path, mode, make)
-
-
-def words(model, call):
-    generator = torch.Generator().manual_seed(1)
-    data = [
-        (torch.randint(10, (8, 5), generator=generator), torch.randint(10, (8,), generator=generator))
-        for _ in range(3)
-    ]
-    return train(call, adamw(model, fused=True), data=data)
-
-
-@pytest.mark.parametrize(("tied", "mode"), product([False, True], ["eager", "compiled"]))
-def test_embeddings_train_alike(tied, mode, tmp_path):
-    _, tiered = same_training(words, tmp_path, mode, lambda: Words(tied))
-    assert len(entries(tiered, Kind.PARAM)) == (1 if tied else 2)
-
-
-@MODES
-def test_weights_may_be_tied_after_offload(mode, tmp_path):
-    def run(model, call):
-        model.head.weight = model.embed.weight
-        return words(model, call)
-
-    _, tiered = same_training(run, tmp_path, mode, lambda: Words(False))
-    assert tiered.head.weight is tiered.embed.weight
-
-
-@MODES
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_buffers_change_and_evaluation_reads_them(memory_format, mode, tmp_path):
-    def run(model, call):
-        generator = torch.Generator().manual_seed(1)
-        data = [(torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4)) for _ in range(3)]
-        losses = train(call, optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data=data)
-        model.eval()
-        with torch.no_grad():
-            return losses, call(data[0][0]).tolist()
-
-    same_training(run, tmp_path, mode, lambda: Pictures().to(memory_format=memory_format))
-
-
 @MODES
 def test_frozen_parameters_stay_and_may_thaw(mode, tmp_path):
     def run(model, call):
@@ -301,7 +186,9 @@ def test_a_compiled_model_gives_all_gradients_or_says_so(ask, tmp_path):
     model = on_disk(mlp(), tmp_path)
     x, y = next(batches(1))
     loss = F.cross_entropy(torch.compile(model, backend="zinf")(x), y)
-    with pytest.raises(Unsupported, match=r"call loss.backward\(\) and read .grad, or call the mod"):
+    with pytest.raises(
+        Unsupported, match=r"call loss.backward\(\) and read .grad, or call the mod"
+    ):
         ask(model, loss)
     assert all(p.grad is None for p in model.parameters())
     ask(model, F.cross_entropy(model(x), y))

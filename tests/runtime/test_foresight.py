@@ -1,0 +1,99 @@
+"""What may start before the next call begins, and what becomes of it if another call comes."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from pairs import Holder, on_disk, plain_of
+from torch import nn
+from written import HIGH, LOW, fetch, free, run, schedule, wait
+
+from zcompile.offloading import session_behind
+from zcompile.runtime.foresight import handover
+
+
+def one_use(slot):
+    """Fetch, compute, free: instructions 0 to 3."""
+    return schedule(fetch(slot, 0), wait(slot, 0, 1), run(1, out=(2,)), free(slot, 1))
+
+
+def test_a_fetch_into_free_bytes_starts_after_the_last_fetch():
+    assert list(handover(one_use(LOW), one_use(HIGH)).starts) == [0]
+
+
+def test_a_fetch_over_used_bytes_starts_when_they_are_given_back():
+    assert list(handover(one_use(LOW), one_use(LOW)).starts) == [3]
+
+
+def test_only_what_opens_the_next_call_is_handed_over():
+    then = schedule(
+        fetch(LOW, 0), wait(LOW, 0, 1), run(1, out=(2,)), fetch(HIGH, 1), wait(HIGH, 1, 3),
+        run(3, out=(4,)), free(LOW, 1), free(HIGH, 3),
+    )  # fmt: skip
+    (fetches,) = handover(one_use(LOW), then).starts.values()
+    assert [f.slot for f in fetches] == [LOW]
+
+
+def test_what_is_new_in_every_call_is_not_foreseen():
+    passing = fetch(HIGH, 0)
+    passing = type(passing)(**{**vars(passing), "lasting": False})
+    then = schedule(passing, wait(HIGH, 0, 1), run(1, out=(2,)), free(HIGH, 1))
+    assert handover(one_use(LOW), then).starts == {}
+
+
+def test_the_joint_peak_counts_both_calls():
+    assert handover(one_use(LOW), one_use(HIGH)).peak_bytes == LOW.nbytes + HIGH.nbytes
+    assert handover(one_use(LOW), one_use(LOW)).peak_bytes == LOW.nbytes
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Parameters that are multiplied one after the other, a call each."""
+    return on_disk(nn.Sequential(*(Holder(torch.ones(64)) for _ in range(3))), tmp_path)
+
+
+@torch.no_grad()
+def around(chain, *order):
+    for index in order:
+        chain[index].w.mul_(2)
+
+
+def values(chain):
+    return [plain_of(layer.w).unique().tolist() for layer in chain]
+
+
+def test_an_order_that_repeats_and_then_changes_gives_the_same_values(chain):
+    around(chain, *[0, 1, 2] * 3, 0, 2, 1, 1, 0, 0, 2)
+    assert values(chain) == [[2.0**6], [2.0**5], [2.0**5]]
+
+
+def test_what_was_written_in_between_is_fetched_again(chain):
+    around(chain, *[0, 1, 2] * 3, 0)
+    with torch.no_grad():
+        chain[1].w.copy_(torch.full((64,), 3.0))
+    around(chain, 1)
+    assert values(chain)[1] == [6.0]
+
+
+def test_a_follower_that_died_is_not_fetched(chain):
+    branch = copy.deepcopy(chain)
+    for _ in range(3):
+        around(chain, 0)
+        around(branch, 0)
+    del branch
+    gc.collect()
+    around(chain, 0, 0, 0)
+    session_behind(chain).drain()
+    copies = [copy.deepcopy(chain[0]) for _ in range(4)]
+    with torch.no_grad():
+        for number, layer in enumerate(copies):
+            layer.w.fill_(number)
+    assert [plain_of(layer.w).unique().tolist() for layer in copies] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_nothing_stays_in_the_arena(chain):
+    around(chain, *[0, 1, 2] * 3)
+    session = session_behind(chain)
+    session.executor.foresight.abandon()
+    assert session.arena.used_bytes == 0

@@ -1,0 +1,148 @@
+"""Gradients on their way home: how often, in which order, in which layout, and who is told."""
+
+import pytest
+import torch
+from pairs import Holder, assert_equal, entries, mlp, on_disk, parameter_pair
+from torch import nn
+
+from zcompile.offloading import session_behind
+from zcompile.runtime.gradients import like, tells_without_gradient
+from zcompile.specs import Kind
+
+
+def received(param, *grads, expect=1):
+    """Hands gradients over as a compiled backward does, from within a backward pass."""
+    gradients = param.entry.store.gradients
+    for _ in range(expect):
+        gradients.expect([param.entry])
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, p):
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            for grad in grads:
+                gradients.receive(param.entry, grad)
+
+    Backward.apply(param).backward()
+
+
+@pytest.fixture
+def param(tmp_path):
+    return on_disk(Holder(torch.zeros(4, 6)), tmp_path).w
+
+
+def rows(seed):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_gradient_becomes_a_tiered_tensor_of_its_own(param):
+    received(param, rows(1))
+    assert_equal(rows(1), param.grad)
+    assert param.grad.entry.kind is Kind.GRAD
+    assert param.grad.entry.name == "w.grad"
+
+
+def test_what_was_there_is_added_to_in_place(param):
+    received(param, rows(1))
+    first = param.grad
+    received(param, rows(2))
+    assert param.grad is first
+    assert_equal(rows(1) + rows(2), param.grad)
+
+
+def test_contributions_of_one_backward_are_summed_before_they_are_added(param):
+    """(1 + (1e-8 + ... )) and ((1 + 1e-8) + ...) round differently; eager does the former."""
+    received(param, torch.ones(4, 6))
+    small = torch.full((4, 6), 4e-8)
+    received(param, small, small, small, expect=3)
+    assert_equal(torch.ones(4, 6) + ((small + small) + small), param.grad)
+    assert not torch.equal(param.grad.cpu(), ((torch.ones(4, 6) + small) + small) + small)
+
+
+def test_a_contribution_that_never_comes_is_not_waited_for(param):
+    received(param, rows(1), expect=3)
+    assert_equal(rows(1), param.grad)
+    received(param, rows(2))
+    assert_equal(rows(1) + rows(2), param.grad)
+
+
+@pytest.mark.parametrize("grad", [
+    rows(1).t().contiguous().t(),
+    torch.ones(()).expand(4, 6),
+    torch.randn(4, 12)[:, ::2],
+], ids=["transposed", "expanded", "gaps"])  # fmt: skip
+def test_a_gradient_takes_the_layout_of_its_parameter(grad, param):
+    received(param, grad)
+    assert_equal(grad.contiguous(), param.grad)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.zeros(5, 1).expand(5, 4),
+    lambda: torch.zeros(8, 8)[:, :3],
+    lambda: torch.zeros(3, 5).t(),
+])  # fmt: skip
+def test_the_layout_of_a_gradient_is_the_one_autograd_chooses(make, tmp_path):
+    plain, tiered = parameter_pair(make, tmp_path)
+    grad = torch.ones(()).expand(plain.shape)
+    (plain * 1).backward(grad)
+    received(tiered, grad)
+    assert_equal(plain.grad, tiered.grad)
+    assert like(plain, grad).stride() == plain.grad.stride()
+
+
+def test_a_hook_sees_the_sum_once_and_may_change_it(param):
+    seen = []
+    param.register_hook(lambda g: seen.append(g.detach().cpu()))
+    param.register_hook(lambda g: g * 2)
+    received(param, rows(1), rows(2), expect=2)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], rows(1) + rows(2))
+    assert_equal((rows(1) + rows(2)) * 2, param.grad)
+
+
+def test_who_waits_for_a_gradient_is_told_once(param):
+    told = []
+    param.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.sum().item()))
+    received(param, rows(1))
+    received(param, rows(2), rows(3), expect=2)
+    assert len(told) == 2
+
+
+def test_who_waits_is_told_whether_or_not_autograd_does_it(param, monkeypatch):
+    told = []
+    param.register_post_accumulate_grad_hook(told.append)
+    received(param, rows(1))
+    once = len(told)
+    monkeypatch.setattr(
+        "zcompile.runtime.gradients.tells_without_gradient", lambda: not tells_without_gradient()
+    )
+    received(param, rows(1))
+    assert once == 1
+    assert len(told) == (3 if tells_without_gradient() else 1)
+
+
+def test_a_gradient_that_was_assigned_is_adopted_at_the_step(tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    for p in model.parameters():
+        p.grad = torch.ones(p.shape)
+    assert entries(model, Kind.GRAD) == []
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert len(entries(model, Kind.GRAD)) == 4
+
+
+def test_plain_and_received_gradients_add_up(param):
+    (param * rows(1)).sum().backward()
+    received(param, rows(2))
+    (param * rows(3)).sum().backward()
+    assert_equal((rows(1) + rows(2)) + rows(3), param.grad)
+
+
+def test_a_parameter_that_died_takes_no_gradient(tmp_path):
+    model = nn.Sequential(on_disk(Holder(torch.zeros(4, 6)), tmp_path))
+    entry, gradients = model[0].w.entry, session_behind(model).gradients
+    del model[0].w
+    gradients.receive(entry, rows(1))
+    assert [e for e in entry.store._entries.values() if e.kind is Kind.GRAD] == []

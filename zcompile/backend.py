@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zcompile import ops
 from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
@@ -32,6 +33,7 @@ from zcompile.torch_private import (
     handle_input,
     is_symbol,
     pin_phase,
+    save_unchecked,
 )
 from zcompile.verify_schedule import verify_schedule
 
@@ -109,6 +111,8 @@ class _Graph:
         symbols: list[fx.Node] = []
         for node in joint.graph.nodes:
             pin_phase(node, phase_of(node) is Phase.BACKWARD)
+            if node.name in self.plan.params and not _gathered_in_backward(node):
+                save_unchecked(node)  # only its gradient is taken home; its value is not read
             if phase_of(node) is Phase.FORWARD and any(
                 user.op != "output" and phase_of(user) is Phase.BACKWARD for user in node.users
             ):
@@ -145,6 +149,12 @@ class _Graph:
         verify_schedule(schedule)
         self.watch.lowered(schedule, told_as)
         return boxed(_bound(self.session, schedule))
+
+
+def _gathered_in_backward(handle: fx.Node) -> bool:
+    return any(
+        user.target is ops.fetch and phase_of(user) is Phase.BACKWARD for user in handle.users
+    )
 
 
 def _bound(session: Session | None, schedule: Schedule) -> Callable[[list[Any]], list[Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from zcompile.errors import Unsupported
@@ -51,6 +52,8 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
+    if func._schema.is_mutable:
+        _count_writes(cls, func, args, kwargs)
     if torch.Tag.inplace_view in func.tags or func in (
         aten.set_.source_Tensor,
         aten.resize_.default,
@@ -75,6 +78,17 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if apps and apps[0].args is not args and _makes_list(func):
         return [r[0] for r in results]
     return results[0]
+
+
+def _count_writes(
+    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """A compiled graph saves handles for backward. Their version counters make autograd refuse a
+    backward whose parameters were written since its forward, as it does for plain tensors."""
+    for tensor in Application(func, tuple(args), kwargs).written():
+        if isinstance(tensor, cls):
+            tiered: Any = tensor
+            increment_version(tiered._handle)
 
 
 def _returns_written(func: Dispatched) -> bool:

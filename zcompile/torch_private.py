@@ -146,6 +146,16 @@ def hooks_of(param: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
 
 
+def current_pass() -> int:
+    """Which backward pass is running on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def save_unchecked(node: fx.Node) -> None:
+    """A saved value whose later in-place changes do not matter to backward."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

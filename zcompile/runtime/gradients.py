@@ -16,7 +16,7 @@ from zcompile.errors import Unsupported
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
-from zcompile.torch_private import after_backward, hooks_of, will_accumulate
+from zcompile.torch_private import after_backward, current_pass, hooks_of, will_accumulate
 
 Wrap = Callable[[Entry, Layout], Tensor]
 """A tiered tensor over an entry; given from above, where tiered tensors are known."""
@@ -26,16 +26,19 @@ class Gradients:
     """Receives gradients of the parameters of one store.
 
     A compiled forward says how many contributions its backward will make (`expect`). A parameter
-    that expects one is settled at once; one that expects several collects them in `_sums`.
+    that expects one is settled at once; one that expects several collects them in `_sums`, by
+    backward pass, so that what a failed pass left behind is never added to.
     """
 
     def __init__(self, store: Store, wrap: Wrap) -> None:
         self._store = store
         self._wrap = wrap
         self._expected: dict[int, int] = {}
-        self._sums: dict[int, tuple[Entry, Tensor, Tensor]] = {}
+        self._sums: dict[tuple[int, int], tuple[Entry, Tensor, Tensor]] = {}
 
     def expect(self, entries: Iterable[Entry]) -> None:
+        if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
+            self._sums.clear()
         for entry in entries:
             self._expected[entry.key] = self._expected.get(entry.key, 0) + 1
 
@@ -61,18 +64,19 @@ class Gradients:
         left = self._expected.pop(entry.key, 1) - 1
         if left > 0:
             self._expected[entry.key] = left
-        held = self._sums.get(entry.key)
+        key = current_pass(), entry.key
+        held = self._sums.get(key)
         if left <= 0 and held is None:
             self._settle(param, grad, after)
             return
         if held is None:
-            if not self._sums:
-                after_backward(self._flush)
-            self._sums[entry.key] = (*self._home(entry.name, param, grad, after), param)
+            if not any(pass_ == key[0] for pass_, _ in self._sums):
+                after_backward(partial(self._flush, key[0]))
+            self._sums[key] = (*self._home(entry.name, param, grad, after), param)
         else:
             self._store.add(held[0], _flat(grad), after=after)
         if left <= 0:
-            self._flush_one(entry.key)
+            self._flush_one(key)
 
     def adopt(self, param: Tensor) -> None:
         """`param.grad`, made by autograd itself, moves to the store (a post-accumulate hook)."""
@@ -111,7 +115,7 @@ class Gradients:
         self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
 
-    def _flush_one(self, key: int) -> None:
+    def _flush_one(self, key: tuple[int, int]) -> None:
         _, total, param = self._sums.pop(key)
         total = _hooked(param, total)
         if param.grad is None:
@@ -122,9 +126,9 @@ class Gradients:
         self.adopt(param)
         _tell(param)
 
-    def _flush(self) -> None:
+    def _flush(self, ended: int) -> None:
         """The backward pass has ended: whatever was still expected will not come."""
-        for key in list(self._sums):
+        for key in [key for key in self._sums if key[0] == ended]:
             self._flush_one(key)
         self._expected.clear()
 

@@ -111,6 +111,8 @@ def test_a_disk_that_is_full_halfway_leaves_the_model_as_it_was(tmp_path, nearly
     assert params[0].grad.eq(1).all()
     assert params[0].tag == "mine"
     zcompile.offload(model, **{**ON_DISK, "host_memory": "16MiB"})
+    (model[0].w * 2).sum().backward()
+    assert hasattr(model[0].w.grad, "entry"), "the hooks of the second offload are called"
 
 
 def test_a_disk_that_is_full_in_the_step_leaves_the_parameters(tmp_path, nearly_full):

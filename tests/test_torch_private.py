@@ -108,6 +108,28 @@ def hooks_of() -> None:
 
 
 @contract
+def forget_hooks() -> None:
+    leaf, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    told: list[Tensor] = []
+    leaf.register_post_accumulate_grad_hook(repr)
+    private.forget_hooks(leaf)
+    torch.utils.swap_tensors(leaf, other)
+    assert private.hooks_of(leaf) == ({}, {})
+    leaf.register_post_accumulate_grad_hook(told.append)
+    leaf.sum().backward()
+    assert len(told) == 1
+
+
+@contract
+def trees() -> None:
+    leaves, spec = private.trees.tree_flatten(([1, 2], {"a": None}))
+    assert leaves == private.trees.tree_leaves(([1, 2], {"a": None}))
+    assert private.trees.tree_unflatten([2, 3, None], spec) == ([2, 3], {"a": None})
+    assert private.trees.tree_map(str, [1, (2,)]) == ["1", ("2",)]
+    assert hash(spec) == hash(private.trees.tree_flatten(([5, 6], {"a": 7}))[1])
+
+
+@contract
 def after_backward() -> None:
     said: list[str] = []
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
 
 from zcompile.errors import Unsupported
 from zcompile.fillings import SPECIAL, new_like
@@ -21,7 +20,7 @@ from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
 from zcompile.streaming import Application, is_elementwise, rows_of, stream, streamable
-from zcompile.torch_private import Dispatched
+from zcompile.torch_private import Dispatched, trees
 
 aten = torch.ops.aten
 
@@ -80,9 +79,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     return results[0]
 
 
-def _count_writes(
-    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
+def _count_writes(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """A compiled graph saves handles for backward. Their version counters make autograd refuse a
     backward whose parameters were written since its forward, as it does for plain tensors."""
     for tensor in Application(func, tuple(args), kwargs).written():
@@ -159,7 +156,7 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
     gradients are off, as in an optimizer that keeps one.
     """
     first: Any = next(t for t in app.tensors() if isinstance(t, cls))
-    metas = tree_map(
+    metas = trees.tree_map(
         lambda t: (
             torch.empty_strided((1,), (1,), dtype=t.dtype, device="meta")
             if isinstance(t, Tensor) and t.dim()
@@ -167,7 +164,7 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
         ),
         (app.args, app.kwargs),
     )
-    metas = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, metas)
+    metas = trees.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, metas)
     result = app.func(*metas[0], **metas[1])
     dtype = (result[0] if isinstance(result, list | tuple) else result).dtype
     layout = Layout(tuple(first.size()), tuple(first.stride()), 0, dtype)
@@ -205,7 +202,7 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         )
         return cls.sharing(base, lies)
 
-    return tree_map(wrap, made)
+    return trees.tree_map(wrap, made)
 
 
 def _whole(cls: type, app: Application) -> Any:
@@ -225,7 +222,7 @@ def _whole(cls: type, app: Application) -> Any:
             held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
         return tiered.lies.view(held[entry.key][1])
 
-    args, kwargs = tree_map(full, (app.args, app.kwargs))
+    args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
     result = app.func(*args, **kwargs)
     for tensor in written:
         if isinstance(tensor, cls):

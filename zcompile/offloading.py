@@ -20,7 +20,7 @@ from zcompile.fillings import write
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.tiered import TieredTensor, own
-from zcompile.torch_private import check_torch, hooks_of
+from zcompile.torch_private import check_torch, forget_hooks, hooks_of
 
 optimizers.watch()
 
@@ -219,6 +219,7 @@ def _become_plain(param: Any, device: torch.device) -> None:
     value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
     grad, param.grad = param.grad, None
     param.entry.owner = None  # swap_tensors refuses what is referred to weakly
+    forget_hooks(param)
     swap_tensors(param, nn.Parameter(value.to(device), param.requires_grad))
     vars(param).update(marks)
     if grad is not None:

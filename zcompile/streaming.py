@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zcompile.lower_step import Column, Row, lower_step
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register
 from zcompile.specs import Kind, Layout
-from zcompile.torch_private import Dispatched
+from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
 
 REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
@@ -37,7 +36,7 @@ class Application:
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        leaves, _ = tree_flatten((self.args, self.kwargs))
+        leaves, _ = trees.tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def written(self) -> list[Tensor]:
@@ -141,7 +140,7 @@ class _Call:
     def row(self, app: Application, target: "Tensor | None") -> Row:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
         leaves: list[Any]
-        leaves, spec = tree_flatten((app.args, app.kwargs))
+        leaves, spec = trees.tree_flatten((app.args, app.kwargs))
         found: list[Any] = [t for t in app.written() if isinstance(t, self._cls)]
         written = {t.entry.key for t in found}
         places: list[int] = []  # per leaf: >= 0 a column; < 0 plain input -(n + 1)
@@ -205,7 +204,7 @@ class _Chunked:
             else:
                 leaves.append(_cut(values[self.columns - place - 1], first, last))
         target = leaves.pop() if self.to_target else None
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = trees.tree_unflatten(leaves, self.spec)
         result = self.func(*args, **kwargs)
         if target is not None:
             target.copy_(result[0] if isinstance(result, list | tuple) else result)

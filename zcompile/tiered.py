@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from zcompile import eager, ops
 from zcompile.errors import Unsupported
@@ -27,6 +26,7 @@ from zcompile.torch_private import (
     is_traced,
     no_torch_function,
     support_foreach,
+    trees,
     wrapper,
 )
 from zcompile.unbacked import Unbacked
@@ -112,7 +112,7 @@ class TieredTensor(Unbacked):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tiered = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
+        tiered = [x for x in trees.tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
         if any(is_traced(t._handle) for t in tiered):
             return _traced(func, args, kwargs)
         return eager.call(TieredTensor, func, args, kwargs)
@@ -234,10 +234,10 @@ def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if any(isinstance(v, TieredTensor) for v in tree_leaves(value)):
+            if any(isinstance(v, TieredTensor) for v in trees.tree_leaves(value)):
                 raise Unsupported(
                     f"{func} writes to a tiered parameter inside a compiled function",
                     "move the write outside, or into a function under torch.compiler.disable",
                 )
-    args, kwargs = tree_map(full, (tuple(args), kwargs))
+    args, kwargs = trees.tree_map(full, (tuple(args), kwargs))
     return func(*args, **kwargs)

@@ -20,6 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -32,7 +33,7 @@ Dispatched = torch._ops.OpOverload
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["Dispatched", "aot_backend", "boxed", "is_traceable_wrapper_subclass"]
+__all__ = ["Dispatched", "aot_backend", "boxed", "is_traceable_wrapper_subclass", "trees"]
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
@@ -154,6 +155,15 @@ def current_pass() -> int:
 def save_unchecked(node: fx.Node) -> None:
     """A saved value whose later in-place changes do not matter to backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def forget_hooks(param: Tensor) -> None:
+    """Drop the hooks of a leaf that is about to be swapped.
+
+    `swap_tensors` exchanges what calls the hooks, but not the dicts that later ones are put into.
+    """
+    param._backward_hooks = None
+    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as before the first one
 
 
 def after_backward(callback: Callable[[], None]) -> None:

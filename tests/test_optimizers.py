@@ -95,6 +95,22 @@ def test_lbfgs_gives_the_same_bits(tmp_path):
     same_training(run, tmp_path, "eager")
 
 
+def test_sparse_gradients_stay_sparse(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Embedding(10, 4, sparse=True)
+
+    def run(model, call):
+        optimizer = optim.SparseAdam(list(model.parameters()))
+        for _ in range(2):
+            call(torch.tensor([1, 2, 1])).sum().backward()
+            assert model.weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same_training(run, tmp_path, "eager", make)
+
+
 def test_groups_keep_their_options(tmp_path):
     both(tmp_path, lambda m: optim.AdamW([
         {"params": [m[0].weight, m[2].weight], "weight_decay": 0.1},

@@ -152,7 +152,9 @@ def _converting(name: str) -> Callable[..., Tensor]:
 
     def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = getattr(Tensor, name)(self, *args, **kwargs)
-        if result is not self or torch.is_grad_enabled() or is_traced(self._handle):
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return result
+        if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
             return result
         return Unmoved(self._handle, self.__tensor_flatten__()[1])
 

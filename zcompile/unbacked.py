@@ -70,7 +70,7 @@ class Unbacked(torch.Tensor):
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""
-        if self.requires_grad and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or (self.requires_grad and torch.is_grad_enabled()):
             return super().cpu(*args, **kwargs)
         return self.on_host()
 

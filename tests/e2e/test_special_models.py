@@ -132,3 +132,46 @@ def test_buffers_change_and_evaluation_reads_them(memory_format, mode, tmp_path)
             return losses, call(data[0][0]).tolist()
 
     same_training(run, tmp_path, mode, lambda: Pictures().to(memory_format=memory_format))
+
+
+USES = {
+    "to a dtype and back": lambda w, x: x @ w.to(x.dtype).float(),
+    "to its device": lambda w, x: x @ w.to(x.device).cpu(),
+    "narrowed": lambda w, x: (x.bfloat16() @ w.bfloat16()).float(),
+    "data": lambda w, x: x @ w.data + w.detach().mean(),
+    "a list": lambda w, x: x @ w + w[0].tolist()[0],
+    "an item": lambda w, x: x @ w if w[0, 0].item() < 1e9 else x,
+    "numpy": lambda w, x: x @ w + float(w.detach().numpy()[0, 0]),
+    "metadata": lambda w, x: x @ w + w.shape[0] + w.numel() if w.requires_grad else x,
+    "views": lambda w, x: sum(x @ part.repeat(1, 2) for part in w.chunk(2, 1)),
+    "new tensors": lambda w, x: x @ w + torch.zeros_like(w).sum() + w.new_ones(1),
+    "normalized": lambda w, x: x @ (w / w.norm(dim=0, keepdim=True)),
+}
+
+
+class Using(nn.Module):
+    """Does what `use` says with its parameter."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.use = nn.Parameter(torch.randn(16, 8)), use
+
+    def forward(self, x):
+        return self.use(self.w, x)
+
+
+@MODES
+@pytest.mark.parametrize("name", USES)
+def test_a_forward_may_use_a_parameter_in_any_way(name, mode, tmp_path):
+    def run(model, call):
+        x = torch.randn(3, 16)
+        out = call(x)
+        if out.requires_grad:
+            out.sum().backward()
+        with torch.no_grad():
+            quiet = call(x)
+        grad = model.w.grad.tolist() if model.w.grad is not None else None
+        return out.tolist(), quiet.tolist(), grad
+
+    same_training(run, tmp_path, mode, lambda: Using(USES[name]))

@@ -83,6 +83,8 @@ class Gradients:
         grad = param.grad
         if grad is None or isinstance(getattr(grad, "entry", None), Entry):
             return
+        if grad.layout is not torch.strided:
+            return  # sparse: small, and of no fixed size
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
         param.grad = None
         home = self._home(name, param, like(param, grad), [self._store.device.mark()])

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from joint import captured, catch
+from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
 from torch import Tensor, fx
@@ -110,9 +111,9 @@ def cut() -> None:
     assert len(backward.graph.find_nodes(op="placeholder")) == 2, "what is saved, then tangents"
 
 
-def _cut_square() -> tuple[fx.GraphModule, fx.GraphModule]:
+def _cut_square(joint: fx.GraphModule | None = None) -> tuple[fx.GraphModule, fx.GraphModule]:
     """y = x * x and its gradient, x saved."""
-    joint = catch_plain(lambda x: x * x)
+    joint = joint or _square()[0]
     places = joint.graph.find_nodes(op="placeholder")
     backward: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -122,26 +123,39 @@ def _cut_square() -> tuple[fx.GraphModule, fx.GraphModule]:
     return private.cut(joint, [places[0]], [], 1)
 
 
-def catch_plain(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
-    """The joint graph of a function of one tensor."""
+def _square(unchecked: bool = False) -> tuple[fx.GraphModule, Tensor, Tensor]:
+    """The joint graph of x * x, cut as above; x and the sum of the result."""
     caught: list[fx.GraphModule] = []
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        from functorch.compile import default_partition
-
-        caught.append(fx.GraphModule(joint, fx.Graph()))
-        caught[0].graph.output(caught[0].graph.graph_copy(joint.graph, {}))
-        descs = joint.graph.find_nodes(op="output")[0].meta
-        caught[0].graph.find_nodes(op="output")[0].meta = dict(descs)
-        return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs)
+        caught.append(copied(joint))
+        if unchecked:
+            private.save_unchecked(joint.graph.find_nodes(op="placeholder")[0])
+        return _cut_square(joint)
 
     def compiler(gm, inputs):
         return private.boxed_graph(gm)
 
     torch._dynamo.reset()
     backend = private.aot_backend(compiler, compiler, compiler, partition)
-    torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
-    return caught[0]
+    x = torch.ones(2, requires_grad=True)
+    total = torch.compile(lambda x: x * x, backend=backend)(x).sum()
+    return caught[0], x, total
+
+
+@contract
+def save_unchecked() -> None:
+    """Of two graphs whose saved value is written before backward, the marked one goes on."""
+    for unchecked in (False, True):
+        _, x, total = _square(unchecked)
+        with torch.no_grad():
+            x.add_(1)
+        if unchecked:
+            total.backward()
+            assert x.grad.tolist() == [4.0, 4.0], "with what was written since"
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                total.backward()
 
 
 @contract

@@ -151,6 +151,20 @@ def after_backward() -> None:
 
 
 @contract
+def current_pass() -> None:
+    """A number of its own for each backward pass, the same all through it."""
+    seen: list[int] = []
+    for _ in range(2):
+        one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+        for leaf in (one, two):
+            leaf.register_hook(lambda grad: seen.append(private.current_pass()))
+        (one * two).sum().backward()
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert min(seen) >= 0
+    assert private.current_pass() == -1
+
+
+@contract
 def will_accumulate() -> None:
     said: list[bool] = []
     used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))

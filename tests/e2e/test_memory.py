@@ -28,10 +28,6 @@ TOKENS = 32
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
-    # By itself glibc comes to serve even blocks of several MiB from its heap, and what was freed
-    # there stays resident. So set, large blocks are mappings of their own, as they are at first,
-    # and the high-water mark shows what is alive.
-    "MALLOC_MMAP_THRESHOLD_": str(128 * KiB),
 }
 
 

@@ -18,7 +18,13 @@ from zcompile.errors import DeviceTooSmall
 from zcompile.runtime.device import Arriving, Direction, Landing
 from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.pace import Pace
-from zcompile.runtime.pages import clear_bytes, copy_bytes, host_pages, machine_bytes
+from zcompile.runtime.pages import (
+    clear_bytes,
+    copy_bytes,
+    give_back_freed_blocks,
+    host_pages,
+    machine_bytes,
+)
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.runtime.workers import Workers
 from zcompile.units import KiB
@@ -43,6 +49,7 @@ class CpuDevice:
 
     def __init__(self, throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+        give_back_freed_blocks()  # the activations of this device lie in malloc's heap
         self._meter = meter
         self._paces = {link: Pace(throttle.get(link)) for link in ("h2d", "d2h")}
         self._workers = {link: Workers(f"zinf-{link}", 1, crashed) for link in self._paces}

@@ -15,11 +15,27 @@ from torch import Tensor
 from zcompile.units import MiB
 
 HUGE_PAGE_BYTES = 2 * MiB
+RETURNED_BYTES = 1 * MiB
+"""Freed blocks of this size and more go back to the system on the emulated device."""
+_M_MMAP_THRESHOLD = -3
+"""glibc's malloc.h."""
 
 
 def machine_bytes() -> int:
     """Physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_freed_blocks() -> None:
+    """Let malloc return large blocks when they are freed, for this whole process.
+
+    By itself glibc raises the size from which a block is a mapping of its own, up to 32 MiB, and
+    what is freed below that stays resident: 2 to 3 times the activations of a small GPT. A C
+    library without the call keeps its own ways.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def host_pages(nbytes: int) -> Tensor:

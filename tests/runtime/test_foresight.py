@@ -13,6 +13,13 @@ from zcompile.offloading import session_behind
 from zcompile.runtime.foresight import handover
 
 
+@pytest.fixture(autouse=True)
+def _leave_no_store():
+    """The tests of stores beside this file count threads."""
+    yield
+    gc.collect()
+
+
 def one_use(slot):
     """Fetch, compute, free: instructions 0 to 3."""
     return schedule(fetch(slot, 0), wait(slot, 0, 1), run(1, out=(2,)), free(slot, 1))

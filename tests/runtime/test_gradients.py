@@ -1,5 +1,7 @@
 """Gradients on their way home: how often, in which order, in which layout, and who is told."""
 
+import gc
+
 import pytest
 import torch
 from pairs import Holder, assert_equal, entries, mlp, on_disk, parameter_pair
@@ -8,6 +10,13 @@ from torch import nn
 from zcompile.offloading import session_behind
 from zcompile.runtime.gradients import like, tells_without_gradient
 from zcompile.specs import Kind
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_store():
+    """The tests of stores beside this file count threads."""
+    yield
+    gc.collect()
 
 
 def received(param, *grads, expect=1):

@@ -18,6 +18,7 @@ from packaging.version import Version
 from zcompile.config import Config
 from zcompile.errors import TorchUnsupported
 from zcompile.torch_private import TESTED, check_torch
+from zcompile.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -130,4 +131,4 @@ def test_an_installed_zcompile_is_known_to_torch_compile():
     assert callable(backends["zinf"].load())
     assert "zinf" in torch.compiler.list_backends(exclude_tags=())
     version = Version(importlib.metadata.version("zcompile"))
-    assert version == Version(PROJECT["project"]["version"])
+    assert version == Version(VERSION)

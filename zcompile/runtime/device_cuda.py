@@ -182,4 +182,3 @@ class CudaDevice:
 def _copy_on_host(target: Tensor, source: Tensor, landing: Landing) -> None:
     with Arriving(landing):
         copy_bytes(target, source, target.numel())
-

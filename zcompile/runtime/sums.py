@@ -1,7 +1,7 @@
 """Add: an entry becomes itself plus what comes; the sum is formed on the host.
 
-    memory -> half a buffer; disk -> the other half; their sum -> disk
-    memory -> half a buffer; home on the host += that half
+memory -> half a buffer; disk -> the other half; their sum -> disk
+memory -> half a buffer; home on the host += that half
 """
 
 from collections.abc import Sequence

@@ -51,7 +51,9 @@ class Task:
 def train(task: Task, model: nn.Module, device: torch.device, watch: Watch) -> list[float]:
     """Train `model`, compiled or not; the loss of every step, in order."""
     optimizer = AdamW(model.parameters(), lr=task.lr, fused=True)
-    schedule = OneCycleLR(optimizer, task.lr, total_steps=task.steps, pct_start=WARM_UP,
+    # OneCycleLR divides by the steps of either half less one, so few steps get no warm-up half.
+    warm_up = WARM_UP if WARM_UP * task.steps > 1 else 0.5
+    schedule = OneCycleLR(optimizer, task.lr, total_steps=task.steps, pct_start=warm_up,
                           cycle_momentum=False)  # fmt: skip
     data = batches(task.text, task.batch, task.sequence, task.seed, device)
     model.train()

@@ -8,6 +8,7 @@ from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
 from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from zcompile import torch_private as private
@@ -141,6 +142,34 @@ def _square(unchecked: bool = False) -> tuple[fx.GraphModule, Tensor, Tensor]:
     x = torch.ones(2, requires_grad=True)
     total = torch.compile(lambda x: x * x, backend=backend)(x).sum()
     return caught[0], x, total
+
+
+@contract
+def asks_recomputation() -> None:
+    """Checkpointing leaves its mark on the nodes of a joint graph; plain code leaves none."""
+
+    def plain(x: Tensor) -> Tensor:
+        return (x.sin() * x).cos()
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(plain, x, use_reentrant=False)
+
+    found = []
+    for function in (plain, checkpointed):
+
+        def partition(joint, inputs, **kwargs):
+            from functorch.compile import default_partition
+
+            found.append(private.asks_recomputation(joint.graph))
+            return default_partition(joint, inputs, **kwargs)
+
+        def compiler(gm, inputs):
+            return private.boxed_graph(gm)
+
+        torch._dynamo.reset()
+        backend = private.aot_backend(compiler, compiler, compiler, partition)
+        torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
+    assert found == [False, True]
 
 
 @contract

@@ -109,7 +109,7 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
     def door(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         specs, session = backend.describe(example_inputs)
         assert session is not None, "offload the model"
-        catcher = Catcher(specs, session, session.config, Watcher("caught"))
+        catcher = Catcher(specs, lambda: session, session.config, Watcher("caught"))
         catchers.append((catcher, list(example_inputs)))
         made = aot_backend(catcher.forward, catcher.backward, catcher.inference, catcher.partition)
         return made(gm, list(example_inputs))

@@ -41,7 +41,7 @@ def test_it_counts_what_happened(trained):
     stats = zcompile.stats(trained)
     assert (stats["steps"], stats["graphs"]) == (2, 1)
     assert 0 < stats["distinct_regions"] <= stats["regions"]
-    assert stats["gathers"] >= 2 * (4 + 1 + 4 * 4)
+    assert stats["gathers"] == 2 * (4 + 1)  # forward reads all four, backward the last weight
     assert all(stats["bytes"].values())
     assert stats["seconds"]["compute"] > 0
     assert stats["seconds"]["optimizer"] > 0

@@ -5,8 +5,11 @@ passes run in between. Nothing of a parameter's identity is baked in: an executo
 of each call.
 """
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
 from zcompile.tiered import TieredTensor
 from zcompile.torch_private import (
     aot_backend,
+    asks_recomputation,
     boxed,
     check_torch,
     cut,
@@ -36,6 +40,8 @@ from zcompile.torch_private import (
     save_unchecked,
 )
 from zcompile.verify_schedule import verify_schedule
+
+log = logging.getLogger(__name__)
 
 
 def zinf(
@@ -54,9 +60,11 @@ def zinf(
         raise ConfigInvalid("mode", mode, "means nothing to backend='zinf'; leave it out")
     specs, session = describe(example_inputs)
     config = with_plan_options(session.config if session else Config(), options or {})
-    number = session.meter.snapshot()["graphs"] if session else 0
+    number = next(session.numbers) if session else 0
     watch = Watcher(f"graph{number}", open_run(config, session.dumps if session else {}))
-    graph = _Graph(specs, session, config, watch)
+    graph = _Graph(specs, _weakly(session), config, watch)
+    if session is not None:
+        session.meter.count("graphs")
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
     return backend(gm, list(example_inputs))  # type: ignore[no-any-return]  # torch's callable
 
@@ -84,27 +92,31 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
     return specs, next(iter(sessions.values()), None)
 
 
+Weakly = Callable[[], Session | None]
+"""A session if it is still there: torch's caches must not keep a model that its user let go."""
+
+
 @dataclass
 class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls its methods in order."""
 
     specs: Mapping[int, ParamSpec]
-    session: Session | None
+    session: Weakly
     config: Config
     watch: Watcher
     plan: Plan | None = None
     sinks: frozenset[NodeName] = frozenset()
-    regions: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.session is not None:
-            self.regions = self.session.regions
-            self.session.meter.count("graphs")
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The joint graph: run the passes, then cut it by phase."""
+        if asks_recomputation(joint.graph):
+            log.warning(
+                "%s: activation checkpointing is not honoured yet, everything backward needs is "
+                "kept; the numbers are the same",
+                self.watch.name,
+            )
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = frozenset(n for n, spec in self.plan.params.items() if spec.sink)
         saved: list[fx.Node] = []
@@ -135,7 +147,8 @@ class _Graph:
             for node in gm.graph.find_nodes(op="placeholder")
             if (position := handle_input(node)) in self.specs and position is not None
         }
-        budget = self.session.device_budget if self.session and params else None
+        session = self.session()
+        budget = session.device_budget if session is not None and params else None
         assign_phases(gm.graph, forward_outputs)
         plan = run(gm, Plan(params, budget), pipeline(self.config), watch=self.watch)
         self.watch.planned(gm.graph, plan)
@@ -145,9 +158,18 @@ class _Graph:
         self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: frozenset[NodeName]
     ) -> Callable[..., Any]:
         assert self.plan is not None
-        schedule = lower(gm, self.plan, phase, self.watch.name, self.regions, sinks)
+        session = self.session()
+        regions = session.regions if session is not None else {}
+        known = len(regions)
+        schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
         verify_schedule(schedule)
         self.watch.lowered(schedule, told_as)
+        if session is None:
+            return boxed(partial(compute_only, schedule))
+        meter = session.meter
+        meter.plan_device(schedule.peak_bytes)
+        meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
+        meter.count("distinct_regions", len(regions) - known)
         return boxed(_bound(self.session, schedule))
 
 
@@ -157,18 +179,17 @@ def _gathered_in_backward(handle: fx.Node) -> bool:
     )
 
 
-def _bound(session: Session | None, schedule: Schedule) -> Callable[[list[Any]], list[Any]]:
+def _weakly(session: Session | None) -> Weakly:
+    return weakref.ref(session) if session is not None else lambda: None
+
+
+def _bound(session: Weakly, schedule: Schedule) -> Callable[[list[Any]], list[Any]]:
     """The schedule as a function of its inputs; it empties the list it is given."""
-    if session is None:
-        return lambda args: compute_only(schedule, args)
-    meter = session.meter
-    meter.plan_device(schedule.peak_bytes)
-    meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
-    known = int(str(meter.snapshot()["distinct_regions"]))
-    meter.count("distinct_regions", len(session.regions) - known)
 
     def call(args: list[Any]) -> list[Any]:
+        alive = session()
+        assert alive is not None, "the handles among the inputs keep their session"
         with torch.no_grad():
-            return session.executor.run(schedule, args)
+            return alive.executor.run(schedule, args)
 
     return call

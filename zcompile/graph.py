@@ -100,6 +100,13 @@ def aliases_of(node: fx.Node) -> Iterator[fx.Node]:
                 queue.append(user)
 
 
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose storage a chain of views shares: `node` itself if it is fresh."""
+    while bases := bases_of(node):
+        node = bases[0]
+    return node
+
+
 def readers_of(node: fx.Node) -> set[fx.Node]:
     """Everything that reads `node` or a view of it; views are readers too."""
     return {user for alias in aliases_of(node) for user in alias.users}

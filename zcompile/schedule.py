@@ -6,7 +6,7 @@ run beside it. What a transfer must wait for is named by tickets, so that safety
 the list alone. Sizes and addresses are bytes; a register is an index into the values of one call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NewType
@@ -163,18 +163,12 @@ class Schedule:
     budget_bytes: int | None
     names: Mapping[int, str]
 
+    def fetches(self) -> Iterator[Fetch]:
+        return (i for i in self.instructions if isinstance(i, Fetch))
+
 
 @dataclass(frozen=True)
 class Literal:
     """An output that is known without running: None, or a constant."""
 
     value: object
-
-
-def slots_of(instruction: Instruction) -> tuple[Slot, ...]:
-    """The slots an instruction touches."""
-    match instruction:
-        case Fetch(slot=slot) | Wait(slot=slot) | Free(slot=slot) | Store(slot=slot):
-            return (slot,)
-        case _:
-            return ()

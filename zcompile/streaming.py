@@ -6,7 +6,7 @@ any range of them and gives the same bits. Operands that do not fit that descrip
 caller take the other road: gather whole, compute, write back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zcompile.lower_step import Column, Row, lower_step
-from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register
 from zcompile.specs import Kind, Layout
@@ -236,13 +236,3 @@ def stream(
         )
         session.meter.plan_device(session.steps[key].peak_bytes)
     session.executor.run(session.steps[key], call.inputs, call.entries)
-
-
-def groups(apps: Sequence[Application], cls: type) -> Iterator[tuple[Session, list[int]]]:
-    """Rows by the session that holds them, since one schedule has one arena."""
-    found: dict[int, tuple[Session, list[int]]] = {}
-    for index, app in enumerate(apps):
-        first: Any = next(t for t in app.tensors() if isinstance(t, cls))
-        session = session_of(first.entry)
-        found.setdefault(session.key, (session, []))[1].append(index)
-    yield from found.values()

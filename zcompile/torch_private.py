@@ -152,6 +152,11 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def asks_recomputation(graph: fx.Graph) -> bool:
+    """Whether the user asked for activation checkpointing somewhere in the graph."""
+    return any("recompute" in node.meta for node in graph.nodes)
+
+
 def save_unchecked(node: fx.Node) -> None:
     """A saved value whose later in-place changes do not matter to backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True

@@ -1,6 +1,6 @@
 """A gradient goes home as soon as it is made; the graph returns nothing in its place."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import insert, output_of, phase_of
+from zcompile.graph import insert, output_of, phase_of, root_of
 from zcompile.passes.base import Fact, Pass
 from zcompile.plan import Plan
 from zcompile.specs import NodeName, Phase
@@ -24,7 +24,8 @@ class ReduceGrads(Pass):
         return (%y, %dw)                          ...
                                                   return (%y, %s)
 
-    The sink stays an output until the graph is cut, so that autograd keeps the parameter in its
+    A gradient whose bytes somebody outside the call holds too is copied first. The sink stays an
+    output until the graph is cut, so that autograd keeps the parameter in its
     books; backward then returns None in its place.
     """
 
@@ -36,10 +37,17 @@ class ReduceGrads(Pass):
         handles = sinks(graph, plan)
         output = output_of(graph)
         results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
-        for position, desc in enumerate(output.meta.get("desc") or ()):
+        descs = list(output.meta.get("desc") or ())
+        kept = {
+            root_of(result)
+            for result, desc in zip(results, descs, strict=False)
+            if isinstance(result, fx.Node) and gradient_of(desc) not in handles
+        }
+        for position, desc in enumerate(descs):
             source = gradient_of(desc)
             grad = results[position]
             if source in handles and isinstance(grad, fx.Node):
+                grad = _own(graph, grad, kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
         return plan
@@ -52,6 +60,26 @@ def sinks(graph: fx.Graph, plan: Plan) -> Mapping[int | None, fx.Node]:
         for node in graph.find_nodes(op="placeholder")
         if node.name in plan.params and plan.params[NodeName(node.name)].sink
     }
+
+
+def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:
+    """A gradient is still on its way home when the call has ended: nobody else may hold its bytes,
+    as a caller does who gave them or is given them."""
+    root = root_of(grad)
+    if root.op != "placeholder" and root not in kept:
+        return grad
+    backward = phase_of(grad) is Phase.BACKWARD and grad.op != "placeholder"
+    calls = (n for n in graph.nodes if n.op == "call_function")
+    first = next((n for n in calls if phase_of(n) is Phase.BACKWARD), output_of(graph))
+    with graph.inserting_after(grad) if backward else graph.inserting_before(first):
+        return insert(
+            graph,
+            torch.ops.aten.clone.default,
+            grad,
+            like=grad,
+            phase=Phase.BACKWARD,
+            val=grad.meta["val"],
+        )
 
 
 def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: Plan) -> fx.Node:

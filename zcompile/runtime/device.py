@@ -88,4 +88,4 @@ class Arriving:
         if error is None:
             self._landing.enqueued(None)
         self._landing.landed(error)
-        return True
+        return error is None or isinstance(error, Exception)

@@ -5,12 +5,15 @@ which call comes next (`foresight.py`). Every fetch waits for the compute that w
 before the call, since the slots may have served an earlier schedule.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
+from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
@@ -25,6 +28,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.foresight = Foresight(store)
+        self._busy = threading.Lock()
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -32,7 +36,7 @@ class Executor:
         """The results of one call; `args` is emptied, so that its values can die early.
 
         entries  what the handles name, if the caller knows; else it is read from the handles
-        raises   what a transfer raised
+        raises   what a transfer raised; Unsupported, if another thread is in a call
         """
         values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
         args.clear()
@@ -40,7 +44,16 @@ class Executor:
             values[register] = constant
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
-        _Walk(self, schedule, values, entries).go()
+        if not self._busy.acquire(blocking=False):
+            raise Unsupported(
+                "the model is called while a call of it is still running, from another thread",
+                "call it from one thread at a time",
+            )
+        try:
+            with deferred_interrupts():
+                _Walk(self, schedule, values, entries).go()
+        finally:
+            self._busy.release()
         return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
 
 
@@ -59,14 +72,16 @@ class _Walk:
         self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight
         self.taken: set[Slot] = set()
+        self.given: dict[int, Ticket] = {}
 
     def go(self) -> None:
         device, meter = self.store.device, self.store.meter
-        self.begun = device.mark()
-        self.lap = device.stamp()
-        self.given = self.foresight.begin(self.call)
-        self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
         try:
+            self.begun = device.mark()
+            self.lap = device.stamp()
+            self.given = self.foresight.begin(self.call)
+            self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
+            self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
             for index, instruction in enumerate(self.schedule.instructions):
                 self._step(instruction)
                 self.foresight.passed(self.call, index)
@@ -92,7 +107,6 @@ class _Walk:
                 if ticket is not None:
                     self.tickets[ticket] = self.store.device.mark()
             case Fetch(slot=slot, ticket=ticket):
-                self.taken.add(slot)
                 given = ticket in self.given
                 self.tickets[ticket] = self.given.pop(ticket) if given else self._fetch(instruction)
             case Wait(ticket=ticket, slot=slot, layout=layout, register=register):
@@ -118,7 +132,8 @@ class _Walk:
     def _fetch(self, fetch: Fetch) -> Ticket:
         arena = self.store.arena
         arena.take_slot(fetch.slot.address, fetch.slot.nbytes)
-        self.store.meter.count("gathers")
+        self.taken.add(fetch.slot)
+        self.store.meter.count("gathers", int(self.schedule.phase is not Phase.STEP))
         return self.store.fetch(
             self.entries[fetch.entry],
             arena.slot(fetch.slot.address, fetch.nbytes),
@@ -136,7 +151,7 @@ class _Walk:
 
     def _abandon(self) -> None:
         """After an error: let what is under way end, then give the taken slots back."""
-        for ticket in self.tickets.values():
+        for ticket in (*self.tickets.values(), *self.given.values()):
             settle(ticket)
         for slot in self.taken:
             self.store.arena.give_slot(slot.address, slot.nbytes)

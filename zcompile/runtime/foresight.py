@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zcompile.errors import ZinfError
+from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Free, Run, Schedule
-from zcompile.specs import Kind
+from zcompile.specs import Kind, Phase
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
@@ -91,8 +91,11 @@ class Foresight:
             if not self._store.holds(entry):
                 continue
             arena, slot = self._store.arena, fetch.slot
-            arena.take_slot(slot.address, slot.nbytes)
-            self._store.meter.count("gathers")
+            try:
+                arena.take_slot(slot.address, slot.nbytes)
+            except BudgetExceeded:  # an eager gather lies there; the follower will see for itself
+                return
+            self._store.meter.count("gathers", int(self._next.schedule.phase is not Phase.STEP))
             ticket = self._store.fetch(
                 entry, arena.slot(slot.address, fetch.nbytes), begin=fetch.begin, after=after
             )

@@ -6,6 +6,7 @@ a parameter are added up first, and only their sum is added to what `.grad` held
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -26,15 +27,16 @@ class Gradients:
     """Receives gradients of the parameters of one store.
 
     A compiled forward says how many contributions its backward will make (`expect`). A parameter
-    that expects one is settled at once; one that expects several collects them in `_sums`, by
-    backward pass, so that what a failed pass left behind is never added to.
+    that expects exactly one, and has no hooks, is settled at once. Any other collects what comes in
+    `_sums` until autograd comes to the parameter itself, after everything that uses it (`adopt`).
+    Sums are kept by backward pass, so that what a failed pass left behind is never added to.
     """
 
     def __init__(self, store: Store, wrap: Wrap) -> None:
         self._store = store
         self._wrap = wrap
         self._expected: dict[int, int] = {}
-        self._sums: dict[tuple[int, int], tuple[Entry, Tensor, Tensor]] = {}
+        self._sums: dict[tuple[int, int], _Sum] = {}
 
     def expect(self, entries: Iterable[Entry]) -> None:
         if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
@@ -61,25 +63,26 @@ class Gradients:
         same = like(param, grad)
         if after is None or same is not grad:
             grad, after = same, [self._store.device.mark()]
-        left = self._expected.pop(entry.key, 1) - 1
-        if left > 0:
-            self._expected[entry.key] = left
+        expected = self._expected.pop(entry.key, 0)
+        if expected > 1:
+            self._expected[entry.key] = expected - 1
         key = current_pass(), entry.key
-        held = self._sums.get(key)
-        if left <= 0 and held is None:
+        alone = expected == 1 and key not in self._sums and not hooks_of(param)[0]
+        if alone or key[0] < 0:
             self._settle(param, grad, after)
-            return
-        if held is None:
-            if not any(pass_ == key[0] for pass_, _ in self._sums):
-                after_backward(partial(self._flush, key[0]))
-            self._sums[key] = (*self._home(entry.name, param, grad, after), param)
         else:
-            self._store.add(held[0], _flat(grad), after=after)
-        if left <= 0:
-            self._flush_one(key)
+            self._collect(key, entry.name, param, grad, after)
 
     def adopt(self, param: Tensor) -> None:
-        """`param.grad`, made by autograd itself, moves to the store (a post-accumulate hook)."""
+        """Autograd has come to `param`: settle what was collected; `.grad` moves to the store.
+
+        A post-accumulate hook, the first of every tiered parameter.
+        raises  Unsupported, if a hook would have to see one sum of which autograd has a part
+        """
+        tiered: Any = param
+        key = current_pass(), tiered.entry.key
+        if key in self._sums:
+            self._flush_one(key)
         grad = param.grad
         if grad is None or isinstance(getattr(grad, "entry", None), Entry):
             return
@@ -117,9 +120,28 @@ class Gradients:
         self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
 
+    def _collect(
+        self, key: tuple[int, int], name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
+    ) -> None:
+        held = self._sums.get(key)
+        if held is not None:
+            self._store.add(held.entry, _flat(grad), after=after)
+            return
+        if not any(pass_ == key[0] for pass_, _ in self._sums):
+            after_backward(partial(self._flush, key[0]))
+        entry, total = self._home(name, param, grad, after)
+        self._sums[key] = _Sum(entry, total, param, _state_of(param.grad))
+
     def _flush_one(self, key: tuple[int, int]) -> None:
-        _, total, param = self._sums.pop(key)
-        total = _hooked(param, total)
+        held = self._sums.pop(key)
+        param = held.param
+        if hooks_of(param)[0] and _state_of(param.grad) != held.found:
+            raise Unsupported(
+                f"parameter {param._name_in_store()!r} has a hook and gets gradients both from the "  # type: ignore[attr-defined]  # a tiered tensor's
+                "compiled model and from code outside of it, so the hook cannot see their sum",
+                "compute both parts in the compiled model, or remove the hook",
+            )
+        total = _hooked(param, held.total)
         if param.grad is None:
             param.grad = total
         else:
@@ -133,6 +155,26 @@ class Gradients:
         for key in [key for key in self._sums if key[0] == ended]:
             self._flush_one(key)
         self._expected.clear()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Contributions to one parameter within one backward pass.
+
+    entry, total  where the sum rests, and the tiered tensor over it
+    found         what `.grad` was when the first contribution came
+    """
+
+    entry: Entry
+    total: Tensor
+    param: Tensor
+    found: object
+
+
+def _state_of(grad: Tensor | None) -> object:
+    """Changes when somebody gives a parameter another gradient, or adds to the one it has."""
+    entry = getattr(grad, "entry", None)
+    return (entry.key, entry.version) if isinstance(entry, Entry) else id(grad)
 
 
 def like(param: Tensor, grad: Tensor) -> Tensor:

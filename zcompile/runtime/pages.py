@@ -50,6 +50,9 @@ def host_pages(nbytes: int) -> Tensor:
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     whole_pages = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A child that is forked while O_DIRECT reads into private memory may take the page along.
+        mapping.madvise(mmap.MADV_DONTFORK)
     if whole_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE, start, whole_pages)
     return memory[start : start + nbytes]

@@ -5,6 +5,7 @@ handles.
 """
 
 from collections.abc import Hashable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ class Session(Store):
         self.steps: dict[Hashable, Schedule] = {}
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
+        self.numbers = count()
 
     def fetch(
         self, entry: Entry, target: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
@@ -48,6 +50,12 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
         ticket = super().put(entry, source, begin=begin, after=after)
+        self._departures.leave(source, ticket)
+        return ticket
+
+    def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
+        """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
+        ticket = super().add(entry, source, after=after)
         self._departures.leave(source, ticket)
         return ticket
 

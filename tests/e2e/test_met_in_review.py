@@ -185,7 +185,8 @@ plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
 plain.load_state_dict({k: v.cpu() for k, v in model.state_dict().items()})
 run(x).sum().backward()
 plain(x).sum().backward()
-same = all(torch.equal(p.grad.cpu(), q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+pairs = zip(model.parameters(), plain.parameters())
+same = all(torch.equal(p.grad.cpu(), q.grad) for p, q in pairs)
 print("met", met, "same", same)
 """
     done = subprocess.run(

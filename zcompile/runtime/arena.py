@@ -188,9 +188,11 @@ class Arena:
         slots = sum(end - begin for begin, end in self._slots)
         if slots:
             alive.append(("slots of the running schedule", slots))
-        return BudgetExceeded("device", self.budget_bytes, self._in_use.now + nbytes, where, alive,
-                              "drop references to gathered values, compile the model so that "
-                              "gathers are planned, or raise device_memory")  # fmt: skip
+        needed = self._in_use.now + nbytes
+        return BudgetExceeded("device", self.budget_bytes, needed, where, alive,
+                              f"give zcompile.offload device_memory={needed} or more, drop "
+                              "references to gathered values, or compile the model, so that "
+                              "gathers are planned")  # fmt: skip
 
     def _whole(self) -> Tensor:
         with self._lock:

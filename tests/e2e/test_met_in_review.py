@@ -140,7 +140,7 @@ def test_a_model_that_was_let_go_lets_go_of_its_directory(tmp_path):
         run = torch.compile(model, backend="zinf")
         run(torch.randn(2, 16)).sum().backward()
         del model, run
-        gc.collect()
+    gc.collect()
     assert not list(tmp_path.glob("*.tier"))
 
 

@@ -5,6 +5,7 @@ however that ends, so whoever gets the lock knows that files left in the directo
 """
 
 import fcntl
+import gc
 import os
 import re
 import time
@@ -26,7 +27,11 @@ class Claim:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._path = directory / LOCK_NAME
-        self._fd = self._locked()
+        try:
+            self._fd = self._locked()
+        except DiskOwned:
+            gc.collect()  # a model of this process that was let go may not have been collected yet
+            self._fd = self._locked()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} since {time.strftime('%F %T')}\n".encode(), 0)
         for path in directory.iterdir():

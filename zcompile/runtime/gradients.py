@@ -56,8 +56,8 @@ class Gradients:
             return
         if not _accumulates(param):
             raise Unsupported(
-                f"the gradient of {entry.name!r} was asked for with torch.autograd.grad or with "
-                "backward(inputs=...), which a compiled model with tiered parameters cannot give",
+                f"{entry.name!r} is on the way of torch.autograd.grad or backward(inputs=...), "
+                "which a compiled model with tiered parameters cannot serve",
                 "call loss.backward() and read .grad, or call the model without torch.compile",
             )
         same = like(param, grad)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zcompile import handles
 from zcompile.config import Config
-from zcompile.errors import ParameterChanged, TierFull, Unsupported, ValueUnset, ZinfError
+from zcompile.errors import ParameterChanged, TierFull, Unsupported, ValueUnset
 from zcompile.runtime.arena import Arena
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.mover import Backlog, marks_of
@@ -221,7 +221,7 @@ class Store:
         self._backlog.enter(nbytes)
         try:
             self._submit(transfer, after)
-        except ZinfError:
+        except BaseException:  # an interrupt too: what never started takes no room
             self._backlog.leave(nbytes)
             raise
         transfer.over.then(partial(self._backlog.leave, nbytes))

@@ -24,6 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
+            # What only a GPU can show is shown on one; everywhere else it is seen to be skipped.
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from offloaded import SMALL, Twins, twins
 from small_models import mlp
-from torch import nn
+from torch import library, nn
 
 import zcompile
 from zcompile import backend
@@ -169,7 +169,7 @@ FAILS = [False]
 """Whether the op `zinftest::fails` raises where it runs."""
 
 
-@torch.library.custom_op("zinftest::fails", mutates_args=())
+@library.custom_op("zinftest::fails", mutates_args=())
 def op(x: torch.Tensor) -> torch.Tensor:
     if FAILS[0]:
         raise RuntimeError("the op fails")

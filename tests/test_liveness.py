@@ -11,7 +11,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.config import Config
 from zcompile.graph import aliases_of, find, positions, readers_of
-from zcompile.liveness import gathered_ranges, live_ranges, nbytes_of, profile
+from zcompile.liveness import live_ranges, nbytes_of, profile
 from zcompile.pipeline import pipeline
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def test_a_handle_and_a_sink_weigh_nothing():
 def test_a_pending_parameter_is_alive_from_its_fetch_to_its_release():
     graph = captured("mlp").through(*pipeline(Config(device="cpu"))).graph
     where = positions(graph)
-    ranges = {r.value: r for r in gathered_ranges(graph)}
+    ranges = {r.value: r for r in live_ranges(graph) if r.value.target is ops.fetch}
     assert list(ranges) == find(graph, ops.fetch)
     for release in find(graph, ops.release):
         fetch = release.args[0].args[0]

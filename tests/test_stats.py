@@ -80,7 +80,9 @@ def test_the_bytes_of_a_step_are_those_worked_out_by_hand(tmp_path):
     train(call, optimizer, data=data * 2)
     zcompile.stats(model, reset=True)
     train(call, optimizer, data=data * 4)
-    moved = {link: n / 4 for link, n in zcompile.stats(model)["bytes"].items()}
+    found = zcompile.stats(model)
+    assert found["peak"]["device"] == found["planned_peak"]["device"], "every gather was planned"
+    moved = {link: n / 4 for link, n in found["bytes"].items()}
     assert moved["d2h"] == 2 * params
     least = params + weight + 2 * params
     assert least <= moved["h2d"] <= least + params

@@ -170,7 +170,10 @@ class ValueUnset(ZinfError, RuntimeError):
 
 
 class Unsupported(ZinfError, NotImplementedError):
-    """Something that cannot be done exactly, so it is not done at all."""
+    """Something that cannot be done exactly, so it is not done at all.
+
+    A `NotImplementedError` too, which is what torch raises for an op it does not have.
+    """
 
     def __init__(self, what: str, todo: str) -> None:
         super().__init__(f"{what}; {todo}")

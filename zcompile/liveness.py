@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile import ops
 from zcompile.graph import aliases_of, bases_of, positions
 from zcompile.torch_private import handle_input, hint
 
@@ -69,8 +68,3 @@ def profile(graph: fx.Graph) -> list[int]:
         now += change[index]
         alive.append(now)
     return alive
-
-
-def gathered_ranges(graph: fx.Graph) -> list[LiveRange]:
-    """The ranges of gathered parameters alone: what the device arena must hold."""
-    return [r for r in live_ranges(graph) if r.value.target in (ops.gather, ops.fetch)]

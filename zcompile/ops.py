@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from zcompile.handles import entry_of
 from zcompile.torch_private import Dispatched
 
-_LIBRARY = torch.library.Library("zinf", "DEF")
+_LIBRARY = library.Library("zinf", "DEF")
 
 Meaning = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def declare(schema: str, fake: Meaning) -> Callable[[Meaning], Dispatched]:
         name = schema.split("(", 1)[0]
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, meaning, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"zinf::{name}", fake, lib=_LIBRARY)
+        library.register_fake(f"zinf::{name}", fake, lib=_LIBRARY)
         overload: Dispatched = getattr(torch.ops.zinf, name).default
         return overload
 

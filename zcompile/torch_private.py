@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._functorch._aot_autograd.descriptors import (
@@ -101,12 +100,6 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """`function` takes one list, which it may empty: the boxed calling convention."""
     function._boxed_call = True  # type: ignore[attr-defined]  # the convention's marker
     return function
-
-
-def boxed_graph(gm: fx.GraphModule) -> Callable[..., Any]:
-    """The graph as it stands, under the boxed calling convention."""
-    made: Callable[..., Any] = make_boxed_func(gm.forward)
-    return made
 
 
 def handle_input(node: fx.Node) -> int | None:

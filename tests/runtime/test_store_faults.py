@@ -44,6 +44,16 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
     assert store.meter.host.now == 0
 
 
+def test_a_fault_names_an_entry_as_it_is_called_now(store, monkeypatch):
+    entry = store.create("w.state", Kind.STATE, 1 * MiB)
+    entry.name = "w.exp_avg"
+    with monkeypatch.context() as broke:
+        broke.setattr(os, "pwritev", broken)
+        ticket = store.put(entry, ones(1 * MiB))
+        with pytest.raises(IOFault, match=r"write of 'w\.exp_avg' failed"):
+            ticket.wait()
+
+
 def test_a_failed_read_is_raised_where_compute_joins(store, monkeypatch):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     store.put(entry, ones(1 * MiB)).wait()

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import BudgetExceeded
+from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Gauge
-
-ALIGNMENT = 512
-"""What torch's own CUDA allocator gives, and more than any vectorized kernel asks for."""
 
 
 class Arena:
@@ -105,7 +103,7 @@ class Arena:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = aligned(nbytes)
         begin = self._claim(size, name)
         if begin is None:
             self._settle()

@@ -5,6 +5,7 @@ bytes, one of them writing, follow each other; all others run side by side.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from zcompile.runtime.extents import Written
@@ -26,8 +27,7 @@ class Operation(Protocol):
 class Place:
     """Where an entry rests. Guarded by the lock of the `Mover`."""
 
-    def __init__(self, name: str, nbytes: int, tier: TierIO, extent: Extent) -> None:
-        self.name = name
+    def __init__(self, nbytes: int, tier: TierIO, extent: Extent) -> None:
         self.nbytes = nbytes
         self.tier = tier
         self.extent = extent
@@ -35,6 +35,15 @@ class Place:
         self.error: BaseException | None = None
         self.freed = False
         self.under_way: list[Operation] = []
+
+    @property
+    def name(self) -> str:
+        """Of the entry, for people; said once, where its bytes rest."""
+        return self.extent.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.extent = replace(self.extent, name=name)
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""

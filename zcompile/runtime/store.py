@@ -38,9 +38,8 @@ class Entry:
     owner    the parameter whose gradient this is, if it is one
     """
 
-    def __init__(self, store: "Store", name: str, kind: Kind, place: Place, unset: bool) -> None:
+    def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool) -> None:
         self.key = handles.new_key()
-        self.name = name
         self.kind = kind
         self.nbytes = place.nbytes
         self.store = store
@@ -48,6 +47,14 @@ class Entry:
         self.unset = unset
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.place.name = name
 
     @property
     def home(self) -> str:
@@ -106,7 +113,7 @@ class Store:
                 rows.append(tier.usage())
                 continue
             self._planned(tier).change(extent.nbytes)
-            entry = Entry(self, name, kind, Place(name, nbytes, tier, extent), unset)
+            entry = Entry(self, kind, Place(nbytes, tier, extent), unset)
             self._entries[entry.key] = entry
             handles.bind(entry)
             return entry

@@ -4,6 +4,7 @@ It is cut into parts, each of which lands by itself; three countdowns tell how f
 A transfer holds nothing until all that it follows is complete, so what is under way always ends.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Means:
     adder: Workers
 
 
-class Transfer:
+class Transfer(ABC):
     """Bytes [begin, end) of an entry on their way to or from `memory`. A `Ticket`.
 
     memory  uint8 [end - begin], contiguous
@@ -113,11 +114,13 @@ class Transfer:
         else:
             self._chunk(begin, end, buffer)
 
+    @abstractmethod
     def _issue(self) -> None:
-        raise NotImplementedError
+        """Cut into parts and start them; all that this follows is complete."""
 
+    @abstractmethod
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
-        raise NotImplementedError
+        """Move bytes [begin, end) of the entry by way of a buffer of the ring."""
 
     def copied(self, error: BaseException | None) -> None:
         if error is not None:

@@ -38,10 +38,7 @@ class Executor:
         entries  what the handles name, if the caller knows; else it is read from the handles
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
-        values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
-        args.clear()
-        for register, constant in schedule.constants:
-            values[register] = constant
+        values = _registers(schedule, args)
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if not self._busy.acquire(blocking=False):
@@ -54,7 +51,7 @@ class Executor:
                 _Walk(self, schedule, values, entries).go()
         finally:
             self._busy.release()
-        return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
+        return _results(schedule, values)
 
 
 class _Walk:
@@ -98,12 +95,8 @@ class _Walk:
     def _step(self, instruction: Any) -> None:
         arena, values = self.store.arena, self.values
         match instruction:
-            case Run(region=region, inputs=inputs, outputs=outputs, drops=drops, ticket=ticket):
-                results = region.call(*[values[r] for r in inputs])
-                for register in drops:
-                    values[register] = None
-                for register, result in zip(outputs, results, strict=True):
-                    values[register] = result
+            case Run(ticket=ticket):
+                _compute(instruction, values)
                 if ticket is not None:
                     self.tickets[ticket] = self.store.device.mark()
             case Fetch(slot=slot, ticket=ticket):
@@ -159,15 +152,29 @@ class _Walk:
 
 def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:
     """A schedule that moves nothing, of a graph without tiered parameters."""
+    values = _registers(schedule, args)
+    for run in schedule.instructions:
+        assert isinstance(run, Run)
+        _compute(run, values)
+    return _results(schedule, values)
+
+
+def _registers(schedule: Schedule, args: list[Any]) -> list[Any]:
+    """The values a call begins with; `args` is emptied, so that they can die early."""
     values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
     args.clear()
     for register, constant in schedule.constants:
         values[register] = constant
-    for run in schedule.instructions:
-        assert isinstance(run, Run)
-        results = run.region.call(*[values[r] for r in run.inputs])
-        for register in run.drops:
-            values[register] = None
-        for register, result in zip(run.outputs, results, strict=True):
-            values[register] = result
+    return values
+
+
+def _compute(run: Run, values: list[Any]) -> None:
+    results = run.region.call(*[values[r] for r in run.inputs])
+    for register in run.drops:
+        values[register] = None
+    for register, result in zip(run.outputs, results, strict=True):
+        values[register] = result
+
+
+def _results(schedule: Schedule, values: list[Any]) -> list[Any]:
     return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]

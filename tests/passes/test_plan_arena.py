@@ -5,15 +5,21 @@ from dataclasses import replace
 import pytest
 from joint import captured, least_budget
 from small_models import SMALL_MODELS
+from torch import fx
 
+from zcompile import ops
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
-from zcompile.liveness import gathered_ranges
+from zcompile.liveness import LiveRange, live_ranges
 from zcompile.packing import ALIGNMENT, Block, live_peak
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.pipeline import pipeline
 
 PASSES = pipeline(Config(device="cpu"))
+
+
+def gathered_ranges(graph: fx.Graph) -> list[LiveRange]:
+    return [r for r in live_ranges(graph) if r.value.target in (ops.gather, ops.fetch)]
 
 
 def test_addresses_of_a_two_layer_model(golden):

@@ -179,13 +179,21 @@ class Store:
         entry.unset = False
         entry.version += 1
 
-    def read_all(self, entry: Entry) -> Tensor:
-        """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
+    def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
+        """Start moving bytes of `entry`, from `begin` on, into ordinary host memory.
+
+        target  uint8 [n], contiguous, on the host
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
         self._enter(entry.name)
         if entry.unset:
             raise ValueUnset(entry.name)
+        return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
+
+    def read_all(self, entry: Entry) -> Tensor:
+        """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
         memory = torch.empty(entry.nbytes, dtype=torch.uint8)
-        self._submit(ReadBack(entry.place, 0, memory, memory, (), self._means), ()).wait()
+        self.read(entry, memory).wait()
         return memory
 
     def drain(self) -> None:

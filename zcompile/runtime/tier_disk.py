@@ -52,6 +52,10 @@ class DiskTier:
         self._paces = {link: Pace(throttle.get(link)) for link in ("disk_read", "disk_write")}
         self._workers = {link: Workers(f"zinf-{link}", THREADS, crashed) for link in self._paces}
 
+    @property
+    def granule(self) -> int:
+        return ALIGNMENT
+
     def reserve(self, nbytes: int, name: str) -> Extent:
         with self._lock:
             order = sorted(range(len(self._files)),

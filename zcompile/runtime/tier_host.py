@@ -31,6 +31,7 @@ class HostTier:
 
     name = "host"
     alignment = 64  # of every dtype and of a cache line
+    granule = 1
 
     def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
                  in_use: Gauge) -> None:  # fmt: skip

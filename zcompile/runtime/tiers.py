@@ -51,7 +51,12 @@ class TierIO(Protocol):
 
     name: str
     alignment: int
-    """`begin` and the size of every read and write are multiples of this."""
+    """Extents begin and end at multiples of this."""
+
+    @property
+    def granule(self) -> int:
+        """Memory address, `begin` and size of every read and write are multiples of this, which
+        divides `alignment`."""
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         """Room for `nbytes`, rounded up to the alignment; its content is anything.

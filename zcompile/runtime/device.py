@@ -56,6 +56,15 @@ class Device(Protocol):
         target, source  uint8 [n], contiguous
         """
 
+    def straight(self, direction: Direction) -> bool:
+        """Whether a file may be read into host memory, or written from it, without a copy between.
+
+        False where the link must show: a throttled one of the emulated device.
+        """
+
+    def went_straight(self, direction: Direction, nbytes: int) -> None:
+        """A transfer between a file and host memory that was not copied is over."""
+
     def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
         """Start zeroing device memory; ordered like a copy to it, and no traffic."""
 

@@ -81,6 +81,13 @@ class CpuDevice:
         self._start(direction, target.numel(),
                     partial(self._copy, direction, target, source, landing))  # fmt: skip
 
+    def straight(self, direction: Direction) -> bool:
+        return self._paces[direction].bytes_per_s is None
+
+    def went_straight(self, direction: Direction, nbytes: int) -> None:
+        """Device memory is host memory here, so such bytes have passed this link as well."""
+        self._meter.moved(direction, nbytes)
+
     def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
         self._start("h2d", target.numel(), partial(_clear, target, landing))
 

@@ -121,6 +121,12 @@ class CudaDevice:
             self._enqueue(direction, partial(target.copy_, source, non_blocking=True), after,
                           landing, (target, source), target.numel())  # fmt: skip
 
+    def straight(self, direction: Direction) -> bool:
+        return True
+
+    def went_straight(self, direction: Direction, nbytes: int) -> None:
+        """Between a file and host memory: no link of the device was used."""
+
     def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
         self._enqueue("h2d", target.zero_, after, landing, (target,), 0)
 

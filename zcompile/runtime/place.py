@@ -47,7 +47,7 @@ class Place:
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""
-        unit = self.tier.alignment
+        unit = self.tier.granule
         return begin // unit * unit, -(-end // unit) * unit
 
     def blockers(self, new: Operation) -> Sequence[Operation]:

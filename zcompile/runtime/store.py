@@ -140,7 +140,7 @@ class Store:
         if entry.unset:
             raise ValueUnset(entry.name)
         fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
-                      self._means)  # fmt: skip
+                      self._means, self.arena.holds(target))  # fmt: skip
         return self._submit(fetch, after)
 
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
@@ -156,7 +156,8 @@ class Store:
         """
         self._enter(entry.name)
         window = self.arena.window(source)
-        put = Put(entry.place, begin, window, source, marks_of(after), self._means)
+        put = Put(entry.place, begin, window, source, marks_of(after), self._means,
+                  self.arena.holds(source))  # fmt: skip
         return self._submit_write(entry, put, source, after)
 
     def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:

@@ -35,7 +35,12 @@ class Buffer(NamedTuple):
     @classmethod
     def over(cls, memory: Tensor) -> "Buffer":
         """memory  uint8 [n], n > 0, contiguous, on the host; must outlive the buffer's use"""
-        array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
+        return cls.at(memory, memory.numel())
+
+    @classmethod
+    def at(cls, memory: Tensor, nbytes: int) -> "Buffer":
+        """`nbytes` from where `memory` begins, which may be more than it has itself."""
+        array = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr())
         return cls(memory, memoryview(array))
 
     @property

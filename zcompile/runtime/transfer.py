@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zcompile.runtime.device import Device
+from zcompile.packing import ALIGNMENT
+from zcompile.runtime.device import Device, Direction
 from zcompile.runtime.extents import Written
 from zcompile.runtime.place import Place
 from zcompile.runtime.staging import Staging
@@ -38,18 +39,21 @@ class Transfer(ABC):
             from them are over. Copies know only `memory`, so that a worker which is slow to let
             go of one does not hold a range of the arena.
     marks   points of compute that those copies must come after
+    padded  the bytes after `memory`, up to a multiple of the arena's ALIGNMENT, are free to use
 
     Three promises: `queued`, all copies are enqueued on the device; `over`, `memory` is not
     touched any more; `home`, all is done.
     """
 
     lane = "read"
+    direction: Direction = "h2d"
     writes = False
     cut_in = 1
     """Chunks per buffer of the ring."""
 
     def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
-                 marks: Sequence[Ticket], means: Means) -> None:  # fmt: skip
+                 marks: Sequence[Ticket], means: Means,
+                 padded: bool = False) -> None:  # fmt: skip
         assert memory.dtype == torch.uint8, "transfers move bytes"
         assert memory.is_contiguous(), "transfers move bytes that lie in one piece"
         self.place = place
@@ -60,6 +64,7 @@ class Transfer(ABC):
         self._memory: Tensor | None = memory
         self._owner: Tensor | None = owner
         self.means = means
+        self.padded = padded
         self._event: object = None
         self.was = Written()
         self.over.then(self._let_go)
@@ -138,7 +143,7 @@ class Transfer(ABC):
 
     def by_chunks(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Send ranges of the entry through the ring, cut at blocks of the tier."""
-        unit = self.place.tier.alignment
+        unit = self.place.tier.granule
         size = self.means.staging.chunk_bytes // self.cut_in
         chunks: deque[tuple[int, int]] = deque()
         for begin, end in ranges:
@@ -148,6 +153,22 @@ class Transfer(ABC):
                 begin = stop
         self.hold(len(chunks))
         self.means.staging.request(self.lane, self, chunks)
+
+    def straight(self, begin: int, end: int) -> Buffer | None:
+        """The memory of bytes [begin, end) of the entry, if the tier can move them as they lie.
+
+        Whole granules at an address that is a multiple of them; the last may reach into padding.
+        """
+        memory, granule = self.part(begin, end), self.place.tier.granule
+        if not (memory.is_cpu and self.means.device.straight(self.direction)):
+            return None
+        if begin % granule or memory.data_ptr() % granule:
+            return None
+        nbytes = -(-(end - begin) // granule) * granule
+        padding = end == self.end and self.padded and granule <= ALIGNMENT
+        if nbytes > end - begin and not padding:
+            return None
+        return Buffer.at(memory, nbytes)
 
     def part(self, begin: int, end: int) -> Tensor:
         """Bytes [begin, end) of the entry, in `memory`."""

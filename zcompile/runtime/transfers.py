@@ -3,7 +3,9 @@
     fetch   disk -> buffer of the ring -> memory        host -> memory        blank: zeros -> memory
     put     memory -> buffer of the ring -> disk        memory -> host
 
-Bytes pass the disk in chunks, each on its own: while one is copied to the device the next is read.
+Where system calls can reach the memory and it lies on granules of the tier, disk and memory
+exchange bytes without the ring. Otherwise bytes pass it in chunks, each on its own: while one is
+copied to the device the next is read.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
-from zcompile.runtime.device import Arriving, Landing
+from zcompile.runtime.device import Arriving, Direction, Landing
 from zcompile.runtime.pages import clear_bytes, copy_bytes
 from zcompile.runtime.ticket import Callback
 from zcompile.runtime.tier_host import HostTier
@@ -23,7 +25,7 @@ class Fetch(Transfer):
     """From home to device memory."""
 
     def _issue(self) -> None:
-        on_disk = []
+        staged = []
         for begin, end, held in self.was.pieces(self.begin, self.end):
             if not held:
                 self.hold(1)
@@ -32,9 +34,22 @@ class Fetch(Transfer):
                 for at, memory in self.place.tier.pieces(self.place.extent, begin, end):
                     self.hold(1)
                     self.copy(self.part(at, at + memory.numel()), memory, self)
+            elif (buffer := self.straight(begin, end)) is not None:
+                self.hold(1)
+                self.place.tier.read(self.place.extent, begin, buffer).then(
+                    partial(self._went_straight, end - begin))  # fmt: skip
             else:
-                on_disk.append((begin, end))
-        self.by_chunks(on_disk)
+                staged.append((begin, end))
+        self.by_chunks(staged)
+
+    def _went_straight(self, nbytes: int, error: BaseException | None) -> None:
+        if error is None:
+            self.note_straight(nbytes)
+            self.enqueued(None)
+        self.landed(error)
+
+    def note_straight(self, nbytes: int) -> None:
+        self.means.device.went_straight(self.direction, nbytes)
 
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         low, high = self.place.blocks(begin, end)
@@ -68,6 +83,9 @@ class ReadBack(Fetch):
         with Arriving(self):
             clear_bytes(target, target.numel())
 
+    def note_straight(self, nbytes: int) -> None:
+        """The device had no part in it."""
+
 
 @dataclass(frozen=True)
 class _FetchedChunk:
@@ -88,16 +106,35 @@ class Put(Transfer):
     """From memory to home."""
 
     lane = "write"
+    direction: Direction = "d2h"
     writes = True
 
     def _issue(self) -> None:
         if not isinstance(self.place.tier, HostTier):
-            self.by_chunks([(self.begin, self.end)])
+            self._to_disk()
             return
         for at, memory in self.place.tier.pieces(self.place.extent, self.begin, self.end):
             self.hold(1)
             self.means.device.copy("d2h", memory, self.part(at, at + memory.numel()),
                                     self.marks, self)  # fmt: skip
+
+    def _to_disk(self) -> None:
+        buffer = self.straight(self.begin, self.end)
+        # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
+        if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):
+            self.by_chunks([(self.begin, self.end)])
+            return
+        self.hold(1)
+        self.place.tier.write(self.place.extent, self.begin, buffer).then(self._went_straight)
+
+    def _padded_end(self) -> int:
+        return self.place.extent.nbytes if self.end == self.place.nbytes else self.end
+
+    def _went_straight(self, error: BaseException | None) -> None:
+        if error is None:
+            self.means.device.went_straight(self.direction, self.end - self.begin)
+            self.enqueued(None)
+        self.landed(error)
 
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         low, high = self.place.blocks(begin, end)

@@ -1,0 +1,92 @@
+"""Disk and memory exchange bytes without a copy between, where both lie on granules."""
+
+import pytest
+import torch
+
+from zcompile.packing import ALIGNMENT
+from zcompile.specs import Kind
+from zcompile.units import KiB
+
+SMALL = 256 * KiB
+"""The least host budget: all of it is staging, so entries rest on disk."""
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """(store) -> the list of ranges that pass its ring from here on."""
+
+    def watch(store):
+        ranges = []
+        ring = store._means.staging
+        request = ring.request
+
+        def noted(lane, transfer, chunks):
+            ranges.extend(chunks)
+            request(lane, transfer, chunks)
+
+        monkeypatch.setattr(ring, "request", noted)
+        return ranges
+
+    return watch
+
+
+def numbers(nbytes):
+    return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 70_001])
+def test_a_slot_goes_to_disk_and_comes_back_without_the_ring(open_store, staged, nbytes):
+    store = open_store(host_memory=SMALL, disk=True)
+    ranges = staged(store)
+    entry = store.create("w", Kind.PARAM, nbytes)
+    if nbytes % (granule := entry.place.tier.granule) and granule > ALIGNMENT:
+        pytest.skip(f"this disk moves whole blocks of {granule} bytes")
+    source = store.arena.slot(0, nbytes)
+    source.copy_(numbers(nbytes))
+    store.put(entry, source).wait()
+    target = store.arena.slot(128 * KiB, nbytes)
+    store.fetch(entry, target).join_compute()
+    assert torch.equal(target, numbers(nbytes))
+    assert ranges == []
+    assert store.meter.bytes()["h2d"] == store.meter.bytes()["d2h"] == nbytes
+
+
+def test_what_lies_behind_a_slot_is_not_touched(open_store, staged):
+    store = open_store(host_memory=SMALL, disk=True)
+    granule = 512
+    behind = store.arena.slot(granule * 16, granule)
+    entry = store.create("w", Kind.PARAM, granule * 15 + 1)
+    store.put(entry, numbers(entry.nbytes)).wait()
+    behind.fill_(7)
+    store.fetch(entry, store.arena.slot(0, entry.nbytes)).join_compute()
+    assert (behind == 7).all()
+
+
+def test_a_part_that_ends_inside_the_entry_leaves_the_rest_as_it_was(open_store):
+    store = open_store(host_memory=SMALL, disk=True)
+    entry = store.create("w", Kind.PARAM, 3 * 4096)
+    store.put(entry, numbers(entry.nbytes)).wait()
+    part = store.arena.slot(0, 4096 + 100)
+    part.fill_(9)
+    store.put(entry, part, begin=4096).wait()
+    expected = numbers(entry.nbytes)
+    expected[4096 : 2 * 4096 + 100] = 9
+    assert torch.equal(store.read_all(entry), expected)
+
+
+def test_memory_that_lies_off_granules_takes_the_ring(open_store, staged):
+    store = open_store(host_memory=SMALL, disk=True)
+    ranges = staged(store)
+    entry = store.create("w", Kind.PARAM, 8192)
+    store.put(entry, store.arena.slot(0, 16_384)[100 : 100 + 8192]).wait()
+    assert ranges
+
+
+def test_a_throttled_link_is_not_passed_by(open_store, staged):
+    store = open_store(host_memory=SMALL, disk=True, throttle={"h2d": "1GB/s"})
+    ranges = staged(store)
+    entry = store.create("w", Kind.PARAM, 8192)
+    store.put(entry, store.arena.slot(0, 8192)).wait()
+    assert ranges == []
+    store.fetch(entry, store.arena.slot(0, 8192)).join_compute()
+    assert ranges == [(0, 8192)]

@@ -42,13 +42,13 @@ NEWS = frozenset(
 def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`.
 
-    Until an optimizer keeps it, it is taken for one that is new in every step, as a gradient is.
+    Until an optimizer keeps it, it is taken for one that is new in every step.
     """
     entry: Entry = tiered.entry
     name = (
         entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
     )
-    made = entry.store.create(name, Kind.GRAD, layout.nbytes)
+    made = entry.store.create(name, Kind.RESULT, layout.nbytes)
     wrapped: Tensor = cls.over(made, layout)
     return wrapped
 

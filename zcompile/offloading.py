@@ -71,6 +71,9 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     try:
         for name, param in model.named_parameters():
             _check_movable(name, param)
+        session.keep_for_gradients(
+            sum(Layout.of(p).nbytes for p in model.parameters() if p.requires_grad)
+        )
         for name, param in model.named_parameters():
             moved.append((param, param.device))
             _become_tiered(session, name, param)
@@ -105,6 +108,8 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
             return None
         born = param.device
         _check_movable(name, param)
+        if param.requires_grad:
+            session.keep_for_gradients(Layout.of(param).nbytes)
         _become_tiered(session, name, param)  # the object itself: others may hold it already
         tiered: Any = param
         session.births[tiered.entry.key] = born

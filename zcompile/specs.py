@@ -18,6 +18,12 @@ class Kind(enum.Enum):
     PARAM = "parameter"
     GRAD = "gradient"
     STATE = "optimizer state"
+    RESULT = "result of an optimizer's step, until it is kept as a state"
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the entry outlives the step, so that its next use can be foreseen."""
+        return self in (Kind.PARAM, Kind.STATE)
 
 
 class Phase(enum.Enum):

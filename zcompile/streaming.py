@@ -17,7 +17,7 @@ from zcompile.lower_step import Column, Row, lower_step
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register
-from zcompile.specs import Kind, Layout
+from zcompile.specs import Layout
 from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
 
@@ -175,7 +175,7 @@ class _Call:
             layout.offset * layout.dtype.itemsize,
             layout.dtype,
             writes,
-            entry.kind is not Kind.GRAD,
+            entry.kind.lasting,
             entry.name,
         )
 

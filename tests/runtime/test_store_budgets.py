@@ -9,7 +9,7 @@ import torch
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
 from zcompile.runtime.staging import staging_size
 from zcompile.specs import Kind
-from zcompile.units import KiB, MiB
+from zcompile.units import GiB, KiB, MiB
 
 SMALL = 256 * KiB
 
@@ -204,3 +204,27 @@ def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
         torch.full((1 * MiB,), 255, dtype=torch.uint8, device="cuda")
     for n, entry in enumerate(entries):
         assert store.read_all(entry).eq(n).all()
+
+
+def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store):
+    store = open_store(host_memory="2MiB", disk=True)
+    store.keep_for_gradients(1 * MiB)
+    homes = [store.create(f"w{n}", Kind.PARAM, 300 * KiB).home for n in range(3)]
+    assert homes == ["host", "disk", "disk"]
+    assert store.create("bias", Kind.PARAM, 1 * KiB).home == "host"
+    grads = [store.create(f"w{n}.grad", Kind.GRAD, 300 * KiB) for n in range(3)]
+    assert [grad.home for grad in grads] == ["host"] * 3
+    store.free_later(grads[0].key)
+    assert store.create("state", Kind.STATE, 300 * KiB).home == "disk"
+    assert store.create("w0.grad", Kind.GRAD, 300 * KiB).home == "host"
+
+
+def test_without_a_disk_no_room_is_kept(open_store):
+    store = open_store(host_memory="2MiB")
+    store.keep_for_gradients(64 * MiB)
+    assert store.create("w", Kind.PARAM, 1 * MiB).home == "host"
+
+
+def test_the_ring_is_small_where_transfers_go_past_it():
+    assert staging_size(1 * GiB, True, straight=True).nbytes == 64 * MiB
+    assert staging_size(1 * GiB, True, straight=False).nbytes == 256 * MiB

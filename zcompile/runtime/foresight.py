@@ -16,7 +16,7 @@ from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Free, Run, Schedule
-from zcompile.specs import Kind, Phase
+from zcompile.specs import Phase
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
@@ -34,7 +34,7 @@ class Call:
     @cached_property
     def identity(self) -> Identity:
         """Gradients are new entries in every step, so they do not count."""
-        lasting = (e.key for e in self.entries if e.kind is not Kind.GRAD)
+        lasting = (e.key for e in self.entries if e.kind.lasting)
         return self.schedule.serial, tuple(lasting)
 
 

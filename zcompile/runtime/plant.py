@@ -48,10 +48,11 @@ def open_plant(config: Config, meter: Meter) -> Plant:
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
     """
     host_budget = _host_budget(config)
-    size = staging_size(host_budget, has_disk=bool(config.disk))
     mover = Mover()
     device = _open_device(config, meter, mover)
     try:
+        straight = device.torch_device.type == "cpu" and device.straight("h2d")
+        size = staging_size(host_budget, bool(config.disk), straight)
         device_budget = _device_budget(config, device)
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host)
         ring = Staging(device.host_block(size.nbytes), size, meter.host)

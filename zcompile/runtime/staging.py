@@ -21,6 +21,8 @@ LEAST_CHUNK_BYTES = 64 * KiB
 LEAST_CHUNKS = 4
 MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
+MOST_BESIDE_BYTES = 64 * MiB
+"""Where most transfers go straight between disk and arena, and the ring serves the others."""
 
 
 class StagingSize(NamedTuple):
@@ -32,8 +34,10 @@ class StagingSize(NamedTuple):
         return self.chunk_bytes * self.chunks
 
 
-def staging_size(host_budget: int, has_disk: bool) -> StagingSize:
+def staging_size(host_budget: int, has_disk: bool, straight: bool = False) -> StagingSize:
     """How much of the host budget is the ring: about a quarter, and less without a disk.
+
+    straight  most transfers do not need it
 
     raises  ConfigInvalid if the budget is smaller than the least ring
     """
@@ -41,7 +45,8 @@ def staging_size(host_budget: int, has_disk: bool) -> StagingSize:
     if host_budget < least:
         raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
                             f"least {show_size(least)}; give that or more")  # fmt: skip
-    target = min(host_budget // (4 if has_disk else 16), MOST_STAGING_BYTES)
+    most = MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
+    target = min(host_budget // (4 if has_disk else 16), most)
     chunk = MOST_CHUNK_BYTES
     while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
         chunk //= 2

@@ -27,6 +27,7 @@ from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
+from zcompile.units import KiB
 
 
 class Entry:
@@ -73,6 +74,11 @@ class Entry:
         self.store.on_gradient(self, grad)
 
 
+SMALL_BYTES = 64 * KiB
+"""Entries up to this rest on the host even in room that is kept for gradients: a request to a disk
+costs as much as the bytes of one that is much larger."""
+
+
 class Store:
     """Opens what `config` asks for.
 
@@ -99,6 +105,7 @@ class Store:
         self._backlog = Backlog(plant.staging_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
+        self._kept_bytes = self._gradients_on_host = 0
         self._pid = plant.pid
         self._close = weakref.finalize(self, shut, plant)
 
@@ -106,18 +113,36 @@ class Store:
         """A new, blank entry, on the host while there is room, else on disk. raises TierFull"""
         self._enter(name)
         rows = []
-        for tier in self._tiers:
+        for tier in self._tiers_for(kind, nbytes):
             try:
                 extent = tier.reserve(nbytes, name)
             except TierFull:
                 rows.append(tier.usage())
                 continue
             self._planned(tier).change(extent.nbytes)
+            if kind is Kind.GRAD and tier.name == "host":
+                self._gradients_on_host += extent.nbytes
             entry = Entry(self, kind, Place(nbytes, tier, extent), unset)
             self._entries[entry.key] = entry
             handles.bind(entry)
             return entry
         raise TierFull(name, nbytes, rows)
+
+    def keep_for_gradients(self, nbytes: int) -> None:
+        """So many bytes more of the host are for gradients, where there is a disk for the rest.
+
+        A gradient on the host is written and read nowhere; what it displaces would move as often.
+        """
+        self._kept_bytes += nbytes
+
+    def _tiers_for(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
+        """The tiers in the order in which an entry is offered to them."""
+        host, *others = self._tiers
+        _, used, capacity = host.usage()
+        kept = max(0, self._kept_bytes - self._gradients_on_host)
+        if kind is Kind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
+            return self._tiers
+        return (*others, host)
 
     def free_later(self, key: int) -> None:
         """The entry is not needed any more. Takes no lock: may be called by a finalizer."""
@@ -221,6 +246,8 @@ class Store:
                 return
             if (entry := self._entries.pop(key, None)) is not None:
                 self._planned(entry.place.tier).change(-entry.place.extent.nbytes)
+                if entry.kind is Kind.GRAD and entry.home == "host":
+                    self._gradients_on_host -= entry.place.extent.nbytes
                 self._mover.free(entry.place)
 
     def _planned(self, tier: TierIO) -> Gauge:

@@ -100,6 +100,14 @@ SENTENCES = {
         (DISK, "pass", "gather-param", ["release-params", "gather-params"]),
         "/data has no pass 'gather-param'; did you mean gather-params, release-params?",
     ),
+    errors.CheckpointInvalid: (
+        (DISK / "model.safetensors", "ends before its header does"),
+        "/data/model.safetensors ends before its header does; copy it again, or use another",
+    ),
+    errors.CheckpointMismatch: (
+        ("/data", ["a.weight: missing, the model has float32[2]"]),
+        "/data does not fit:\n    a.weight: missing, the model has float32[2]",
+    ),
 }  # fmt: skip
 
 

@@ -16,9 +16,11 @@ FLOORS = (
     {"zcompile"},  # the face
     {"zcompile.backend", "zcompile.offloading"},
     {"zcompile.optimizers"},
-    {"zcompile.tiered"},
+    {"zcompile.training_state"},
+    {"zcompile.optimizer_state"},
+    {"zcompile.tiered", "zcompile.model_state"},
     {"zcompile.eager"},
-    {"zcompile.fillings"},
+    {"zcompile.fillings", "zcompile.plain_values"},
     {"zcompile.streaming"},
     {"zcompile.unbacked"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.dump"},

@@ -225,3 +225,23 @@ class NotInRun(ZinfError, LookupError):
             else f"{path} has no {what} {key!r}, nor any other"
         )
         self.near = tuple(near)
+
+
+class CheckpointInvalid(ZinfError, ValueError):
+    """A file of a checkpoint that cannot be what it should be."""
+
+    def __init__(self, path: Path, why: str, todo: str = "copy it again, or use another") -> None:
+        super().__init__(f"{path} {why}; {todo}")
+        self.path = path
+
+
+class CheckpointMismatch(ZinfError, RuntimeError):
+    """A checkpoint and what it is to be put into differ; all differences are listed."""
+
+    def __init__(self, where: str, rows: Iterable[str]) -> None:
+        rows = list(rows)
+        shown = [f"    {row}" for row in rows[:16]]
+        if len(rows) > 16:
+            shown.append(f"    ... {len(rows) - 16} more")
+        super().__init__("\n".join((f"{where} does not fit:", *shown)))
+        self.rows = tuple(rows)

@@ -1,0 +1,109 @@
+"""Values as JSON and named tensors, and back: what a checkpoint keeps without pickling.
+
+What JSON has is written as it is. The rest is an object with one key that begins with "$": a tuple,
+a dict with keys that are not texts, an infinite number, or the name of a tensor that is kept
+elsewhere. Any other value raises, and says where it stands.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import Unsupported
+from zcompile.unbacked import Unbacked
+
+Read = Callable[[str, str], Tensor]
+"""Name of a tensor, the device it was on (or "tiered") -> the tensor."""
+
+_AS_THEY_ARE = (str, int, bool, type(None))
+_KINDS_OF_DICT: Mapping[str, type] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": Counter,
+}
+
+
+class Packer:
+    """Packs values, and collects the tensors that it met.
+
+    tensors  by name, which begins with where the value stood; the tensors themselves, not copies
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def pack(self, value: object, where: str) -> Any:
+        """`value` as JSON has it. raises  Unsupported, naming `where` and the type"""
+        kind = type(value)
+        if kind in _AS_THEY_ARE:
+            return value
+        if isinstance(value, float) and kind is float:
+            finite = value - value == 0
+            return value if finite else {"$float": repr(value)}
+        if isinstance(value, list) and kind is list:
+            return [self.pack(item, f"{where}.{at}") for at, item in enumerate(value)]
+        if isinstance(value, tuple) and kind is tuple:
+            return {"$tuple": [self.pack(item, f"{where}.{at}") for at, item in enumerate(value)]}
+        if isinstance(value, dict) and kind in _KINDS_OF_DICT.values():
+            return self._dict(value, where)
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        raise Unsupported(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot keep",
+            "give numbers, texts, None, tensors, and lists, tuples and dicts of them",
+        )
+
+    def _dict(self, value: dict[Any, Any], where: str) -> Any:
+        kind = type(value)
+        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
+            return {key: self.pack(item, f"{where}.{key}") for key, item in value.items()}
+        (tag,) = (tag for tag, known in _KINDS_OF_DICT.items() if known is kind)
+        return {
+            tag: [
+                [self.pack(key, f"{where} (a key)"), self.pack(item, f"{where}.{key}")]
+                for key, item in value.items()
+            ]
+        }
+
+    def _tensor(self, value: Tensor, where: str) -> Any:
+        check_dense(value, where)
+        name, tries = where, 1
+        while name in self.tensors:
+            name, tries = f"{where}~{tries}", tries + 1
+        self.tensors[name] = value.detach()
+        on = "tiered" if isinstance(value, Unbacked) else str(value.device)
+        return {"$tensor": name, "on": on}
+
+
+def unpack(value: Any, read: Read) -> Any:
+    """What `Packer.pack` was given. raises  ValueError, if `value` is not of its making"""
+    if isinstance(value, list):
+        return [unpack(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if tag[:1] != "$":
+        return {key: unpack(item, read) for key, item in value.items()}
+    inner = value[tag]
+    if tag == "$tensor":
+        return read(inner, value.get("on", "cpu"))
+    if tag == "$float":
+        return float(inner)
+    if tag == "$tuple":
+        return tuple(unpack(item, read) for item in inner)
+    if tag in _KINDS_OF_DICT:
+        pairs = ((unpack(key, read), unpack(item, read)) for key, item in inner)
+        return _KINDS_OF_DICT[tag](dict(pairs))
+    raise ValueError(f"a value is tagged {tag!r}, which is not known")
+
+
+def check_dense(value: Tensor, where: str) -> None:
+    """raises  Unsupported, for tensors whose values are not simply their elements"""
+    if value.layout is not torch.strided or value.is_quantized:
+        raise Unsupported(
+            f"{where} is a tensor of layout {value.layout} and dtype {value.dtype}",
+            "a checkpoint keeps dense tensors only; convert it first",
+        )

@@ -10,6 +10,8 @@ from zcompile.config import Config
 from zcompile.runtime.store import Store
 from zcompile.units import KiB
 
+from runtime.faulty import Faults
+
 OpenStore = Callable[..., Store]
 
 
@@ -17,6 +19,12 @@ OpenStore = Callable[..., Store]
 def own_threads() -> Callable[[], list[str]]:
     """Names of the threads that stores of this process run."""
     return lambda: [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What is to go wrong below the I/O engines of tiers and stores that are opened after this."""
+    return Faults(monkeypatch)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """What goes wrong in a transfer is told by everyone who could know, and never swallowed."""
 
-import errno
 import os
-import threading
 
 import pytest
 import torch
@@ -15,26 +13,22 @@ SMALL = 256 * KiB
 
 
 @pytest.fixture
-def store(open_store):
+def store(faults, open_store):
     return open_store(host_memory=SMALL, disk=True)
-
-
-def broken(fd, views, offset):
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def ones(nbytes):
     return torch.ones(nbytes, dtype=torch.uint8)
 
 
-def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store, monkeypatch):
+def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store, faults):
     entry, other = (store.create(name, Kind.PARAM, 1 * MiB) for name in ("w", "other"))
     store.put(other, ones(1 * MiB)).wait()
-    with monkeypatch.context() as broke:
-        broke.setattr(os, "pwritev", broken)
-        ticket = store.put(entry, ones(1 * MiB))
-        with pytest.raises(IOFault, match="write of 'w' failed"):
-            ticket.wait()
+    faults.fail("write")
+    ticket = store.put(entry, ones(1 * MiB))
+    with pytest.raises(IOFault, match="write of 'w' failed"):
+        ticket.wait()
+    faults.none()
     for later in (lambda: store.fetch(entry, ones(10)), lambda: store.put(entry, ones(10)),
                   lambda: store.add(entry, ones(10)), lambda: store.zero(entry),
                   lambda: store.read_all(entry), store.drain):  # fmt: skip
@@ -44,20 +38,19 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
     assert store.meter.host.now == 0
 
 
-def test_a_fault_names_an_entry_as_it_is_called_now(store, monkeypatch):
+def test_a_fault_names_an_entry_as_it_is_called_now(store, faults):
     entry = store.create("w.state", Kind.STATE, 1 * MiB)
     entry.name = "w.exp_avg"
-    with monkeypatch.context() as broke:
-        broke.setattr(os, "pwritev", broken)
-        ticket = store.put(entry, ones(1 * MiB))
-        with pytest.raises(IOFault, match=r"write of 'w\.exp_avg' failed"):
-            ticket.wait()
+    faults.fail("write")
+    ticket = store.put(entry, ones(1 * MiB))
+    with pytest.raises(IOFault, match=r"write of 'w\.exp_avg' failed"):
+        ticket.wait()
 
 
-def test_a_failed_read_is_raised_where_compute_joins(store, monkeypatch):
+def test_a_failed_read_is_raised_where_compute_joins(store, faults):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     store.put(entry, ones(1 * MiB)).wait()
-    monkeypatch.setattr(os, "preadv", broken)
+    faults.fail("read")
     ticket = store.fetch(entry, store.arena.slot(0, 1 * MiB))
     with pytest.raises(IOFault, match="read of 'w' failed"):
         ticket.join_compute()
@@ -65,30 +58,25 @@ def test_a_failed_read_is_raised_where_compute_joins(store, monkeypatch):
         store.drain()
 
 
-def test_what_queues_behind_a_failure_fails_with_it(store, monkeypatch):
+def test_what_queues_behind_a_failure_fails_with_it(store, faults):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
-    may_fail = threading.Event()
-
-    def broken_later(fd, views, offset):
-        may_fail.wait()
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "pwritev", broken_later)
+    faults.fail("write")
+    faults.gate.clear()
     store.put(entry, store.arena.slot(0, 1 * MiB))
     queued = [store.fetch(entry, store.arena.slot(1 * MiB, 4096)) for _ in range(1200)]
     queued.append(store.add(entry, store.arena.slot(0, 1 * MiB)))
-    may_fail.set()
+    faults.gate.set()
     for ticket in queued:
         with pytest.raises(IOFault):
             ticket.wait()
 
 
-def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, monkeypatch):
+def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, faults):
     names = ("part", "sum")
     part, whole = (store.create(name, Kind.STATE, 100_000) for name in names)
     store.put(part, ones(100_000)).wait()
     store.put(whole, ones(100_000)).wait()
-    monkeypatch.setattr(os, "preadv", broken)
+    faults.fail("read")
     tickets = [store.put(part, ones(10), begin=5), store.add(whole, ones(100_000))]
     for ticket, name in zip(tickets, names, strict=True):
         with pytest.raises(IOFault, match=f"read of '{name}' failed"):
@@ -96,10 +84,8 @@ def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, monkeypatch)
     assert store.meter.host.now == 0
 
 
-def test_a_short_write_and_read_are_finished(store, monkeypatch):
-    whole = os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, v, at: whole[0](fd, [v[0][:8192]], at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, v, at: whole[1](fd, [v[0][:8192]], at))
+def test_a_short_write_and_read_are_finished(store, faults):
+    faults.cut(8192)
     entry = store.create("w", Kind.PARAM, 300_000)
     values = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
     store.put(entry, values)

@@ -19,8 +19,8 @@ from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.staging import Staging, staging_size
-from zcompile.runtime.tier_disk import DiskTier
 from zcompile.runtime.tier_host import HostTier
+from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.workers import Worker, Workers

@@ -13,7 +13,7 @@ import torch
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_disk import DiskTier
+from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import Buffer
 from zcompile.units import MiB
 
@@ -41,54 +41,16 @@ def tier_files(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.glob("*.tier"))
 
 
-def test_a_read_error_names_entry_file_and_offset(open_tier, monkeypatch, tmp_path):
+def test_a_read_error_names_entry_file_and_offset(faults, open_tier, tmp_path):
     tier = open_tier()
     tier.reserve(UNIT, "first")
     extent = tier.reserve(2 * UNIT, "layers.3.weight")
-
-    def failing(fd, views, offset):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", failing)
+    faults.fail("read")
     with pytest.raises(IOFault) as caught:
         tier.read(extent, UNIT, filled(UNIT, 0)).wait()
     assert caught.value.errno == errno.EIO
     assert "read of 'layers.3.weight' failed: Input/output error" in str(caught.value)
     assert f"(0 of 4096 bytes at offset 8192 of {tmp_path}" in str(caught.value)
-
-
-def test_a_write_error_is_an_io_fault(open_tier, monkeypatch):
-    tier = open_tier()
-    extent = tier.reserve(UNIT, "w")
-
-    def failing(fd, views, offset):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwritev", failing)
-    with pytest.raises(IOFault, match="write of 'w' failed: No space left on device"):
-        tier.write(extent, 0, filled(UNIT, 1)).wait()
-
-
-def test_short_transfers_go_on_where_they_stopped(open_tier, monkeypatch):
-    tier = open_tier()
-    extent = tier.reserve(4 * UNIT, "w")
-    whole = os.preadv, os.pwritev
-    monkeypatch.setattr(os, "preadv", lambda fd, v, at: whole[0](fd, [v[0][:UNIT]], at))
-    monkeypatch.setattr(os, "pwritev", lambda fd, v, at: whole[1](fd, [v[0][:UNIT]], at))
-    source = filled(4 * UNIT, 0)
-    source.memory.random_(0, 255)
-    tier.write(extent, 0, source).wait()
-    into = filled(4 * UNIT, 0)
-    tier.read(extent, 0, into).wait()
-    assert torch.equal(into.memory, source.memory)
-
-
-def test_no_progress_is_an_error(open_tier, monkeypatch):
-    tier = open_tier()
-    extent = tier.reserve(UNIT, "w")
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: 0)
-    with pytest.raises(IOFault, match="the file ends before the data"):
-        tier.read(extent, 0, filled(UNIT, 0)).wait()
 
 
 def test_a_full_disk_shows_before_anything_is_written(open_tier, monkeypatch):
@@ -137,7 +99,8 @@ def test_without_o_direct_it_falls_back_with_a_note(open_tier, monkeypatch, capl
 
     monkeypatch.setattr(os, "open", no_direct)
     tier = open_tier()
-    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_disk"]
+    assert (tier.rings, tier.granule) == (("threads",), 1)
+    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_nvme"]
     assert len(notes) == 1
     assert "does not take O_DIRECT" in notes[0].getMessage()
     extent = tier.reserve(UNIT, "w")
@@ -157,7 +120,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tier_disk import DiskTier
+from zcompile.runtime.tier_nvme import DiskTier
 tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
 tier.reserve(4096, "w")
 sys.stdout.write("held\\n")

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from runtime.faulty import Faults
 
 from zcompile.config import Config
 from zcompile.runtime.store import Store
 from zcompile.units import KiB
-
-from runtime.faulty import Faults
 
 OpenStore = Callable[..., Store]
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.runtime.meter import Meter

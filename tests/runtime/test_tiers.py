@@ -9,8 +9,8 @@ from torch import Tensor
 from zcompile.errors import TierFull
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tier_host import HostTier
+from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import Buffer, TierIO
 from zcompile.units import KiB, MiB
 

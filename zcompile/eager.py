@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from zcompile.clipping import SCALES, defer_scale, known_norm
 from zcompile.errors import Unsupported
 from zcompile.fillings import SPECIAL, new_like
 from zcompile.graph import UNANNOTATED_VIEWS
+from zcompile.rows import Application, is_elementwise, rows_of, streamable
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
-from zcompile.streaming import Application, is_elementwise, rows_of, stream, streamable
+from zcompile.streaming import stream
 from zcompile.torch_private import Dispatched, trees
 
 aten = torch.ops.aten
@@ -63,7 +65,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             f"{func} changes the shape of a tiered tensor in place",
             "make a new parameter of the shape you need and offload the model again",
         )
-    special = SPECIAL.get(func)
+    special = defer_scale if func in SCALES else SPECIAL.get(func)
     if special is not None:
         done = special(cls, func, args, kwargs)
         if done is not NotImplemented:
@@ -123,6 +125,8 @@ def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any
             session = owner
             batch.append(index)
             written |= _keys(cls, app.written())
+        elif (known := known_norm(cls, app.func, app.args, app.kwargs)) is not None:
+            results[index] = known
         else:
             flush()
             results[index] = _whole(cls, app)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile.rows import Application, streamable
 from zcompile.runtime.store import Entry
 from zcompile.specs import Kind, Layout
-from zcompile.streaming import Application, stream, streamable
+from zcompile.streaming import stream
 from zcompile.torch_private import Dispatched
 
 aten = torch.ops.aten

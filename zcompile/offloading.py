@@ -19,6 +19,7 @@ from zcompile.errors import ModelWrapped, Unsupported
 from zcompile.fillings import write
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
+from zcompile.streaming import apply_deferred
 from zcompile.tiered import TieredTensor, own
 from zcompile.torch_private import check_torch, forget_hooks, hooks_of
 
@@ -66,12 +67,12 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
             "some parameters of the model are tiered already",
             "offload the whole model once, from its root",
         )
-    session = Session(build(config, fields, "zcompile.offload"), TieredTensor.over)
+    session = _open(build(config, fields, "zcompile.offload"))
     moved: list[tuple[nn.Parameter, torch.device]] = []
     try:
         for name, param in model.named_parameters():
             _check_movable(name, param)
-        session.keep_for_gradients(
+        session.homes.keep_for_gradients(
             sum(Layout.of(p).nbytes for p in model.parameters() if p.requires_grad)
         )
         for name, param in model.named_parameters():
@@ -99,7 +100,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     raises  as `offload`
     """
     check_torch()
-    session = Session(build(config, fields, "zcompile.init"), TieredTensor.over)
+    session = _open(build(config, fields, "zcompile.init"))
     modules: dict[int, weakref.ref[nn.Module]] = {}
 
     def register(module: nn.Module, name: str, param: Tensor | None) -> Any:
@@ -109,7 +110,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
         born = param.device
         _check_movable(name, param)
         if param.requires_grad:
-            session.keep_for_gradients(Layout.of(param).nbytes)
+            session.homes.keep_for_gradients(Layout.of(param).nbytes)
         _become_tiered(session, name, param)  # the object itself: others may hold it already
         tiered: Any = param
         session.births[tiered.entry.key] = born
@@ -130,6 +131,12 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
         session.births.clear()
     alive = [module for ref in modules.values() if (module := ref()) is not None]
     _finish(session, alive)
+
+
+def _open(config: Config) -> Session:
+    session = Session(config, TieredTensor.over)
+    session.on_deferred = apply_deferred
+    return session
 
 
 def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:

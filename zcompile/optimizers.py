@@ -71,3 +71,4 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 value.entry.kind = Kind.STATE
     for session in sessions.values():
         session.meter.count("steps")
+        session.norms.step_ended()

@@ -1,123 +1,24 @@
-"""Elementwise ops on tiered tensors, whatever their size: parsed into rows, run as a step schedule.
+"""Elementwise ops on tiered tensors, whatever their size, run as a step schedule.
 
-`_fused_adamw_(params, grads, ...)` is one row per parameter; `param.mul_(0.5)` is one row. Every
-operand of a row has the same elements in the same order of storage, so the op may be applied to
-any range of them and gives the same bits. Operands that do not fit that description make the
-caller take the other road: gather whole, compute, write back.
+Rows whose operands do not lie alike make the caller take the other road: gather whole, compute,
+write back.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zcompile.lower_step import Column, Row, lower_step
-from zcompile.runtime.session import session_of
+from zcompile.rows import Application
+from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
-from zcompile.schedule import EntryIndex, Register
-from zcompile.specs import Layout
+from zcompile.schedule import EntryIndex, Register, Schedule
 from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
-
-REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
-"""List ops whose result is not elementwise."""
-UNTAGGED = frozenset({"abs_", "_to_copy"})
-"""Elementwise, though torch does not tag them so."""
-
-
-@dataclass(frozen=True)
-class Application:
-    """One op on one row of operands: `func(*args, **kwargs)` with lists cut down to one item."""
-
-    func: Dispatched
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def tensors(self) -> list[Tensor]:
-        leaves, _ = trees.tree_flatten((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def written(self) -> list[Tensor]:
-        """The tensors the schema says are written."""
-        found: list[Tensor] = []
-        for position, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = (
-                self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
-            )
-            if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
-                continue  # fused optimizers write gradients only to unscale them in place
-            found.extend(
-                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Tensor)
-            )
-        return found
-
-
-def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Application]:
-    """A list op, one application per item; any other op, itself alone."""
-    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list) and a]
-    tensors = [a for a in lists if isinstance(a[0], Tensor)]
-    if not tensors or not func._schema.name.startswith(
-        ("aten::_foreach", "aten::_fused", "aten::_amp")
-    ):
-        return [Application(func, tuple(args), kwargs)]
-    count = len(tensors[0])
-
-    def pick(value: Any, index: int) -> Any:
-        if isinstance(value, list) and len(value) == count:
-            return [value[index]]
-        if isinstance(value, Tensor) and func._overloadname == "Tensor" and value.dim() == 1:
-            return value[index : index + 1]  # _foreach_addcdiv_.Tensor: one scalar per item
-        return value
-
-    return [
-        Application(
-            func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()}
-        )
-        for i in range(count)
-    ]
-
-
-def is_elementwise(func: Dispatched) -> bool:
-    """Whether the op may be applied to any range of elements by itself, and gives the same bits."""
-    if any("Tensor" not in str(result.type) for result in func._schema.returns):
-        return False  # aten.equal is tagged pointwise, and answers with one bool
-    if torch.Tag.nondeterministic_seeded in func.tags or len(func._schema.returns) > 1:
-        return False  # rrelu draws in one go; frexp answers twice
-    name = func._schema.name.removeprefix("aten::")
-    listed = name.startswith(
-        ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
-    )
-    tagged = torch.Tag.pointwise in func.tags or name in UNTAGGED
-    return (tagged or listed) and name not in REDUCTIONS
-
-
-def streamable(app: Application, cls: type) -> bool:
-    """Whether every tensor of the row is either one element or has the layout of the others.
-
-    All must rest in one store, since one schedule has one arena.
-    """
-    tensors = app.tensors()
-    wide = [t for t in tensors if t.numel() != 1]
-    tiered: list[Any] = [t for t in tensors if isinstance(t, cls)]
-    if not wide or not tiered or any(t.numel() == 1 for t in tiered):
-        return False
-    first = wide[0]
-    if first.numel() == 0 or len({t.store_key for t in tiered}) > 1:
-        return False
-    alike = all(t.size() == first.size() and t.stride() == first.stride() for t in wide)
-    same = len({t.device for t in wide}) == 1
-    if not (alike and same and Layout.of(first).dense):
-        return False
-    if any(t.dim() > first.dim() for t in tensors):
-        return False  # one element of more dimensions gives the result its own
-    if app.kwargs.get("memory_format") not in (None, torch.preserve_format):
-        return False
-    lying = {(t.entry.key, t.lies) for t in tiered}
-    return len({key for key, _ in lying}) == len(lying)
 
 
 class _Call:
@@ -128,6 +29,8 @@ class _Call:
         self.entries: list[Entry] = []
         self.inputs: list[Any] = []
         self.signature: list[object] = []
+        self.easing: list[tuple[Entry, tuple[Deferred, ...], bool]] = []
+        """Entries whose deferred changes the call makes on its way, and whether it writes them."""
 
     def entry(self, entry: Entry) -> EntryIndex:
         self.entries.append(entry)
@@ -160,13 +63,37 @@ class _Call:
                 plains.append(self.input(leaf))
                 places.append(-len(plains))
         kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
+        eased = self._ease(columns, plains)
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         self.signature.append(
-            (app.func, spec, numel, target is None, tuple(places), tuple(shapes), tuple(kinds))
+            (
+                app.func,
+                spec,
+                numel,
+                target is None,
+                tuple(places),
+                tuple(shapes),
+                tuple(kinds),
+                eased,
+            )
         )
-        compute = _Chunked(app.func, spec, tuple(places), len(columns), target is not None)
+        compute = _Chunked(app.func, spec, tuple(places), len(columns), target is not None, eased)
         return Row(numel, tuple(columns), tuple(plains), compute)
+
+    def _ease(
+        self, columns: Sequence[Column], plains: list[Register]
+    ) -> tuple[tuple[int, int, Deferred], ...]:
+        """(column, plain, change) of what is deferred of the row's operands; adds to `plains`."""
+        eased = []
+        for index, column in enumerate(columns):
+            entry = self.entries[column.entry]
+            for change in entry.deferred:
+                eased.append((index, len(plains), replace(change, operand=None)))
+                plains.append(self.input(change.operand))
+            if entry.deferred:
+                self.easing.append((entry, entry.deferred, column.writes))
+        return tuple(eased)
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
@@ -188,15 +115,21 @@ def _kind(leaf: object) -> object:
 
 @dataclass(frozen=True)
 class _Chunked:
-    """Applies an op to a range of elements: columns are chunks already, wide plains are cut."""
+    """Applies an op to a range of elements: columns are chunks already, wide plains are cut.
+
+    eased  changes to make before: (column, which plain is the operand, change)
+    """
 
     func: Dispatched
     spec: Any
     places: tuple[int, ...]
     columns: int
     to_target: bool
+    eased: tuple[tuple[int, int, Deferred], ...]
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        for column, plain, change in self.eased:
+            change.apply(values[column], values[self.columns + plain])
         leaves = []
         for place in self.places:
             if place >= 0:
@@ -235,4 +168,45 @@ def stream(
             name, rows, len(call.inputs), len(call.entries), session.device_budget
         )
         session.meter.plan_device(session.steps[key].peak_bytes)
-    session.executor.run(session.steps[key], call.inputs, call.entries)
+    _run_easing(session, session.steps[key], call.inputs, call.entries, call.easing)
+
+
+def apply_deferred(entry: Entry) -> None:
+    """Make the changes that were deferred of an entry. raises  what a transfer raises"""
+    session, layout = session_of(entry), entry.deferred[0].layout
+    changes = tuple((0, n, replace(c, operand=None)) for n, c in enumerate(entry.deferred))
+    operands = [change.operand for change in entry.deferred]
+    column = Column(EntryIndex(0), 0, layout.dtype, True, False, entry.name)
+    plains = tuple(Register(n) for n in range(len(operands)))
+    row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
+    name = f"what was deferred of {entry.name}"
+    schedule = lower_step(name, [row], len(operands), 1, session.device_budget)
+    session.meter.plan_device(schedule.peak_bytes)
+    _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
+
+
+def _ease_chunk(
+    changes: Sequence[tuple[int, int, Deferred]], first: int, last: int, values: Sequence[Any]
+) -> None:
+    for _, plain, change in changes:
+        change.apply(values[0], values[1 + plain])
+
+
+def _run_easing(
+    session: Session,
+    schedule: Schedule,
+    inputs: list[Any],
+    entries: Sequence[Entry],
+    easing: Sequence[tuple[Entry, tuple[Deferred, ...], bool]],
+) -> None:
+    """Run a step that makes deferred changes itself. What it does not write back stays deferred."""
+    for entry, _, _ in easing:
+        entry.deferred = ()
+    done = False
+    try:
+        session.executor.run(schedule, inputs, entries)
+        done = True
+    finally:
+        for entry, changes, written in easing:
+            if not (done and written):
+                entry.deferred = changes

@@ -41,6 +41,8 @@ class Executor:
         values = _registers(schedule, args)
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
+        if schedule.phase is Phase.BACKWARD:
+            self.store.settle_all()  # sums are added to gradients as they are
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "the model is called while a call of it is still running, from another thread",

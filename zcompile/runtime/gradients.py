@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
+from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
@@ -32,9 +33,10 @@ class Gradients:
     Sums are kept by backward pass, so that what a failed pass left behind is never added to.
     """
 
-    def __init__(self, store: Store, wrap: Wrap) -> None:
+    def __init__(self, store: Store, wrap: Wrap, norms: Norms) -> None:
         self._store = store
         self._wrap = wrap
+        self._norms = norms
         self._expected: dict[int, int] = {}
         self._sums: dict[tuple[int, int], _Sum] = {}
 
@@ -90,8 +92,7 @@ class Gradients:
             return  # sparse: small, and of no fixed size
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
         param.grad = None
-        home = self._home(name, param, like(param, grad), [self._store.device.mark()])
-        param.grad = home[1]
+        param.grad = self._alone(name, param, like(param, grad), [self._store.device.mark()])
 
     def _settle(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         seen = _hooked(param, grad)
@@ -99,7 +100,7 @@ class Gradients:
             grad, after = like(param, seen), [self._store.device.mark()]
         if param.grad is None:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            param.grad = self._home(name, param, grad, after)[1]
+            param.grad = self._alone(name, param, grad, after)
         else:
             with torch.no_grad():
                 self._add(param.grad, grad, after)
@@ -119,6 +120,13 @@ class Gradients:
         entry = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes)
         self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
+
+    def _alone(self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> Tensor:
+        """`grad` at home as the whole gradient of `param`; its norms are taken on the way."""
+        entry, tiered = self._home(name, param, grad, after)
+        with torch.no_grad():
+            self._norms.note(entry, grad.detach())
+        return tiered
 
     def _collect(
         self, key: tuple[int, int], name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]

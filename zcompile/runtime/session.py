@@ -17,6 +17,7 @@ from zcompile.handles import entry_of
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
+from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
@@ -29,7 +30,8 @@ class Session(Store):
         super().__init__(config)
         self.wrap = wrap
         self._departures = Departures()
-        self.gradients = Gradients(self, wrap)
+        self.norms = Norms()
+        self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.receive
         self.executor = Executor(self, self.gradients)
         self.regions: dict[str, Region] = {}

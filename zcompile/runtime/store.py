@@ -7,47 +7,53 @@ it on the host while there is room, else on disk, and moves it to and from the d
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zcompile import handles
 from zcompile.config import Config
-from zcompile.errors import ParameterChanged, TierFull, Unsupported, ValueUnset
+from zcompile.errors import ParameterChanged, Unsupported, ValueUnset
 from zcompile.runtime.arena import Arena
-from zcompile.runtime.meter import Gauge, Meter
+from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.homes import Homes
+from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Backlog, marks_of
 from zcompile.runtime.place import Place
 from zcompile.runtime.plant import closed_error, open_plant, shut
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
-from zcompile.units import KiB
 
 
 class Entry:
     """Bytes that the store holds. Reads give zeros until something is written.
 
+    born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
     home     name of the tier it rests on, "host" or "disk"
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter whose gradient this is, if it is one
+    deferred what is still to be done to the bytes; whoever reads finds it done
+    norms    what was measured of it: how -> (version, layout, result)
     """
 
     def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool) -> None:
         self.key = handles.new_key()
-        self.kind = kind
+        self.kind = self.born = kind
         self.nbytes = place.nbytes
         self.store = store
         self.place = place
         self.unset = unset
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
+        self.deferred: tuple[Deferred, ...] = ()
+        self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
 
     @property
     def name(self) -> str:
@@ -74,16 +80,12 @@ class Entry:
         self.store.on_gradient(self, grad)
 
 
-SMALL_BYTES = 64 * KiB
-"""Entries up to this rest on the host even in room that is kept for gradients: a request to a disk
-costs as much as the bytes of one that is much larger."""
-
-
 class Store:
     """Opens what `config` asks for.
 
     on_gradient  what becomes of a gradient given to `Entry.reduce_grad`; set by the optimizer's
                  side of the house
+    on_deferred  does what was deferred of an entry, before it is read; set by the same
 
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
@@ -93,6 +95,7 @@ class Store:
         self.config = config
         self.meter = Meter()
         self.on_gradient: Callable[[Entry, Tensor], None] = _nobody_takes_gradients
+        self.on_deferred: Callable[[Entry], None] = _nobody_defers
         plant = open_plant(config, self.meter)
         self.device = plant.means.device
         self.device_budget = plant.device_budget
@@ -102,47 +105,21 @@ class Store:
         self._means = plant.means
         self._mover = plant.mover
         self._tiers = plant.tiers
+        self.homes = Homes(plant.tiers, self.meter)
         self._backlog = Backlog(plant.staging_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
-        self._kept_bytes = self._gradients_on_host = 0
+        self._deferring: set[int] = set()
         self._pid = plant.pid
         self._close = weakref.finalize(self, shut, plant)
 
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False) -> Entry:
-        """A new, blank entry, on the host while there is room, else on disk. raises TierFull"""
+        """A new, blank entry, where `Homes` sends it. raises TierFull"""
         self._enter(name)
-        rows = []
-        for tier in self._tiers_for(kind, nbytes):
-            try:
-                extent = tier.reserve(nbytes, name)
-            except TierFull:
-                rows.append(tier.usage())
-                continue
-            self._planned(tier).change(extent.nbytes)
-            if kind is Kind.GRAD and tier.name == "host":
-                self._gradients_on_host += extent.nbytes
-            entry = Entry(self, kind, Place(nbytes, tier, extent), unset)
-            self._entries[entry.key] = entry
-            handles.bind(entry)
-            return entry
-        raise TierFull(name, nbytes, rows)
-
-    def keep_for_gradients(self, nbytes: int) -> None:
-        """So many bytes more of the host are for gradients, where there is a disk for the rest.
-
-        A gradient on the host is written and read nowhere; what it displaces would move as often.
-        """
-        self._kept_bytes += nbytes
-
-    def _tiers_for(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
-        """The tiers in the order in which an entry is offered to them."""
-        host, *others = self._tiers
-        _, used, capacity = host.usage()
-        kept = max(0, self._kept_bytes - self._gradients_on_host)
-        if kind is Kind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
-            return self._tiers
-        return (*others, host)
+        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes), unset)
+        self._entries[entry.key] = entry
+        handles.bind(entry)
+        return entry
 
     def free_later(self, key: int) -> None:
         """The entry is not needed any more. Takes no lock: may be called by a finalizer."""
@@ -162,8 +139,7 @@ class Store:
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self._enter(entry.name)
-        if entry.unset:
-            raise ValueUnset(entry.name)
+        self._settle(entry)
         fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
                       self._means, self.arena.holds(target))  # fmt: skip
         return self._submit(fetch, after)
@@ -180,6 +156,10 @@ class Store:
         after   complete before `source` is read; on CUDA, `device.mark()` of what computed it
         """
         self._enter(entry.name)
+        if source.numel() == entry.nbytes:
+            entry.deferred = ()
+        elif entry.deferred:
+            self.on_deferred(entry)
         window = self.arena.window(source)
         put = Put(entry.place, begin, window, source, marks_of(after), self._means,
                   self.arena.holds(source))  # fmt: skip
@@ -191,8 +171,7 @@ class Store:
         source  1-D, contiguous; otherwise as in `put`. The result is that of `Tensor.add_`.
         """
         self._enter(entry.name)
-        if entry.unset:
-            raise ValueUnset(entry.name)
+        self._settle(entry)
         raw = source.view(torch.uint8)
         window = self.arena.window(raw)
         add = Add(entry.place, window, raw, marks_of(after), self._means, source.dtype)
@@ -202,6 +181,7 @@ class Store:
         """Make it blank again; moves nothing."""
         self._enter(entry.name)
         self._mover.blank(entry.place)
+        entry.deferred = ()
         entry.unset = False
         entry.version += 1
 
@@ -212,8 +192,7 @@ class Store:
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self._enter(entry.name)
-        if entry.unset:
-            raise ValueUnset(entry.name)
+        self._settle(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
 
     def read_all(self, entry: Entry) -> Tensor:
@@ -245,13 +224,30 @@ class Store:
             except IndexError:  # another thread was here
                 return
             if (entry := self._entries.pop(key, None)) is not None:
-                self._planned(entry.place.tier).change(-entry.place.extent.nbytes)
-                if entry.kind is Kind.GRAD and entry.home == "host":
-                    self._gradients_on_host -= entry.place.extent.nbytes
+                self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
 
-    def _planned(self, tier: TierIO) -> Gauge:
-        return self.meter.planned_host if tier.name == "host" else self.meter.planned_disk
+    def defer(self, entry: Entry, change: Deferred) -> None:
+        """To be done to the entry before it is read, or by whoever reads it."""
+        self._enter(entry.name)
+        entry.deferred = (*entry.deferred, change)
+        entry.version += 1
+        self._deferring.add(entry.key)
+
+    def settle_all(self) -> None:
+        """Do what was deferred of any entry."""
+        self._enter("the model")
+        while self._deferring:
+            entry = self._entries.get(self._deferring.pop())
+            if entry is not None and entry.deferred:
+                self.on_deferred(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Before a read: the entry has a value, and nothing is left to be done to it."""
+        if entry.unset:
+            raise ValueUnset(entry.name)
+        if entry.deferred:
+            self.on_deferred(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
@@ -272,6 +268,11 @@ class Store:
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False
         return transfer
+
+
+def _nobody_defers(entry: Entry) -> None:
+    raise Unsupported(f"a change of {entry.name!r} was deferred in a store that cannot do it",
+                      "set store.on_deferred")  # fmt: skip
 
 
 def _nobody_takes_gradients(entry: Entry, grad: Tensor) -> None:

@@ -1,0 +1,76 @@
+"""What gradient clipping means on tiered gradients: norms that are known, scales that wait.
+
+`clip_grad_norm_` measures every gradient, then multiplies all of them by one number. The norms were
+taken when the gradients were produced (`runtime/norms.py`); the multiplication waits for the
+optimizer's step, which reads every gradient anyway (`runtime/deferred.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.norms import Measure
+from zcompile.runtime.session import session_of
+from zcompile.specs import Kind, Layout
+from zcompile.torch_private import Dispatched
+
+aten = torch.ops.aten
+
+MEASURES = frozenset({aten._foreach_norm.Scalar, aten.linalg_vector_norm.default})
+SCALES = frozenset({aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten.mul_.Tensor})
+MOST_DEFERRED = 4
+"""Changes of one gradient that wait; a loop that asks for more reads the gradient often anyway."""
+
+
+def known_norm(
+    cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any | None:
+    """The result of a norm of one gradient, in the form `func` gives, if it was measured before."""
+    if func not in MEASURES or not args:
+        return None
+    lists = isinstance(args[0], list)
+    tensor: Any = args[0][0] if lists else args[0]
+    if not is_gradient(cls, tensor):
+        return None
+    if func is aten.linalg_vector_norm.default and (len(args) > 2 or "dim" in kwargs):
+        return None  # of rows or columns, as some optimizers ask; not of all elements
+    rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
+    measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
+    return session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
+
+
+def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`gradients *= number`, kept for the next reader; NotImplemented if that cannot be."""
+    lists = isinstance(args[0], list)
+    tensors: list[Any] = args[0] if lists else [args[0]]
+    if not _is_number(cls, args[1]) or not all(is_gradient(cls, t) for t in tensors):
+        return NotImplemented
+    entries = {t.entry.key: t.entry for t in tensors}
+    if len(entries) < len(tensors):
+        return NotImplemented
+    if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
+        return NotImplemented
+    operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
+    for tensor in tensors:
+        change = Deferred(func, operand, lists, tensor.lies)
+        session_of(tensor.entry).defer(tensor.entry, change)
+    return None if lists else args[0]
+
+
+def is_gradient(cls: Any, tensor: Any) -> bool:
+    """Whether it is a tiered gradient, all of it."""
+    if not isinstance(tensor, cls):
+        return False
+    tiered: Any = tensor
+    lies: Layout = tiered.lies
+    entry = tiered.entry
+    return entry.kind is Kind.GRAD and lies.dense and lies.nbytes == entry.nbytes > 0
+
+
+def _is_number(cls: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, cls) and value.is_floating_point()
+    return isinstance(value, float)

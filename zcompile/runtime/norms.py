@@ -1,0 +1,55 @@
+"""Norms of gradients, taken while the gradients are still on the device.
+
+A loop that clips asks for the same norm in every step. From its second step on the norm is taken
+when a gradient is produced, by the very call that will ask for it, so that clipping reads no
+gradient again. The bits are those of the later call: it is the same kernel on the same values.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zcompile.runtime.store import Entry
+from zcompile.specs import Layout
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One way to measure a gradient: `func(gradient, *rest, **kwargs)`.
+
+    lists  `func` takes a list of tensors and gives one
+    """
+
+    func: Callable[..., Any]
+    rest: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    lists: bool
+
+    def __call__(self, grad: Tensor) -> Any:
+        return self.func([grad] if self.lists else grad, *self.rest, **dict(self.kwargs))
+
+
+class Norms:
+    """What was asked in the last step is measured ahead in this one."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[Measure, None] = {}
+        self._asked: dict[Measure, None] = {}
+
+    def note(self, entry: Entry, grad: Tensor) -> None:
+        """`grad` has just become the whole value of `entry`."""
+        layout = Layout.of(grad)
+        for measure in self._wanted:
+            entry.norms[measure] = entry.version, layout, measure(grad)
+
+    def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
+        """What `measure` gave, if the entry has not been written since."""
+        if entry.version == 1:  # a gradient that is summed up has other values by now
+            self._asked[measure] = None
+        version, lies, value = entry.norms.get(measure, (-1, None, None))
+        return value if version == entry.version and lies == layout else None
+
+    def step_ended(self) -> None:
+        self._wanted, self._asked = self._asked, {}

@@ -38,6 +38,8 @@ class Config:
                     the machine's memory on the CPU device
     host_memory     bytes of the host tier, staging included; None: an eighth of the memory
     disk            a directory, or several over which entries are spread; None: no disk tier
+    durable         every optimizer step ends in a commit on `disk`, from which a run that was
+                    killed resumes (`zcompile.resume`)
     throttle        link name -> bytes per second, paces the CPU device's transfers
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
@@ -50,6 +52,7 @@ class Config:
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     disk: str | Path | tuple[str | Path, ...] | None = None
+    durable: bool = False
     throttle: Mapping[str, float | str] = field(default_factory=_no_throttle)
     regions: str = "auto"
     max_lead: int = 8
@@ -61,6 +64,10 @@ class Config:
                 self._set(name, _checked(name, value, parse_size))
         self._set("device", self._device())
         self._set("disk", self._disks())
+        if not isinstance(self.durable, bool):
+            raise ConfigInvalid("durable", self.durable, "must be True or False")
+        if self.durable and not self.disk:
+            raise ConfigInvalid("durable", True, "needs a disk; give a directory as disk")
         for link in self.throttle:
             if link not in LINKS:
                 raise UnknownOption(link, LINKS, "throttle")

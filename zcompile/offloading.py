@@ -61,6 +61,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
                 "the model is offloaded already",
                 "call zcompile.offload once, or only zcompile.init",
             )
+        session_of(tiered[0].entry).root = weakref.ref(model)
         return model
     if tiered:
         raise Unsupported(
@@ -84,6 +85,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
         session.close()
         raise
     _move_buffers(model, session.device.torch_device)
+    session.root = weakref.ref(model)
     return model
 
 
@@ -255,3 +257,4 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             if isinstance(param, TieredTensor):
                 param.entry.name = name
         _move_buffers(root, session.device.torch_device)
+        session.root = weakref.ref(root) if session.root is None else session.root

@@ -1,8 +1,8 @@
 """What stock optimizers need beside their own code: two public hooks of torch.optim.
 
 Before a step, states that were loaded as plain tensors move to the store, and gradients that
-autograd left plain too. After it, the step is counted and states get the names people know them
-by. Optimizers without tiered parameters are not touched.
+autograd left plain too. After it, the step is counted, states get the names people know them by,
+and a durable model commits. Optimizers without tiered parameters are not touched.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from zcompile import durable
 from zcompile.fillings import write
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
@@ -35,8 +36,15 @@ def _tiered_params(optimizer: torch.optim.Optimizer) -> list[TieredTensor]:
     ]
 
 
+def _sessions(tiered: list[TieredTensor]) -> list[Session]:
+    return list({t.store_key: session_of(t.entry) for t in tiered}.values())
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for param in _tiered_params(optimizer):
+    tiered = _tiered_params(optimizer)
+    for session in _sessions(tiered):
+        durable.check_step(session, optimizer)
+    for param in tiered:
         session = session_of(param.entry)
         session.gradients.adopt(param)
         for key, value in optimizer.state.get(param, {}).items():
@@ -61,14 +69,13 @@ def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    sessions: dict[int, Session] = {}
-    for param in _tiered_params(optimizer):
-        session = session_of(param.entry)
-        sessions[session.key] = session
+    tiered = _tiered_params(optimizer)
+    for param in tiered:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
                 value.entry.name = f"{param.entry.name}.{key}"
                 value.entry.kind = Kind.STATE
-    for session in sessions.values():
+    for session in _sessions(tiered):
         session.meter.count("steps")
+        durable.commit_step(session, optimizer)
         session.norms.step_ended()

@@ -6,16 +6,21 @@ however that ends, so whoever gets the lock knows that files left in the directo
 
 import fcntl
 import gc
+import logging
 import os
 import re
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from zcompile.errors import DiskOwned, DiskUnusable
 
 LOCK_NAME = "zinf.lock"
-TIER_FILE = re.compile(r"zinf-\d+-\d+\.tier\Z")
+TIER_FILE = re.compile(r"zinf-(\d+)-\d+\.tier\Z")
+"""A scratch file, and the process that made it."""
+
+logger = logging.getLogger("zcompile.runtime.claim")
 
 
 class Claim:
@@ -34,10 +39,8 @@ class Claim:
             self._fd = self._locked()
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} since {time.strftime('%F %T')}\n".encode(), 0)
-        for path in directory.iterdir():
-            if TIER_FILE.match(path.name):
-                path.unlink(missing_ok=True)
         _CLAIMS.add(self)
+        reclaim(directory)
 
     def release(self) -> None:
         if self._fd >= 0:
@@ -74,6 +77,43 @@ class Claim:
         except OSError as error:
             raise DiskUnusable(self.directory, f"takes no files ({error.strerror})",
                                "give a directory one may write to") from error  # fmt: skip
+
+
+def scratch_files(directory: Path) -> list[Path]:
+    """What stores without `durable` keep there while they run."""
+    return sorted(path for path in directory.iterdir() if TIER_FILE.match(path.name))
+
+
+def reclaim(directory: Path) -> int:
+    """Remove what dead processes left; the bytes it took. The directory is ours."""
+    freed = 0
+    for path in scratch_files(directory):
+        found = TIER_FILE.match(path.name)
+        assert found is not None
+        with suppress(FileNotFoundError):
+            left = path.stat()
+            when = time.strftime("%F %T", time.localtime(left.st_mtime))
+            path.unlink()
+            freed += left.st_blocks * 512
+            logger.warning("%s: process %s, which last wrote at %s, ended without closing its "
+                           "model; what it kept there is lost, %s is removed",
+                           directory, found[1], when, path.name)  # fmt: skip
+    return freed
+
+
+def owner_of(directory: Path) -> str | None:
+    """Who holds the directory, without taking it: "process 12"; None if nobody does."""
+    try:
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _owner(os.pread(fd, 64, 0).decode(errors="replace"))
+    finally:
+        os.close(fd)
+    return None
 
 
 def _same_file(fd: int, path: Path) -> bool:

@@ -35,6 +35,24 @@ class Extents:
         self.used_bytes += nbytes
         return begin
 
+    def take_at(self, offset: int, nbytes: int) -> bool:
+        """Take [offset, offset + nbytes), rounded up; False when any of it is taken or beyond."""
+        end = offset + self.aligned(nbytes)
+        if end == offset:
+            return True
+        at = bisect_right(self._free, offset, key=lambda r: r[0]) - 1
+        if at < 0 or self._free[at][1] < end:
+            return False
+        low, high = self._free[at]
+        left, right = (low, offset), (end, high)
+        self._free[at : at + 1] = [(a, b) for a, b in (left, right) if a < b]
+        self.used_bytes += end - offset
+        return True
+
+    def holes(self) -> list[tuple[int, int]]:
+        """The free ranges, (begin, end), ordered."""
+        return list(self._free)
+
     def give(self, offset: int, nbytes: int) -> None:
         """Take back what `take` returned."""
         nbytes = self.aligned(nbytes)

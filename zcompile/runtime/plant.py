@@ -15,10 +15,12 @@ from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
 from zcompile.runtime.device import Device
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
+from zcompile.runtime.durable_files import DurableFiles
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.staging import Staging, staging_size
+from zcompile.runtime.tier_durable import DurableTier
 from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import TierIO
@@ -41,6 +43,10 @@ class Plant:
     means: Means
     tiers: tuple[TierIO, ...]
 
+    @property
+    def durable(self) -> DurableTier | None:
+        return next((tier for tier in self.tiers if isinstance(tier, DurableTier)), None)
+
 
 def open_plant(config: Config, meter: Meter) -> Plant:
     """Opens what `config` asks for.
@@ -54,7 +60,8 @@ def open_plant(config: Config, meter: Meter) -> Plant:
         straight = device.torch_device.type == "cpu" and device.straight("h2d")
         size = staging_size(host_budget, bool(config.disk), straight)
         device_budget = _device_budget(config, device)
-        host = HostTier(host_budget - size.nbytes, device.host_block, meter.host)
+        on_host = device.torch_device.type == "cpu"
+        host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)
         ring = Staging(device.host_block(size.nbytes), size, meter.host)
         tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover))
     except (OSError, RuntimeError, ValueError, MemoryError):
@@ -88,12 +95,17 @@ def closed_error(name: str) -> ParameterChanged:
     return ParameterChanged(name, "is gone: its store was closed", "offload the model again")
 
 
-def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[DiskTier, ...]:
+def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[TierIO, ...]:
     if not config.disk:
         return ()
     given = config.disk if isinstance(config.disk, tuple) else (config.disk,)
     rates = {link: float(rate) for link, rate in config.throttle.items()}
-    return (DiskTier([Path(path) for path in given], rates, meter, mover.abandon),)
+    paths = [Path(path) for path in given]
+    if not config.durable:
+        return (DiskTier(paths, rates, meter, mover.abandon),)
+    files = DurableFiles(paths)
+    disk = DiskTier(paths, rates, meter, mover.abandon, open_file=files.open)
+    return (DurableTier(disk, files, mover.abandon),)
 
 
 def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:

@@ -4,6 +4,7 @@ One offloaded model, one session. Two sessions in one process share nothing but 
 handles.
 """
 
+import weakref
 from collections.abc import Hashable, Sequence
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.handles import entry_of
+from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
@@ -39,6 +41,10 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
+        self.root: weakref.ref[torch.nn.Module] | None = None
+        """The model, for what commits by itself."""
+        disk, ring = self.durable, self._means.staging
+        self.ledger = None if disk is None else Ledger(self, disk, ring)
 
     def fetch(
         self, entry: Entry, target: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()

@@ -26,6 +26,7 @@ from zcompile.runtime.place import Place
 from zcompile.runtime.plant import closed_error, open_plant, shut
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
@@ -104,6 +105,7 @@ class Store:
                            plant.mover.memories_free)  # fmt: skip
         self._means = plant.means
         self._mover = plant.mover
+        self.durable = plant.durable
         self._tiers = plant.tiers
         self.homes = Homes(plant.tiers, self.meter)
         self._backlog = Backlog(plant.staging_bytes)
@@ -143,6 +145,28 @@ class Store:
         fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
                       self._means, self.arena.holds(target))  # fmt: skip
         return self._submit(fetch, after)
+
+    def lendable(self, entry: Entry) -> bool:
+        """Whether compute can reach the bytes of `entry` where they rest: on the host, for the
+        emulated device, unless its links are throttled so that they show."""
+        device, tier = self.device, entry.place.tier
+        reach = device.torch_device.type == "cpu" and device.straight("h2d")
+        return reach and device.straight("d2h") and isinstance(tier, HostTier) and tier.whole
+
+    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> Tensor:
+        """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
+
+        Compute may touch them until the caller starts anything else on the entry.
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
+        self._enter(entry.name)
+        self._settle(entry)
+        tier = entry.place.tier
+        assert isinstance(tier, HostTier), "only what rests on the host can be lent"
+        ((_, memory),) = tier.pieces(entry.place.extent, begin, begin + nbytes)
+        self._mover.borrow(entry.place, begin, memory, writes)
+        entry.version += int(writes)
+        return memory
 
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip

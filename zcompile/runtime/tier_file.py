@@ -27,20 +27,23 @@ _KEYS = itertools.count(1)
 class TierFile:
     """A file of aligned extents, removed on close.
 
+    path     by default a new name in `directory`
     direct   transfers bypass the page cache
     granule  transfers come in multiples of this
     raises   DiskUnusable
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / f"zinf-{os.getpid()}-{next(_KEYS)}.tier"
+    new = os.O_CREAT | os.O_EXCL
+    """How it is opened; a file that is there already is never taken for a new one."""
+
+    def __init__(self, directory: Path, path: Path | None = None) -> None:
+        self.path = path or directory / f"zinf-{os.getpid()}-{next(_KEYS)}.tier"
         self.extents = Extents(ALIGNMENT)
         try:
             self.direct = self._takes_direct()
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            flags = os.O_RDWR | self.new | os.O_CLOEXEC
             self._fd = os.open(self.path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
         except OSError as error:
-            self.path.unlink(missing_ok=True)
             raise DiskUnusable(directory, f"takes no files ({error.strerror or error})",
                                "free space on it or give another directory") from error  # fmt: skip
         self.granule = direct_granule(self._fd) if self.direct else 1

@@ -29,6 +29,7 @@ class DiskTier:
 
     throttle  "disk_read", "disk_write" -> bytes per second
     rings     names of `ring_choice.DIRECT` to try, in order; for benchmarks and tests
+    open_file  the file of a directory, which is ours by then
     raises    DiskOwned, DiskUnusable
     """
 
@@ -37,7 +38,8 @@ class DiskTier:
 
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],
-                 rings: Sequence[str] = ring_choice.DIRECT) -> None:  # fmt: skip
+                 rings: Sequence[str] = ring_choice.DIRECT,
+                 open_file: Callable[[Path], TierFile] = TierFile) -> None:  # fmt: skip
         self._meter = meter
         self._lock = threading.Lock()
         self._claims: list[Claim] = []
@@ -45,7 +47,7 @@ class DiskTier:
         try:
             for directory in directories:
                 self._claims.append(Claim(directory))
-                self._files.append(TierFile(directory))
+                self._files.append(open_file(directory))
             chosen = _chosen(self._files, rings)
         except (OSError, RuntimeError):
             self._close_files()

@@ -1,0 +1,175 @@
+"""Durable training: each optimizer step ends in a commit, and a killed run resumes from the last.
+
+What a step commits is what `training_state` describes; where the bytes lie is the business of the
+runtime. Resuming moves nothing that rests on disk: entries take the extents that the index names.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported
+from zcompile.model_state import Fact
+from zcompile.runtime.adopting import Adopter
+from zcompile.runtime.commit import Ledger
+from zcompile.runtime.data_check import check_all
+from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small
+from zcompile.runtime.session import Session, session_of
+from zcompile.specs import Layout
+from zcompile.tiered import TieredTensor
+from zcompile.training_state import describe, restore
+
+Optimizer = torch.optim.Optimizer
+
+logger = logging.getLogger("zcompile.durable")
+
+
+def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> Ledger | None:
+    """The commits of `model`, if `path` is its own durable directory."""
+    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
+    for param in tiered:
+        ledger = session_of(param.entry).ledger
+        if ledger is None:
+            return None
+        wanted = Path(path).resolve()
+        return ledger if wanted == ledger.files.home.resolve() else None
+    return None
+
+
+def check_step(session: Session, optimizer: Optimizer) -> None:
+    """Before a step of a durable session, while nothing is written yet.
+
+    raises  DurableHeld, TierFull, CommitFailed, Unsupported
+    """
+    ledger = session.ledger
+    if ledger is None:
+        return
+    ledger.check()
+    known = ledger.optimizer() if ledger.optimizer is not None else None
+    if known is not None and known is not optimizer:
+        raise Unsupported(
+            f"a second optimizer ({type(optimizer).__name__}) steps on a durable model",
+            "a commit holds the state of one optimizer; use one with several groups, or "
+            "durable=False and zcompile.save",
+        )
+    ledger.optimizer = weakref.ref(optimizer)
+
+
+def commit_step(session: Session, optimizer: Optimizer) -> None:
+    """The step that has just ended becomes what a killed run resumes from.
+
+    raises  what `Ledger.commit` raises
+    """
+    if (ledger := session.ledger) is not None:
+        commit(ledger, _model_of(session), optimizer, step=ledger.step + 1)
+
+
+def commit(
+    ledger: Ledger,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+) -> None:
+    """Commit the state as it is.
+
+    extra   what the user adds; it stays in later commits until it is given again
+    step    optimizer steps in this state; None: as many as in the last commit
+    raises  what `Ledger.commit` raises
+    """
+    if extra is not None:
+        ledger.extra = dict(extra)
+    if optimizer is None and ledger.optimizer is not None:
+        optimizer = ledger.optimizer()
+    state = describe(model, optimizer, ledger.extra)
+    named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
+    ledger.commit(named, state.plain, state.meta, ledger.step if step is None else step)
+
+
+def resume_durable(
+    ledger: Ledger, model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Put the last commit back, after every checksum of it was found right.
+
+    returns  what `zcompile.save` was given last, and "step"
+    raises   NothingCommitted, DurableDamaged, CheckpointMismatch
+    """
+    found = ledger.files.index
+    if found is None:
+        raise NothingCommitted(ledger.files.home, "holds no commit")
+    if ledger.serial or ledger.adopting:
+        raise Unsupported(
+            f"{ledger.files.home} holds what this very model committed",
+            "resume once, before the first step; to go back to an earlier state, resume in a new "
+            "process",
+        )
+    check_all(found, ledger.files.directories)
+    source = DurableSource(ledger, found, ledger.files.smalls)
+    extra = restore(source, model, optimizer)
+    ledger.resume(found, source.adopter.left())
+    ledger.extra = extra
+    logger.info("%s: resumed at step %d", ledger.files.home, found.step)
+    return {**extra, "step": found.step}
+
+
+def _model_of(session: Session) -> nn.Module:
+    model = session.root() if session.root is not None else None
+    if model is None:
+        raise Unsupported(
+            "a durable step whose model is not known",
+            "build one model inside zcompile.init, or call zcompile.offload(model)",
+        )
+    return model
+
+
+class DurableSource:
+    """The last commit, as `training_state.restore` reads it."""
+
+    def __init__(self, ledger: Ledger, index: Index, smalls: bytes) -> None:
+        self.where = str(ledger.files.home)
+        self.meta: Mapping[str, Any] = index.meta
+        self.adopter = Adopter(ledger, index)
+        self._index = index
+        self._path = ledger.files.home / INDEX_NAME
+        self._smalls = {small.name: small for small in index.smalls}
+        self._tensors = {tensor.name: tensor for tensor in index.tensors}
+        self._bytes = smalls
+
+    def facts(self) -> Mapping[str, Fact]:
+        rows: list[Resting | Small] = [*self._index.tensors, *self._index.smalls]
+        return {row.name: Fact(self._dtype(row.name, row.dtype), row.size) for row in rows}
+
+    def fill(self, name: str, target: Tensor) -> None:
+        with torch.no_grad():
+            if name in self._smalls:
+                target.copy_(self._small(name))
+                return
+            kept = self._tensors[name]
+            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(name, kept.dtype))
+            if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
+                return
+            target.copy_(layout.view(self.adopter.read(kept)))
+
+    def _taken(self, kept: Resting, layout: Layout, target: TieredTensor) -> bool:
+        """Whether the entry of `target` could take over the extent."""
+        return target.lies == layout and self.adopter.adopt(kept, target.entry)
+
+    def _small(self, name: str) -> Tensor:
+        row = self._smalls[name]
+        raw = bytearray(self._bytes[row.begin : row.end])
+        dtype = self._dtype(name, row.dtype)
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(row.size)
+
+    def _dtype(self, name: str, text: str) -> torch.dtype:
+        dtype = getattr(torch, text, None)
+        if not isinstance(dtype, torch.dtype):
+            raise DurableDamaged(self._path, repr(name), f"has dtype {text}, which this torch "
+                                 "does not have")  # fmt: skip
+        return dtype

@@ -1,0 +1,91 @@
+"""How entries take over what a commit holds: on disk by its extents, on the host by reading."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zcompile.runtime.checksums import Pieces
+from zcompile.runtime.commit import Ledger
+from zcompile.runtime.data_check import DataReader
+from zcompile.runtime.disk_trial import BLOCK_BYTES
+from zcompile.runtime.index import Index, Resting
+from zcompile.runtime.store import Entry
+from zcompile.runtime.tier_host import HostTier
+from zcompile.runtime.tiers import Extent
+from zcompile.runtime.versions import Versions
+
+
+class Adopter:
+    """Hands out the extents of one commit, each to one entry."""
+
+    def __init__(self, ledger: Ledger, index: Index) -> None:
+        self._ledger = ledger
+        self._index = index
+        self._adopted: set[str] = set()
+
+    def adopt(self, kept: Resting, entry: Entry) -> bool:
+        """`entry` becomes `kept`; False if its bytes have to be read and written anew."""
+        same = self._index.granule % self._ledger.tier.granule == 0
+        if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
+            return False
+        self._adopted.add(kept.name)
+        self._ledger.adopting = True
+        versions = Versions(committed=_extent(kept), pieces=Pieces(kept.pieces), step=kept.step)
+        written = [(begin, end) for begin, end in kept.written]
+        if isinstance(entry.place.tier, HostTier):
+            entry.store.zero(entry)
+            with DataReader(self._ledger.files.directories) as data:
+                for begin, end in written:
+                    self._to_host(data, kept, entry, begin, end)
+            self._ledger.keep_copy(entry, versions)
+        else:
+            extent = self._ledger.tier.adopt(versions, kept.room, entry.name)
+            _move_in(entry, extent, written)
+        return True
+
+    def read(self, kept: Resting) -> Tensor:
+        """The bytes in ordinary host memory: uint8 [nbytes]."""
+        memory = torch.zeros(kept.nbytes, dtype=torch.uint8)
+        with DataReader(self._ledger.files.directories) as data:
+            for begin, end in kept.written:
+                low, high = _blocks(kept, begin, end)
+                for at, view in data.chunks(kept, low, high):
+                    first, last = max(at, begin), min(at + len(view), end)
+                    part = torch.frombuffer(view, dtype=torch.uint8)
+                    memory[first:last] = part[first - at : last - at]
+        return memory
+
+    def left(self) -> list[Extent]:
+        """Extents that nobody took; the next commit does not name them."""
+        return [_extent(kept) for kept in self._index.tensors if kept.name not in self._adopted]
+
+    def _to_host(self, data: DataReader, kept: Resting, entry: Entry, begin: int,
+                 end: int) -> None:  # fmt: skip
+        low, high = _blocks(kept, begin, end)
+        for at, view in data.chunks(kept, low, high):
+            first, last = max(at, begin), min(at + len(view), end)
+            part = torch.frombuffer(view, dtype=torch.uint8)[first - at : last - at]
+            entry.store.put(entry, part, begin=first).wait()
+
+
+def _extent(kept: Resting) -> Extent:
+    return Extent(kept.file, kept.offset, kept.room, kept.name)
+
+
+def _move_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
+    """`entry` rests in `extent` of its tier from here on, where `written` ranges hold a value."""
+    entry.store.drain()
+    place, old = entry.place, entry.place.extent
+    place.extent = extent
+    place.written.clear()
+    for begin, end in written:
+        place.written.add(begin, end)
+    entry.unset = False
+    entry.version += 1
+    place.tier.release(old)
+
+
+def _blocks(kept: Resting, begin: int, end: int) -> tuple[int, int]:
+    """Whole blocks of the file that hold the bytes, inside the extent."""
+    return begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, kept.room)

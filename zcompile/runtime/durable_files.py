@@ -1,0 +1,165 @@
+"""The data files of a durable directory, or of several: made new, or found with the last commit.
+
+A file outlives its process once a commit names it. Files without a commit, of a run that died
+before its first one, are removed when the next one opens the directory.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
+from zcompile.runtime.data_header import HEADER_BYTES, DataHeader, data_bytes, read_header
+from zcompile.runtime.index import (
+    DATA_NAME,
+    INDEX_NAME,
+    Index,
+    checked,
+    read_index,
+    switch_index,
+    sync_directory,
+)
+from zcompile.runtime.tier_file import TierFile
+
+logger = logging.getLogger("zcompile.runtime.durable_files")
+
+
+class DurableFile(TierFile):
+    """`zinf.tier` in a directory; stays after `close` if a commit names it.
+
+    raises  DiskUnusable
+    """
+
+    def __init__(self, directory: Path, header: DataHeader, found: bool) -> None:
+        self._header = header
+        self.found = self.keep = found
+        self.new = 0 if found else os.O_CREAT | os.O_EXCL
+        super().__init__(directory, directory / DATA_NAME)
+        if found:
+            self.extents.grow(os.fstat(self._fd).st_size // self.extents.alignment
+                              * self.extents.alignment)  # fmt: skip
+        else:
+            self._write_header()
+        began = self.extents.take_at(0, HEADER_BYTES)
+        assert began, "a data file begins with its header"
+
+    def sync(self) -> None:
+        """What was written is on the device. raises OSError"""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+            if not self.keep:
+                self.path.unlink(missing_ok=True)
+
+    def _write_header(self) -> None:
+        plain = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(plain, self._header.block(), 0)
+            os.fsync(plain)
+        except OSError as error:
+            raise DiskUnusable(self.path.parent, f"takes no files ({error.strerror})",
+                               "free space on it or give another directory") from error  # fmt: skip
+        finally:
+            os.close(plain)
+        self.extents.grow(HEADER_BYTES)
+
+
+class DurableFiles:
+    """The data files of one run over `directories`, whose claims are held when `open` is called.
+
+    index, smalls  the last commit and the bytes of its small tensors; None if there was none
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directories = tuple(directories)
+        self.index: Index | None = None
+        self.smalls = b""
+        self.run = os.urandom(8).hex()
+        self.files: list[DurableFile] = []
+
+    @property
+    def home(self) -> Path:
+        """The directory that holds the index."""
+        return self.directories[0]
+
+    def open(self, directory: Path) -> DurableFile:
+        """The next file, in the order of the directories.
+
+        raises  DurableDamaged, DurableHeld, DiskUnusable
+        """
+        number = len(self.files)
+        if number == 0:
+            self._find_index()
+        header = DataHeader(self.run, number, len(self.directories), str(self.home))
+        if self.index is None:
+            self._remove_uncommitted(directory)
+        else:
+            self._check_header(directory, header)
+        self.files.append(DurableFile(directory, header, found=self.index is not None))
+        if number == len(self.directories) - 1 and self.index is not None:
+            self._reserve(self.index)
+        return self.files[-1]
+
+    def sync(self) -> None:
+        for file in self.files:
+            file.sync()
+
+    def switch(self, content: bytes) -> None:
+        """`content` is the last commit from here on. raises OSError; then the one before it is"""
+        if not self.files[0].keep:
+            for directory in self.directories:
+                sync_directory(directory)  # the names of the data files
+        switch_index(self.home, content)
+        for file in self.files:
+            file.keep = True
+
+    def _find_index(self) -> None:
+        (self.home / f"{INDEX_NAME}.new").unlink(missing_ok=True)  # a commit that did not happen
+        found = read_index(self.home)
+        if found is None:
+            return
+        self.index, self.smalls = found
+        if len(self.index.directories) != len(self.directories):
+            raise DurableHeld(self.home, f"holds step {self.index.step} of a run over "
+                              f"{len(self.index.directories)} directories "
+                              f"({', '.join(self.index.directories)}), and "
+                              f"{len(self.directories)} are given")  # fmt: skip
+        self.run = self.index.run
+
+    def _check_header(self, directory: Path, wanted: DataHeader) -> None:
+        found = read_header(directory)
+        if found is None:
+            raise DurableDamaged(directory / DATA_NAME, "the data file",
+                                 f"is gone; {self.home / INDEX_NAME} names it")  # fmt: skip
+        if (found.run, found.number) != (wanted.run, wanted.number):
+            raise DurableDamaged(directory / DATA_NAME, "the data file", f"is file {found.number} "
+                                 f"of run {found.run}, and not file {wanted.number} of run "
+                                 f"{wanted.run} that the index names")  # fmt: skip
+
+    def _remove_uncommitted(self, directory: Path) -> None:
+        """What lies there is of no use, or it is of another run, which is refused."""
+        if directory != self.home and (other := read_index(directory)) is not None:
+            raise DurableHeld(directory, f"holds step {other[0].step} of another run")
+        found = read_header(directory)
+        if found is None:
+            return
+        with contextlib.suppress(OSError, DurableDamaged):
+            elsewhere = read_index(Path(found.first))
+            if elsewhere is not None and elsewhere[0].run == found.run:
+                raise DurableHeld(directory, f"holds file {found.number} of the run whose step "
+                                  f"{elsewhere[0].step} is committed in {found.first}")  # fmt: skip
+        logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
+                       "is removed", directory, DATA_NAME)  # fmt: skip
+        (directory / DATA_NAME).unlink()
+
+    def _reserve(self, index: Index) -> None:
+        checked(index, self.home / INDEX_NAME, [data_bytes(d) for d in self.directories])
+        for tensor in index.tensors:
+            if not self.files[tensor.file].extents.take_at(tensor.offset, tensor.room):
+                raise DurableDamaged(self.home / INDEX_NAME, repr(tensor.name), "lies at an offset "
+                                     "where no tensor can lie")  # fmt: skip

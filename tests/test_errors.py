@@ -104,6 +104,25 @@ SENTENCES = {
         (DISK / "model.safetensors", "ends before its header does"),
         "/data/model.safetensors ends before its header does; copy it again, or use another",
     ),
+    errors.DurableDamaged: (
+        (DISK / "zinf.tier", "'a.weight'", "ends before its data"),
+        "/data/zinf.tier: 'a.weight' ends before its data; the files are left as they are: look "
+        "with `zinf disk verify /data`, or start anew after `zinf disk gc --all /data`",
+    ),
+    errors.DurableHeld: (
+        (DISK, "holds step 3 of an earlier run"),
+        "disk='/data' holds step 3 of an earlier run: continue it with zcompile.resume('/data', "
+        "model, optimizer) before the first step, or remove it with `zinf disk gc --all /data`",
+    ),
+    errors.NothingCommitted: (
+        (DISK, "holds no commit"),
+        "disk='/data' holds no commit; there is nothing to resume: train on",
+    ),
+    errors.CommitFailed: (
+        (DISK, 3, 2, OSError(28, "No space left on device")),
+        "[Errno 28] disk='/data': step 3 was not committed (No space left on device); step 2 is "
+        "intact: see to the disk, start again and resume",
+    ),
     errors.CheckpointMismatch: (
         ("/data", ["a.weight: missing, the model has float32[2]"]),
         "/data does not fit:\n    a.weight: missing, the model has float32[2]",

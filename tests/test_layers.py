@@ -16,6 +16,7 @@ FLOORS = (
     {"zcompile"},  # the face
     {"zcompile.backend", "zcompile.offloading"},
     {"zcompile.optimizers"},
+    {"zcompile.durable"},
     {"zcompile.training_state"},
     {"zcompile.optimizer_state"},
     {"zcompile.tiered", "zcompile.model_state"},

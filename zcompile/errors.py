@@ -245,3 +245,45 @@ class CheckpointMismatch(ZinfError, RuntimeError):
             shown.append(f"    ... {len(rows) - 16} more")
         super().__init__("\n".join((f"{where} does not fit:", *shown)))
         self.rows = tuple(rows)
+
+
+class DurableDamaged(ZinfError, OSError):
+    """What a durable directory holds is not what was written; nothing was changed."""
+
+    def __init__(self, path: Path, what: str, why: str) -> None:
+        super().__init__(
+            f"{path}: {what} {why}; the files are left as they are: look with "
+            f"`zinf disk verify {path.parent}`, or start anew after `zinf disk gc --all "
+            f"{path.parent}`"
+        )
+        self.path = path
+
+
+class DurableHeld(ZinfError, RuntimeError):
+    """A directory holds a commit that nobody resumed, and would lose it."""
+
+    def __init__(self, directory: Path, what: str) -> None:
+        super().__init__(
+            f"disk={str(directory)!r} {what}: continue it with zcompile.resume({str(directory)!r}, "
+            f"model, optimizer) before the first step, or remove it with `zinf disk gc --all "
+            f"{directory}`"
+        )
+
+
+class NothingCommitted(ZinfError, FileNotFoundError):
+    """There is no commit to resume in a directory."""
+
+    def __init__(self, directory: Path, why: str) -> None:
+        super().__init__(f"disk={str(directory)!r} {why}; there is nothing to resume: train on")
+
+
+class CommitFailed(ZinfError, OSError):
+    """A step could not be committed; the commit before it is intact."""
+
+    def __init__(self, directory: Path, step: int, last: int, error: OSError) -> None:
+        kept = f"step {last} is intact" if last else "nothing was committed before"
+        super().__init__(
+            error.errno,
+            f"disk={str(directory)!r}: step {step} was not committed "
+            f"({error.strerror or error}); {kept}: see to the disk, start again and resume",
+        )

@@ -104,6 +104,11 @@ SENTENCES = {
         (DISK / "model.safetensors", "ends before its header does"),
         "/data/model.safetensors ends before its header does; copy it again, or use another",
     ),
+    errors.CheckpointUnwritable: (
+        (28, DISK, "it needs 2.00 GiB, and 1.00 GiB are free", "free space"),
+        "[Errno 28] no checkpoint can be written to /data: it needs 2.00 GiB, and 1.00 GiB are "
+        "free; free space",
+    ),
     errors.DurableDamaged: (
         (DISK / "zinf.tier", "'a.weight'", "ends before its data"),
         "/data/zinf.tier: 'a.weight' ends before its data; the files are left as they are: look "

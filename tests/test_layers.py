@@ -14,18 +14,20 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     {"zcompile.cli"},
     {"zcompile"},  # the face
-    {"zcompile.backend", "zcompile.offloading"},
+    {"zcompile.backend", "zcompile.offloading", "zcompile.checkpoint"},
+    {"zcompile.checkpoint_source"},
     {"zcompile.optimizers"},
     {"zcompile.durable"},
-    {"zcompile.training_state"},
-    {"zcompile.optimizer_state"},
+    {"zcompile.training_state", "zcompile.tensor_files"},
+    {"zcompile.optimizer_state", "zcompile.tensor_bytes"},
     {"zcompile.tiered", "zcompile.model_state"},
     {"zcompile.eager"},
     {"zcompile.fillings", "zcompile.plain_values"},
     {"zcompile.streaming", "zcompile.clipping"},
     {"zcompile.unbacked"},
     {"zcompile.rows"},
-    {"zcompile.pipeline", "zcompile.lower", "zcompile.dump"},
+    {"zcompile.pipeline", "zcompile.lower", "zcompile.dump", "zcompile.block_files"},
+    {"zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
     {"zcompile.regions"},
@@ -33,7 +35,7 @@ FLOORS = (
     {"zcompile.liveness", "zcompile.packing"},
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
-    {"zcompile.torch_private", "zcompile.run_format"},
+    {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file"},
     {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels"},
 )
 """Top to bottom. A room is a module, or a package with all its modules."""

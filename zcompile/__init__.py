@@ -13,18 +13,32 @@ from typing import TYPE_CHECKING, Any
 from zcompile.version import VERSION
 
 if TYPE_CHECKING:
+    from zcompile.checkpoint import load, resume, save
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.offloading import init, offload, stats
 
 __version__ = VERSION
-__all__ = ["Config", "ZinfError", "__version__", "init", "offload", "stats"]
+__all__ = [
+    "Config",
+    "ZinfError",
+    "__version__",
+    "init",
+    "load",
+    "offload",
+    "resume",
+    "save",
+    "stats",
+]
 
 _HOMES = {
     "Config": "zcompile.config",
     "ZinfError": "zcompile.errors",
     "init": "zcompile.offloading",
+    "load": "zcompile.checkpoint",
     "offload": "zcompile.offloading",
+    "resume": "zcompile.checkpoint",
+    "save": "zcompile.checkpoint",
     "stats": "zcompile.offloading",
 }
 

@@ -287,3 +287,11 @@ class CommitFailed(ZinfError, OSError):
             f"disk={str(directory)!r}: step {step} was not committed "
             f"({error.strerror or error}); {kept}: see to the disk, start again and resume",
         )
+
+
+class CheckpointUnwritable(ZinfError, OSError):
+    """A checkpoint that cannot be written where it should be; what stood there still stands."""
+
+    def __init__(self, errno: int, path: Path, why: str, todo: str) -> None:
+        super().__init__(errno, f"no checkpoint can be written to {path}: {why}; {todo}")
+        self.path = path

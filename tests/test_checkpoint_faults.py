@@ -1,0 +1,230 @@
+"""A checkpoint is replaced as a whole, and a damaged one is refused as a whole."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from pairs import assert_equal
+from small_models import mlp
+from torch import nn
+
+import zcompile
+from zcompile import block_files, checkpoint, checkpoint_directory
+from zcompile.errors import (
+    CheckpointInvalid,
+    CheckpointUnwritable,
+    IOFault,
+    Unsupported,
+)
+
+
+def other(model: nn.Module) -> nn.Module:
+    """The same kind of model, with other values."""
+    torch.manual_seed(99)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.copy_(torch.ones(()).expand(value.shape))
+    return model
+
+
+def assert_alike(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        plain = theirs[name].cpu() if hasattr(theirs[name], "entry") else theirs[name]
+        assert_equal(plain, ours[name])
+
+
+def test_a_checkpoint_is_replaced_and_what_others_keep_there_stays(tmp_path):
+    first, second = mlp(), other(mlp())
+    zcompile.save(tmp_path / "c", first)
+    (tmp_path / "c/config.json").write_text("{}")
+    (tmp_path / "c/tokenizer").mkdir()
+    zcompile.save(tmp_path / "c", second)
+    assert (tmp_path / "c/config.json").read_text() == "{}"
+    assert (tmp_path / "c/tokenizer").is_dir()
+    zcompile.resume(tmp_path / "c", first)
+    assert_alike(first, second)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_link_to_a_checkpoint_stays_a_link(tmp_path):
+    zcompile.save(tmp_path / "c", mlp())
+    (tmp_path / "latest").symlink_to("c")
+    zcompile.save(tmp_path / "latest", other(mlp()))
+    assert (tmp_path / "latest").is_symlink()
+    assert_equal(
+        torch.ones(8), safetensors.torch.load_file(tmp_path / "c/model.safetensors")["2.bias"]
+    )
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointUnwritable, match="there is a directory that holds no checkpoint"):
+        zcompile.save(tmp_path / "home", mlp())
+    with pytest.raises(CheckpointUnwritable, match="there is a file"):
+        zcompile.save(tmp_path / "file", mlp())
+    (tmp_path / "empty").mkdir()
+    zcompile.save(tmp_path / "empty", mlp())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "home"]
+
+
+KILLED = """
+import os, signal, sys
+import torch, zcompile
+from small_models import mlp
+from zcompile import checkpoint_directory
+
+def end(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "exchange":
+    checkpoint_directory.shutil.rmtree = lambda *_, **__: end()
+elif sys.argv[2] == "rename":
+    checkpoint_directory.exchange = lambda *_: False
+    real = checkpoint_directory.Path.rename
+    def rename(path, to):
+        real(path, to)
+        end()
+    checkpoint_directory.Path.rename = rename
+zcompile.save(sys.argv[1], mlp(), progress=end if sys.argv[2] == "write" else None, new=True)
+"""
+
+
+@pytest.mark.parametrize("instant", ["write", "exchange", "rename"])
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint(instant, tmp_path, caplog):
+    model = other(mlp())
+    zcompile.save(tmp_path / "c", model, new=False)
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
+    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "c", instant],
+                            env=environment, timeout=120, check=False)  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    found = mlp()
+    extra = zcompile.resume(tmp_path / "c", found)
+    assert extra == {"new": instant == "exchange"}
+    assert_alike(found, mlp() if extra["new"] else model)
+    assert ("is the checkpoint before it" in caplog.text) == (instant == "rename")
+    zcompile.save(tmp_path / "c", found)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_where_two_directories_cannot_be_exchanged_they_are_renamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_directory, "exchange", lambda *_: False)
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    zcompile.save(tmp_path / "c", mlp(), n=2)
+    assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "ftruncate"])
+def test_a_full_disk_leaves_the_checkpoint_before_it(call, tmp_path, monkeypatch):
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_files.os, call, full)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            zcompile.save(tmp_path / "c", mlp(), n=2)
+    assert isinstance(caught.value, zcompile.ZinfError)
+    assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_checkpoint_too_large_for_the_disk_is_refused_before_a_byte_is_written(
+    tmp_path, monkeypatch
+):
+    class Disk:
+        f_bavail, f_frsize = 2, 4096
+
+    monkeypatch.setattr(checkpoint.os, "statvfs", lambda _: Disk)
+    with pytest.raises(CheckpointUnwritable, match=r"it needs .* KiB, and 8.00 KiB are free"):
+        zcompile.save(tmp_path / "c", mlp())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_kept_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(Unsupported, match=r"extra.loader is a builtins.object"):
+        zcompile.save(tmp_path / "c", mlp(), loader=object())
+    model = mlp()
+    model.register_buffer("z", torch.ones(1, dtype=torch.complex128))
+    with pytest.raises(Unsupported, match=r"'z' is of torch.complex128"):
+        zcompile.save(tmp_path / "c", model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def rewritten(path: Path) -> None:
+    path.write_text(path.read_text().replace("0.weight", "9.weight"))
+
+
+DAMAGES = {
+    "truncated": ("model.safetensors", cut_short, r"model.safetensors ends after \d+ bytes, and '"),
+    "gone": ("optimizer.safetensors", Path.unlink, "optimizer.safetensors does not exist"),
+    "no json": ("training.json", cut_short, "training.json is not sound"),
+    "empty": ("training.json", lambda p: p.write_text("{}"), "lacks what zcompile.save writes"),
+    "other names": ("training.json", rewritten, "needs the tensor 'optimizer.9.weight"),
+    "header": ("training.safetensors", lambda p: p.write_bytes(b"\0" * 99), "within its header"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_as_a_whole(damage, tmp_path):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    zcompile.save(tmp_path / "c", model, optimizer)
+    file, harm, why = DAMAGES[damage]
+    harm(tmp_path / "c" / file)
+    twin = other(mlp())
+    before = {name: value.clone() for name, value in twin.state_dict().items()}
+    with pytest.raises(CheckpointInvalid, match=why):
+        zcompile.resume(tmp_path / "c", twin, torch.optim.SGD(twin.parameters(), momentum=0.9))
+    assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
+
+
+def test_files_of_two_checkpoints_are_not_mixed(tmp_path):
+    zcompile.save(tmp_path / "a", mlp())
+    zcompile.save(tmp_path / "b", mlp())
+    os.replace(tmp_path / "a/model.safetensors", tmp_path / "b/model.safetensors")
+    with pytest.raises(CheckpointInvalid, match=r"is not of the same checkpoint as training.json"):
+        zcompile.resume(tmp_path / "b", mlp())
+
+
+def test_a_missing_shard_is_told_with_a_tensor_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
+    zcompile.save(tmp_path / "c", mlp())
+    shard = sorted((tmp_path / "c").glob("model-*"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointInvalid, match=rf"{shard.name} does not exist, and .* has '\d"):
+        zcompile.load(mlp(), tmp_path / "c")
+    with pytest.raises(CheckpointInvalid, match=r"holds neither model.safetensors nor"):
+        zcompile.load(mlp(), tmp_path)
+    with pytest.raises(CheckpointInvalid, match=r"training.json does not exist"):
+        zcompile.resume(tmp_path, mlp())
+
+
+@pytest.mark.parametrize("nbytes", [100, 10_000_000])
+def test_a_disk_that_fails_while_reading_is_told_with_the_tensor(nbytes, tmp_path, monkeypatch):
+    model = nn.Linear(nbytes // 4, 1, bias=False)
+    zcompile.save(tmp_path / "c", model)
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(block_files.os, "preadv", fail)
+    with pytest.raises(IOFault, match="read of 'weight' failed: Input/output error"):
+        zcompile.load(model, tmp_path / "c")

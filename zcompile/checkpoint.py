@@ -1,0 +1,200 @@
+"""Checkpoints: the state of a training in a directory, and weights out of anybody's files.
+
+    model.safetensors, or shards of it and model.safetensors.index.json   parameters and buffers
+    optimizer.safetensors, likewise                                        "<parameter>.<key>"
+    training.safetensors                                   tensors of `extra`, random states
+    training.json                                          all that is not a tensor
+
+Everything is plain: PyTorch reads it with `safetensors` alone, and Hugging Face's `from_pretrained`
+reads the model. Bytes stream between tiers and files; no second copy of the model exists.
+"""
+
+import errno
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zcompile.checkpoint_directory import STATE_FILE, replacing, standing, sync
+from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
+from zcompile.errors import CheckpointMismatch, CheckpointUnwritable
+from zcompile.model_state import Held, fact_of, held_by
+from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
+from zcompile.tensor_files import Loader, write_file
+from zcompile.tiered import TieredTensor
+from zcompile.training_state import TrainingState, describe, restore
+from zcompile.units import show_size
+
+SHARD_BYTES = 5 * 10**9
+"""As `save_pretrained` of Hugging Face."""
+KINDS = (*NAMED, OTHERS)
+"""Of files."""
+
+Progress = Callable[[int, int], None]
+"""Told bytes done, and bytes in all."""
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+logger = logging.getLogger("zcompile.checkpoint")
+
+
+class Loaded(NamedTuple):
+    """What `load` did not find; the fields are those of `load_state_dict`."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    progress: Progress | None = None,
+    **extra: Any,
+) -> None:
+    """Write a checkpoint: parameters, buffers, optimizer, torch's random states, `extra`.
+
+    A checkpoint that stands at `path` is replaced when the new one is complete, and not before.
+
+    progress  told bytes done and bytes in all, after every few MiB
+    extra     JSON-able values, tensors, and dicts, lists and tuples of them, such as
+              `scheduler=scheduler.state_dict()`
+    raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
+    """
+    since = time.perf_counter()
+    path = Path(path)
+    state = describe(model, optimizer, extra)
+    name = secrets.token_hex(8)
+    shards = _shards(state, {"format": "pt", "checkpoint": name})
+    total = sum(shard.header.nbytes for shard in shards)
+    done = 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    with replacing(path) as directory:
+        _check_room(directory, path, total)
+        for shard in shards:
+            write_file(directory / shard.file, shard.first, shard.header, shard.tensors, told)
+        for kind in KINDS:
+            several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
+            if several:
+                _write_json(directory / f"{kind}.safetensors.index.json", index_of(several))
+        files = [shard.file for shard in shards]
+        told_state = {"checkpoint": name, "files": files, "state": state.meta}
+        _write_json(directory / STATE_FILE, told_state)
+    seconds = time.perf_counter() - since
+    logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
+
+
+def resume(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Continue from a checkpoint, bit by bit; returns the `extra` it was given.
+
+    The model may be offloaded, offloaded on `meta`, or plain. Nothing changes before everything is
+    known to fit. `extra`'s tensors come back on the device where they were, else on the CPU.
+
+    raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
+    """
+    directory = standing(Path(path))
+    with Loader() as loader:
+        return restore(CheckpointSource(directory, loader), model, optimizer)
+
+
+def load(
+    model: nn.Module,
+    paths: Paths,
+    *,
+    strict: bool = True,
+) -> Loaded:
+    """Stream weights from safetensors files straight into the tiers, tensor by tensor.
+
+    paths   a file, several, or a directory with model.safetensors or its shards
+    strict  all parameters and buffers are there, and nothing else; tied ones under any name
+    raises  CheckpointInvalid; CheckpointMismatch for shapes too, whatever `strict`; then nothing
+            has changed
+    """
+    found = places(_files(paths))
+    held = held_by(model)
+    wanted = {name: held.aliases.get(name, name) for name in found}
+    missing = sorted(held.tensors.keys() - set(wanted.values()))
+    unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
+    rows = _unloadable(found, wanted, held)
+    if strict:
+        rows += [
+            f"{name}: missing, the model has {fact_of(held.tensors[name])}" for name in missing
+        ]
+        rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
+    if rows:
+        raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
+    with Loader() as loader:
+        for name, place in found.items():
+            first = wanted[name]
+            if first in held.tensors and (name == first or first not in found):
+                loader.fill(place.path, name, place.row, held.tensors[first].detach())
+    return Loaded(missing, unexpected)
+
+
+def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
+    shards = []
+    for kind in KINDS:
+        tensors = of_kind(kind, {**state.tiered, **state.plain})
+        if tensors or kind != "optimizer":
+            shards += shards_of(kind, tensors, SHARD_BYTES, metadata)
+    return shards
+
+
+def _check_room(directory: Path, path: Path, total: int) -> None:
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if total > free:
+        raise CheckpointUnwritable(
+            errno.ENOSPC,
+            path,
+            f"it needs {show_size(total)}, and {show_size(free)} are free",
+            "free space, or give another directory",
+        )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    sync(path)
+
+
+def _listed(paths: Paths) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(p) for p in paths]
+
+
+def _files(paths: Paths) -> list[Path]:
+    """The files themselves. raises CheckpointInvalid"""
+    files: list[Path] = []
+    for path in _listed(paths):
+        files += read_index(standing(path), "model") if not path.is_file() else [path]
+    return files
+
+
+def _unloadable(found: Mapping[str, Place], wanted: Mapping[str, str], held: Held) -> list[str]:
+    """What cannot be loaded, strictly or not: another shape, or no memory to take it."""
+    rows = []
+    for name, place in found.items():
+        target = held.tensors.get(wanted[name])
+        if target is None:
+            continue
+        if tuple(target.size()) != place.row.size:
+            rows.append(f"{name}: {fact_in(place)}, the model has {fact_of(target)}")
+        elif target.is_meta and not isinstance(target, TieredTensor):
+            rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
+    return rows

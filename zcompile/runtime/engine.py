@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from zcompile.runtime.lanes import Lane, Move, Piece
 from zcompile.runtime.ring import Outcome, Request, Ring
@@ -113,7 +114,8 @@ class Engine:
     def _start(self, requests: list[Request]) -> tuple[int, int]:
         """How many were started, and the errno that refuses the first if none was."""
         try:
-            return self.ring.submit(requests), 0
+            started = self.ring.submit(requests)
+            return started, 0 if started else errno.EAGAIN
         except OSError as error:
             return 0, error.errno or errno.EIO
 
@@ -184,5 +186,6 @@ class Engine:
         return [] if move.flying or move.rest else [move]
 
     def _finish(self, ended: list[Move]) -> None:
-        for move in ended:
-            move.over(move.error)
+        with ExitStack() as callbacks:  # all of them are called, also when one raises
+            for move in reversed(ended):
+                callbacks.callback(move.over, move.error)

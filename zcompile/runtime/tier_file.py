@@ -74,7 +74,7 @@ class TierFile:
 
     def close(self) -> None:
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
+            remove_left(self.path)
             os.close(self._fd)
             self._fd = -1
 
@@ -98,3 +98,11 @@ class TierFile:
             return False
         self.extents.grow(nbytes)
         return True
+
+
+def remove_left(path: Path) -> None:
+    """Remove what is not needed any more; a disk that does not let us is no reason to fail."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s stays behind: %s", path, error.strerror or error)

@@ -4,6 +4,7 @@ Entries are spread over the directories by bytes. Directories that are reached i
 share one engine, so that one system call serves them all.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from zcompile.runtime.ticket import Promise
 from zcompile.runtime.tier_file import ALIGNMENT, TierFile
 from zcompile.runtime.tiers import Buffer, Extent
 from zcompile.runtime.workers import Workers
+
+logger = logging.getLogger("zcompile.runtime.tier_nvme")
 
 
 class DiskTier:
@@ -119,7 +122,11 @@ class DiskTier:
         for file in self._files:
             file.close()
         for claim in self._claims:
-            claim.release()
+            try:
+                claim.release()
+            except OSError as error:
+                logger.warning("%s is let go, but %s", claim.directory, error)
+                claim.forget()
 
 
 class _Link:

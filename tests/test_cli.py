@@ -12,6 +12,7 @@ import small_run
 from zcompile import run_format as rf
 from zcompile.cli import main
 from zcompile.cli.disk_probe import mount_type, probe_disk
+from zcompile.runtime import ring_choice
 
 ROOT = Path(__file__).parent.parent
 
@@ -188,11 +189,22 @@ def test_doctor_stops_if_torch_compile_does_not_know_the_backend(zinf, monkeypat
 
 
 def test_a_directory_without_direct_io_is_a_note(zinf, tmp_path, installed, monkeypatch):
-    monkeypatch.setattr("zcompile.cli.disk_probe._DIRECT", 0)
+    monkeypatch.setattr("zcompile.runtime.disk_trial.takes_direct", lambda path: False)
     code, out, _ = zinf("doctor", "--disk", tmp_path)
     assert code == 0
     assert "has no O_DIRECT" in out
     assert probe_disk(tmp_path).read_bytes_per_s is None
+
+
+def test_doctor_says_which_ways_to_the_disk_are_open(zinf, tmp_path, installed, monkeypatch):
+    def refused():
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("zcompile.runtime.disk_trial.takes_direct", lambda path: True)
+    monkeypatch.setattr("zcompile.runtime.ring_choice.DIRECT", ("aio", "threads", "buffered"))
+    monkeypatch.setitem(ring_choice.RINGS, "aio", refused)
+    _, out, _ = zinf("doctor", "--disk", tmp_path)
+    assert "aio: refused (Operation not permitted), threads: used, buffered: works" in out
 
 
 def test_the_deepest_mount_decides_the_filesystem():

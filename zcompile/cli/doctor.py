@@ -165,10 +165,13 @@ def _lines(machine: Machine) -> Iterator[str]:
         size = f"{show_size(device.free_bytes)} free of {show_size(device.total_bytes)}"
         yield f"device      {device.name}, {device.model}: {size}"
     for disk in machine.disks:
-        direct = "O_DIRECT" if disk.direct else "no O_DIRECT"
+        direct = f"O_DIRECT by {disk.granule} bytes" if disk.direct else "no O_DIRECT"
         yield f"disk        {disk.path}: {disk.filesystem}, {show_size(disk.free_bytes)} free"
         yield f"            {direct}, read {_rate(disk.read_bytes_per_s)}, " \
               f"write {_rate(disk.write_bytes_per_s)} (one request at a time)"  # fmt: skip
+        yield "            " + ", ".join(
+            f"{way.name}: {way.verdict}" + (f" ({way.why})" if way.why else "")
+            for way in disk.ways)  # fmt: skip
     for finding in machine.findings:
         yield f"{'STOP' if finding.stops else 'note':<12}{finding.text}"
 

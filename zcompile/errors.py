@@ -251,8 +251,9 @@ class DurableDamaged(ZinfError, OSError):
     """What a durable directory holds is not what was written; nothing was changed."""
 
     def __init__(self, path: Path, what: str, why: str) -> None:
+        self.told = f"{path}: {what} {why}"
         super().__init__(
-            f"{path}: {what} {why}; the files are left as they are: look with "
+            f"{self.told}; the files are left as they are: look with "
             f"`zinf disk verify {path.parent}`, or start anew after `zinf disk gc --all "
             f"{path.parent}`"
         )

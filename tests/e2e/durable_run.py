@@ -38,6 +38,7 @@ def durable(disk: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def resume(disk, model, optimizer):
     from zcompile import durable as dd
+
     return dd.resume_durable(dd.ledger_over(disk, model), model, optimizer)
 
 

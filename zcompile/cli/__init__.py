@@ -1,4 +1,4 @@
-"""The `zinf` command: what this machine offers, and how to read a dump.
+"""The `zinf` command: what this machine offers, how to read a dump, what a disk directory holds.
 
 Each command is a function from its arguments to an `Answer`; this file parses, prints once, and
 turns errors into exit codes: 0, 1 (a finding, a difference, an error), 2 (usage).
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from zcompile.cli import doctor, explain, stages
+from zcompile.cli import disk, doctor, explain, stages
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.run_format import PHASES
@@ -41,7 +41,7 @@ def _write(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zinf", description="Look at a machine, or at a dump.")
+    parser = argparse.ArgumentParser(prog="zinf", description="Look at a machine, dump or disk.")
     parser.add_argument("--version", action="version", version=f"zcompile {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -71,9 +71,28 @@ def _parser() -> argparse.ArgumentParser:
     asked.set_defaults(command=lambda args: stages.schedule(args.run, args.graph, args.phase))
     asked = add("explain", "the life of one parameter", "RUN", "TENSOR")
     asked.set_defaults(command=lambda args: explain.explain(args.run, args.graph, args.tensor))
+    _add_disk(commands.add_parser("disk", help="what a directory of the disk tier holds"))
     return parser
 
 
+def _add_disk(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for name, summary in _DISK.items():
+        verb = verbs.add_parser(name, help=summary, description=summary)
+        verb.add_argument("--json", action="store_true", help="the same, for a program")
+        verb.add_argument("dir", metavar="DIR", type=Path, help="as given to disk=")
+        if name == "gc":
+            verb.add_argument("--all", action="store_true", help="the last commit too")
+    verbs.choices["ls"].set_defaults(command=lambda args: disk.ls(args.dir))
+    verbs.choices["verify"].set_defaults(command=lambda args: disk.verify(args.dir))
+    verbs.choices["gc"].set_defaults(command=lambda args: disk.gc(args.dir, args.all))
+
+
+_DISK = {
+    "ls": "the tensors of the last commit: bytes, step, offset, name",
+    "verify": "read all of the last commit and compare checksums; exit 1 if it is damaged",
+    "gc": "free what no commit needs, and what dead processes left; with --all everything",
+}
 _HELP = {
     "RUN": RUN_HELP,
     "A": "a pass, by number or by name",

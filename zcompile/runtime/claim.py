@@ -26,10 +26,11 @@ logger = logging.getLogger("zcompile.runtime.claim")
 class Claim:
     """The exclusive use of `directory`, from construction to `release`.
 
+    reclaiming  scratch files of dead processes are removed
     raises  DiskOwned, DiskUnusable
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, reclaiming: bool = True) -> None:
         self.directory = directory
         self._path = directory / LOCK_NAME
         try:
@@ -40,7 +41,8 @@ class Claim:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} since {time.strftime('%F %T')}\n".encode(), 0)
         _CLAIMS.add(self)
-        reclaim(directory)
+        if reclaiming:
+            reclaim(directory)
 
     def release(self) -> None:
         if self._fd >= 0:

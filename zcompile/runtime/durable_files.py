@@ -4,10 +4,10 @@ A file outlives its process once a commit names it. Files without a commit, of a
 before its first one, are removed when the next one opens the directory.
 """
 
-import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
@@ -21,6 +21,7 @@ from zcompile.runtime.index import (
     switch_index,
     sync_directory,
 )
+from zcompile.runtime.reclaim import committed_elsewhere
 from zcompile.runtime.tier_file import TierFile
 
 logger = logging.getLogger("zcompile.runtime.durable_files")
@@ -38,8 +39,10 @@ class DurableFile(TierFile):
         self.new = 0 if found else os.O_CREAT | os.O_EXCL
         super().__init__(directory, directory / DATA_NAME)
         if found:
-            self.extents.grow(os.fstat(self._fd).st_size // self.extents.alignment
-                              * self.extents.alignment)  # fmt: skip
+            unit, size = self.extents.alignment, os.fstat(self._fd).st_size
+            with suppress(OSError):  # `zinf disk gc` made holes; where they cannot be filled now,
+                os.posix_fallocate(self._fd, 0, size)  # the write that needs them will say so
+            self.extents.grow(size // unit * unit)
         else:
             self._write_header()
         began = self.extents.take_at(0, HEADER_BYTES)
@@ -148,11 +151,9 @@ class DurableFiles:
         found = read_header(directory)
         if found is None:
             return
-        with contextlib.suppress(OSError, DurableDamaged):
-            elsewhere = read_index(Path(found.first))
-            if elsewhere is not None and elsewhere[0].run == found.run:
-                raise DurableHeld(directory, f"holds file {found.number} of the run whose step "
-                                  f"{elsewhere[0].step} is committed in {found.first}")  # fmt: skip
+        if committed_elsewhere(directory) is not None:
+            raise DurableHeld(directory, f"holds file {found.number} of the run that is committed "
+                              f"in {found.first}, which has to be given first")  # fmt: skip
         logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
                        "is removed", directory, DATA_NAME)  # fmt: skip
         (directory / DATA_NAME).unlink()

@@ -196,5 +196,3 @@ def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:
         for (_, end, name), (begin, _, other) in pairwise(rows):
             if begin < end:
                 raise DurableDamaged(path, repr(name), f"shares bytes with {other!r}")
-
-

@@ -1,8 +1,8 @@
 """What a commit moves, through the staging ring, which is idle then.
 
-    from_host    host tier -> buffer -> the entry's copy on disk
-    over         committed extent -> buffer -> the new one: what the step did not write
-    sum          new extent -> buffer -> checksum: what was written in parts
+from_host    host tier -> buffer -> the entry's copy on disk
+over         committed extent -> buffer -> the new one: what the step did not write
+sum          new extent -> buffer -> checksum: what was written in parts
 """
 
 from collections import deque

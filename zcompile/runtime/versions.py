@@ -1,10 +1,10 @@
 """The versions of one durable entry: the committed one, and the one that is being made.
 
-    before the first commit     written in place
-    committed, unchanged        one extent, never written again
-    committed, changed          the fresh ranges lie in another extent, the rest where it was
-    next commit                 the rest is copied over; when the index is switched, the old extent
-                                is free
+before the first commit     written in place
+committed, unchanged        one extent, never written again
+committed, changed          the fresh ranges lie in another extent, the rest where it was
+next commit                 the rest is copied over; when the index is switched, the old extent
+                            is free
 """
 
 from dataclasses import dataclass, field

@@ -1,0 +1,183 @@
+"""`zinf disk ls|verify|gc`: over directories as a durable training leaves them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.cli import main
+from zcompile.offloading import session_behind
+from zcompile.runtime.index import read_index
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def zinf(capsys):
+    """Exit code, stdout and stderr of a command."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def train(*disks: Path, steps: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 192), nn.Linear(192, 128))
+    zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="256KiB",
+                     disk=disks, durable=True)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A directory with two committed steps, and nobody in it."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    session_behind(train(path)).close()
+    return path
+
+
+def test_ls_lists_the_tensors_of_the_last_commit(zinf, disk):
+    code, out, _ = zinf("disk", "ls", disk)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith(f"{disk}: step 2 of run ")
+    assert lines[1].startswith("8 tensors, ")
+    assert " model.0.weight " in out
+    assert " optimizer.0.weight.momentum_buffer " in out
+    assert "float32[192, 128]" in out
+
+
+def test_ls_answers_a_program_too(zinf, disk):
+    code, out, _ = zinf("disk", "ls", "--json", disk)
+    told = json.loads(out)
+    assert code == 0
+    assert (told["step"], told["owner"], len(told["tensors"])) == (2, None, 8)
+    assert told["tensors"][0]["nbytes"] == 192 * 128 * 4
+
+
+def test_ls_reads_a_directory_in_use_and_names_who_uses_it(zinf, tmp_path):
+    model = train(tmp_path)
+    code, out, _ = zinf("disk", "ls", tmp_path)
+    session_behind(model).close()
+    assert code == 0
+    assert "in use by another model of this process" in out
+
+
+@pytest.mark.parametrize("verb", ["verify", "gc"])
+def test_a_directory_in_use_is_neither_verified_nor_cleaned(zinf, tmp_path, verb):
+    model = train(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code, _, err = zinf("disk", verb, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    session_behind(model).close()
+    assert code == 1
+    assert "is in use by another model of this process" in err
+
+
+def test_an_empty_directory_has_nothing_to_tell(zinf, tmp_path):
+    assert zinf("disk", "ls", tmp_path) == (0, f"{tmp_path}: no commit\n", "")
+    assert zinf("disk", "verify", tmp_path)[0] == 0
+    assert zinf("disk", "gc", tmp_path)[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_no_directory_is_refused(zinf, tmp_path):
+    code, _, err = zinf("disk", "ls", tmp_path / "none")
+    assert code == 1
+    assert "is not a directory" in err
+
+
+def test_verify_finds_a_sound_commit_sound(zinf, disk):
+    code, out, _ = zinf("disk", "verify", disk)
+    assert code == 0
+    assert out.rstrip().endswith(": sound")
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_verify_names_every_damaged_tensor(zinf, disk):
+    index, _ = read_index(disk)
+    for tensor in index.tensors[:2]:
+        flip(disk / "zinf.tier", tensor.offset + 5)
+    code, out, _ = zinf("disk", "verify", disk)
+    assert code == 1
+    assert [tensor.name for tensor in index.tensors if f"'{tensor.name}' is damaged" in out] == [
+        tensor.name for tensor in index.tensors[:2]
+    ]
+
+
+def test_a_damaged_index_is_told_by_every_verb_and_removed_by_gc_all_only(zinf, disk):
+    flip(disk / "zinf.index", 200)
+    for verb in ("ls", "verify", "gc"):
+        code, _, err = zinf("disk", verb, disk)
+        assert code == 1
+        assert "the index does not have the checksum" in err
+    assert zinf("disk", "gc", "--all", disk)[0] == 0
+    assert list(disk.iterdir()) == []
+
+
+def test_gc_gives_back_what_no_tensor_takes_and_the_commit_stays_sound(zinf, disk):
+    tier = disk / "zinf.tier"
+    before = tier.stat().st_blocks
+    told = json.loads(zinf("disk", "gc", "--json", disk)[1])
+    assert told["freed_bytes"] == (before - tier.stat().st_blocks) * 512 > 0
+    assert zinf("disk", "verify", disk)[0] == 0
+
+
+def test_gc_removes_what_a_dead_process_left(zinf, tmp_path):
+    (tmp_path / "zinf-99999-1.tier").write_bytes(bytes(8192))
+    code, out, _ = zinf("disk", "gc", tmp_path)
+    assert code == 0
+    assert "removed zinf-99999-1.tier" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_directories_are_one(zinf, tmp_path):
+    disks = [tmp_path / "a", tmp_path / "b"]
+    for path in disks:
+        path.mkdir()
+    session_behind(train(*disks)).close()
+    told = json.loads(zinf("disk", "ls", "--json", disks[0])[1])
+    assert {tensor["directory"] for tensor in told["tensors"]} == {str(path) for path in disks}
+    code, _, err = zinf("disk", "gc", disks[1])
+    assert code == 1
+    assert "holds a file of the run in" in err
+    assert zinf("disk", "verify", disks[0])[0] == 0
+    assert zinf("disk", "gc", "--all", disks[0])[0] == 0
+    assert [list(path.iterdir()) for path in disks] == [[], []]
+
+
+WITHOUT_TORCH = """
+import sys
+from zcompile.cli import main
+sys.exit(main(sys.argv[1:]) or 3 * ("torch" in sys.modules))
+"""
+
+
+def test_the_command_does_not_import_torch(disk):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for verb in ("ls", "verify", "gc"):
+        command = [sys.executable, "-c", WITHOUT_TORCH, "disk", verb, str(disk)]
+        assert subprocess.run(command, env=env, timeout=60).returncode == 0

@@ -24,6 +24,7 @@ from torch import nn
 
 from zcompile.checkpoint_directory import STATE_FILE, replacing, standing, sync
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
+from zcompile.durable import commit, ledger_over, resume_durable
 from zcompile.errors import CheckpointMismatch, CheckpointUnwritable
 from zcompile.model_state import Held, fact_of, held_by
 from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
@@ -62,12 +63,17 @@ def save(
     """Write a checkpoint: parameters, buffers, optimizer, torch's random states, `extra`.
 
     A checkpoint that stands at `path` is replaced when the new one is complete, and not before.
+    If `path` is the model's own durable directory, this is one small commit; later commits keep
+    `extra`.
 
     progress  told bytes done and bytes in all, after every few MiB
     extra     JSON-able values, tensors, and dicts, lists and tuples of them, such as
               `scheduler=scheduler.state_dict()`
     raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
     """
+    if (ledger := ledger_over(path, model)) is not None:
+        commit(ledger, model, optimizer, extra)
+        return
     since = time.perf_counter()
     path = Path(path)
     state = describe(model, optimizer, extra)
@@ -104,11 +110,14 @@ def resume(
 ) -> dict[str, Any]:
     """Continue from a checkpoint, bit by bit; returns the `extra` it was given.
 
+    If `path` is the model's own durable directory, from its last commit, with "step" in `extra`.
     The model may be offloaded, offloaded on `meta`, or plain. Nothing changes before everything is
     known to fit. `extra`'s tensors come back on the device where they were, else on the CPU.
 
     raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
     """
+    if (ledger := ledger_over(path, model)) is not None:
+        return resume_durable(ledger, model, optimizer)
     directory = standing(Path(path))
     with Loader() as loader:
         return restore(CheckpointSource(directory, loader), model, optimizer)

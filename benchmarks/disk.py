@@ -143,12 +143,15 @@ def median(rows: Iterator[float]) -> float:
     return statistics.median(rows)
 
 
-def report(variants: list[Variant], alone: list[float], args: argparse.Namespace) -> str:
+def report(variants: list[Variant], alone: dict[str, list[float]],
+           args: argparse.Namespace) -> str:  # fmt: skip
     base = variants[0]
-    rows = [f"{machine()}; {show_size(args.size * MiB)} file, {args.rounds} rounds, medians", "",
-            "| variant | " + " | ".join(f"{m} GB/s, of fio, CPU ms/GB" for m in MODES) +
-            " | " + " | ".join(f"matmul beside {m}, GB/s then" for m in MODES[:2]) + " |",
-            "|---" * (len(MODES) + 3) + "|"]  # fmt: skip
+    heads = [f"{mode} GB/s, of fio, CPU ms/GB" for mode in MODES]
+    if args.beside:
+        heads += [f"matmul beside {mode}, GB/s then" for mode in MODES[:2]]
+    rows = [f"{machine()}; {show_size(args.size * MiB)} file, {args.rounds} rounds, medians; "
+            "matmul alone is 1", "", "| variant | " + " | ".join(heads) + " |",
+            "|---" * (len(heads) + 1) + "|"]  # fmt: skip
     for one in variants:
         cells = [one.name]
         for mode in MODES:
@@ -156,9 +159,9 @@ def report(variants: list[Variant], alone: list[float], args: argparse.Namespace
             ratio = median(a.bytes_per_s / b.bytes_per_s for a, b in zip(mine, fios, strict=True))
             cells.append(f"{median(s.bytes_per_s for s in mine) / 1e9:.2f}, {ratio:.2f}, "
                          f"{median(s.cpu_s_per_gb for s in mine) * 1e3:.0f}")  # fmt: skip
-        for mode in MODES[:2]:
+        for mode in MODES[:2] if args.beside else ():
             ratio = median(rate / free for (rate, _), free in
-                           zip(one.beside[mode], alone, strict=True))  # fmt: skip
+                           zip(one.beside[mode], alone[mode], strict=True))  # fmt: skip
             cells.append(f"{ratio:.2f}, {median(b for _, b in one.beside[mode]) / 1e9:.2f}")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -183,7 +186,7 @@ def measure(directory: Path, args: argparse.Namespace) -> str:
         variants.append(Variant(ring, Stream(tiers[-1], nbytes, args.part * MiB)))
     for one in variants:
         one.run("write", None)
-    alone = []
+    alone: dict[str, list[float]] = {mode: [] for mode in MODES[:2]}
     for round_ in range(args.rounds):
         turn = round_ % len(variants)  # a disk that is lent in bursts favours some place in a round
         order = variants[turn:] + variants[:turn]
@@ -191,16 +194,13 @@ def measure(directory: Path, args: argparse.Namespace) -> str:
             for one in order:
                 one.samples[mode].append(one.run(mode, None))
         if args.beside:
-            alone.append(matmuls_per_s(args.beside))
             for mode in MODES[:2]:
+                alone[mode].append(matmuls_per_s(args.beside))
                 for one in order:
                     one.beside[mode].append(beside(one, mode, args.beside))
+                alone[mode][-1] = (alone[mode][-1] + matmuls_per_s(args.beside)) / 2
     for tier in tiers:
         tier.close()
-    if not args.beside:
-        alone = [1.0]
-        for one in variants:
-            one.beside = {mode: [(0.0, 0.0)] for mode in MODES[:2]}
     return report(variants, alone, args)
 
 

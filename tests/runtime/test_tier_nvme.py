@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
+from zcompile.runtime import tier_file
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.tier_nvme import DiskTier
@@ -115,9 +116,26 @@ def test_a_second_model_of_this_process_is_refused(open_tier, tmp_path):
         open_tier()
 
 
+def test_an_error_of_a_disk_that_is_let_go_does_not_keep_it(tmp_path, monkeypatch, caplog):
+    tier = DiskTier((tmp_path,), {}, Meter(), lambda error: None)
+
+    def failing(path, **rest):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "unlink", failing)
+        tier.close()
+    told = [r.getMessage() for r in caplog.records if r.name == "zcompile.runtime.tier_nvme"]
+    assert len(told) == 2
+    assert "stays behind: Read-only file system" in told[0]
+    DiskTier((tmp_path,), {}, Meter(), lambda error: None).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 HOLD = """
 import sys
 from pathlib import Path
+from zcompile.runtime import tier_file
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tier_nvme import DiskTier
 tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
@@ -200,6 +218,44 @@ def test_a_throttled_link_takes_its_time(open_tier):
         promise.wait()
     assert wrote - began >= MiB / 20e6
     assert time.perf_counter() - wrote >= MiB / 40e6
+
+
+def test_a_slow_link_holds_no_other_back(open_tier):
+    tier = open_tier(disk_write=1e6)
+    extent = tier.reserve(2 * MiB, "w")
+    slow = tier.write(extent, 0, filled(1 * MiB, 1))
+    for _ in range(20):
+        tier.read(extent, 1 * MiB, filled(UNIT, 0)).wait()
+    assert not slow.done()
+
+
+def test_directories_that_are_reached_alike_share_an_engine(open_tier, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    tier = open_tier(tmp_path / "a", tmp_path / "b")
+    extents = [tier.reserve(UNIT, "w") for _ in range(2)]
+    assert [extent.file for extent in extents] == [0, 1]
+    assert tier._engines[0] is tier._engines[1]
+    for n, extent in enumerate(extents):
+        tier.write(extent, 0, filled(UNIT, n + 1)).wait()
+    for n, extent in enumerate(extents):
+        into = filled(UNIT, 0)
+        tier.read(extent, 0, into).wait()
+        assert into.memory.eq(n + 1).all()
+
+
+def test_one_directory_may_be_direct_and_another_not(open_tier, tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tier_file, "takes_direct", lambda directory: directory.name == "a")
+    tier = open_tier(tmp_path / "a", tmp_path / "b")
+    assert tier._engines[0] is not tier._engines[1]
+    assert tier.rings[1] == "threads"
+    for _ in range(2):
+        extent, into = tier.reserve(UNIT, "w"), filled(UNIT, 0)
+        tier.write(extent, 0, filled(UNIT, 5)).wait()
+        tier.read(extent, 0, into).wait()
+        assert into.memory.eq(5).all()
 
 
 def test_a_forked_child_does_not_own_the_directory(open_tier):

@@ -1,5 +1,6 @@
 """The step schedule: rows cut into chunks that fit, begin at whole vectors, and miss nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import CHUNK_BYTES, CHUNK_ELEMENTS, Column, Row, lower_step
-from zcompile.schedule import EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
+from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
 from zcompile.specs import Phase
 from zcompile.units import GiB, MiB
 from zcompile.verify_schedule import verify_schedule
@@ -151,3 +152,22 @@ def test_plain_operands_come_after_the_columns():
     (run,) = [r for r in schedule.instructions if isinstance(r, Run)]
     (wait,) = [r for r in schedule.instructions if isinstance(r, Wait)]
     assert run.inputs == (wait.register, Register(0))
+
+
+def test_what_rests_within_reach_is_computed_with_in_place():
+    moving, there = row(3 * CHUNK_ELEMENTS, F32).columns[0], row(1, BF16, first=1).columns[0]
+    rows = [Row(3 * CHUNK_ELEMENTS, (moving, replace(there, resident=True)), (), nothing)]
+    made = step(rows, 3 * CHUNK_ELEMENTS * 4)
+    assert {f.entry for f in made.fetches()} == {0}
+    borrowed = [i for i in made.instructions if isinstance(i, Borrow)]
+    assert [(b.begin, b.layout.numel) for b in borrowed] == [
+        (2 * CHUNK_ELEMENTS * n, CHUNK_ELEMENTS) for n in range(3)
+    ]
+    assert not any(b.writes for b in borrowed)
+
+
+def test_a_row_of_which_nothing_moves_is_one_chunk_and_takes_no_arena():
+    columns = tuple(replace(c, resident=True) for c in row(1, F32, F32).columns)
+    made = step([Row(100 * CHUNK_ELEMENTS, columns, (), nothing)], 0)
+    assert chunks(made) == [(0, 100 * CHUNK_ELEMENTS)]
+    assert made.peak_bytes == made.arena_bytes == 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from races import faults
-from written import HIGH, LOW, fetch, free, run, schedule, store, wait
+from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 
 from zcompile import verify_schedule as module
 from zcompile.errors import ScheduleInvalid
@@ -73,6 +73,10 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     "compute on bytes that are on their way home": (
         lambda: schedule(*STEP[:4], run(0, 1, ticket=9), *STEP[4:], phase=Phase.STEP),
         "'w' is computed with while its store reads it",
+    ),
+    "bytes that move while compute has them where they rest": (
+        lambda: schedule(*STEP, borrow(4), phase=Phase.STEP),
+        "'w' is computed with where it rests, and moved as well",
     ),
     "more bytes than the budget": (
         lambda: schedule(*SAFE, budget=511),

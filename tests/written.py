@@ -7,6 +7,7 @@ from races import recounted
 
 from zcompile.schedule import (
     SERIALS,
+    Borrow,
     EntryIndex,
     Fetch,
     Free,
@@ -46,6 +47,10 @@ def free(slot: Slot, register: int) -> Free:
 
 def store(slot: Slot, ticket: int, *after: int, nbytes: int = 512) -> Store:
     return Store(EntryIndex(0), 0, nbytes, slot, Ticket(ticket), after, "w")  # type: ignore[arg-type]
+
+
+def borrow(register: int, layout: Layout = FLOATS) -> Borrow:
+    return Borrow(EntryIndex(0), 0, layout, Register(register), True, "w")
 
 
 def schedule(*rows: Instruction, outputs: tuple[Any, ...] = (), phase: Phase = Phase.FORWARD,

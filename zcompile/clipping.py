@@ -56,7 +56,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
         change = Deferred(func, operand, lists, tensor.lies)
-        session_of(tensor.entry).defer(tensor.entry, change)
+        session_of(tensor.entry).deferrals.defer(tensor.entry, change)
     return None if lists else args[0]
 
 

@@ -2,7 +2,8 @@
 
 An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a
 row (one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
-computes, chunk k+1 arrives and chunk k-1 goes home.
+computes, chunk k+1 arrives and chunk k-1 goes home. What rests where compute can reach it is
+updated in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.packing import aligned
 from zcompile.schedule import (
     SERIALS,
+    Borrow,
     EntryIndex,
     Fetch,
     Free,
@@ -51,6 +53,7 @@ class Column:
 
     writes         whether the chunk is stored back
     lasting        the entry outlives the step (a gradient does not)
+    resident       it is computed with where it rests; nothing moves
     """
 
     entry: EntryIndex
@@ -59,6 +62,7 @@ class Column:
     writes: bool
     lasting: bool
     name: str
+    resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,19 +130,21 @@ def _sizes(rows: Sequence[Row], budget_bytes: int, name: str) -> tuple[int, list
         budget_bytes,
         least,
         f"one chunk of {name}",
-        [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns],
+        [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns if not c.resident],
         f"give zcompile.offload device_memory={least} or more",
     )
 
 
 def _set_bytes(row: Row, elements: int) -> int:
-    """Arena bytes of one chunk: a slot for each column."""
-    return sum(aligned(elements * column.dtype.itemsize) for column in row.columns)
+    """Arena bytes of one chunk: a slot for each column that moves."""
+    return sum(aligned(elements * c.dtype.itemsize) for c in row.columns if not c.resident)
 
 
 def _elements(row: Row, share_bytes: int) -> int | None:
     """The most elements of a chunk whose slots fit the share; None if not even the least do."""
-    widths = [column.dtype.itemsize for column in row.columns]
+    widths = [column.dtype.itemsize for column in row.columns if not column.resident]
+    if not widths:
+        return row.numel
     most = CHUNK_BYTES // max(widths)
     if row.numel <= most and _set_bytes(row, row.numel) <= share_bytes:
         return row.numel
@@ -148,12 +154,12 @@ def _elements(row: Row, share_bytes: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk that was fetched and waits to be computed."""
+    """A chunk that was fetched and waits to be computed; no fetch for what is resident."""
 
     row: Row
     first: int
     last: int
-    fetches: tuple[Fetch, ...]
+    fetches: tuple[Fetch | None, ...]
 
 
 class _Builder:
@@ -186,18 +192,20 @@ class _Builder:
         return Ticket(self._tickets - 1)
 
     def _fetch(self, row: Row, first: int, last: int) -> _Chunk:
-        sizes = [(last - first) * column.dtype.itemsize for column in row.columns]
         address = self._chunks % self._depth * self._lane_bytes
-        self._chunks += 1
-        fetches = []
-        for column, nbytes in zip(row.columns, sizes, strict=True):
-            slot = Slot(address, aligned(nbytes))
+        self._chunks += any(not column.resident for column in row.columns)
+        fetches: list[Fetch | None] = []
+        for column in row.columns:
+            if column.resident:
+                fetches.append(None)
+                continue
+            width = column.dtype.itemsize
+            slot = Slot(address, aligned((last - first) * width))
             address = slot.end
-            begin = column.begin + first * column.dtype.itemsize
             fetch = Fetch(
                 column.entry,
-                begin,
-                nbytes,
+                column.begin + first * width,
+                (last - first) * width,
                 slot,
                 self._ticket(),
                 self._after(slot),
@@ -224,14 +232,7 @@ class _Builder:
         return tuple(tickets)
 
     def _compute(self, chunk: _Chunk) -> None:
-        count = chunk.last - chunk.first
-        registers = []
-        for column, fetch in zip(chunk.row.columns, chunk.fetches, strict=True):
-            register = Register(self.registers)
-            self.registers += 1
-            registers.append(register)
-            layout = Layout((count,), (1,), 0, column.dtype)
-            self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
+        registers = [self._operand(chunk, n) for n in range(len(chunk.fetches))]
         done = self._ticket()
         region = Region(
             "step",
@@ -244,22 +245,44 @@ class _Builder:
         for column, fetch, register in zip(
             chunk.row.columns, chunk.fetches, registers, strict=True
         ):
-            busy: tuple[Ticket, ...] = (done,)
-            if column.writes:
-                store = Store(
+            if fetch is not None:
+                self._leave(column, fetch, register, done)
+
+    def _operand(self, chunk: _Chunk, index: int) -> Register:
+        """The register that holds a column of the chunk, once it is there."""
+        column, fetch = chunk.row.columns[index], chunk.fetches[index]
+        layout = Layout((chunk.last - chunk.first,), (1,), 0, column.dtype)
+        register = Register(self.registers)
+        self.registers += 1
+        if fetch is not None:
+            self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
+        else:
+            begin = column.begin + chunk.first * column.dtype.itemsize
+            self.instructions.append(
+                Borrow(column.entry, begin, layout, register, column.writes, column.name)
+            )
+        return register
+
+    def _leave(self, column: Column, fetch: Fetch, register: Register, done: Ticket) -> None:
+        """After the compute: what was written goes home, and the slot is given back."""
+        busy: tuple[Ticket, ...] = (done,)
+        if column.writes:
+            ticket = self._ticket()
+            busy = (done, ticket)
+            self.instructions.append(
+                Store(
                     column.entry,
                     fetch.begin,
                     fetch.nbytes,
                     fetch.slot,
-                    self._ticket(),
+                    ticket,
                     (done,),
                     column.name,
                 )
-                self.instructions.append(store)
-                busy = (done, store.ticket)
-            self._busy.append((fetch.slot, busy))
-            self.instructions.append(Free(fetch.slot, register, column.name))
-            self._taken -= fetch.slot.nbytes
+            )
+        self._busy.append((fetch.slot, busy))
+        self.instructions.append(Free(fetch.slot, register, column.name))
+        self._taken -= fetch.slot.nbytes
 
 
 def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:

@@ -137,7 +137,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 def _open(config: Config) -> Session:
     session = Session(config, TieredTensor.over)
-    session.on_deferred = apply_deferred
+    session.deferrals.make = apply_deferred
     return session
 
 

@@ -1,9 +1,10 @@
 """Instructions and schedules: the door between compile time and run time.
 
-A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`) act in order on the compute
-stream; transfers (`Fetch`, `Reduce`, `Store`) are started in order on the stream of their link and
-run beside it. What a transfer must wait for is named by tickets, so that safety can be read off
-the list alone. Sizes and addresses are bytes; a register is an index into the values of one call.
+A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`) act in order on
+the compute stream; transfers (`Fetch`, `Reduce`, `Store`) are started in order on the stream of
+their link and run beside it. What a transfer must wait for is named by tickets, so that safety can
+be read off the list alone. Sizes and addresses are bytes; a register is an index into the values of
+one call.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -128,10 +129,26 @@ class Store:
     name: str = ""
 
 
+@dataclass(frozen=True)
+class Borrow:
+    """`register` becomes a tensor of `layout` over an entry's own bytes, from `begin` on.
+
+    For entries that rest where compute can reach them. What moves these bytes is waited for;
+    `writes`: compute changes them.
+    """
+
+    entry: EntryIndex
+    begin: int
+    layout: Layout
+    register: Register
+    writes: bool
+    name: str = ""
+
+
 SERIALS = count()
 """Where `Schedule.serial` comes from."""
 
-Instruction = Fetch | Wait | Run | Free | Reduce | Store
+Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow
 
 
 @dataclass(frozen=True)

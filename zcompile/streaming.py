@@ -97,6 +97,8 @@ class _Call:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
+        # Deferred changes are made to a copy, so that a step that fails has not made them.
+        resident = entry.store.lendable(entry) and not entry.deferred
         return Column(
             self.entry(entry),
             layout.offset * layout.dtype.itemsize,
@@ -104,6 +106,7 @@ class _Call:
             writes,
             entry.kind.lasting,
             entry.name,
+            resident,
         )
 
 

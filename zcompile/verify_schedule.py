@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from zcompile.errors import ScheduleInvalid
 from zcompile.printer import instruction_row
 from zcompile.schedule import (
+    Borrow,
     Fetch,
     Free,
     Instruction,
@@ -92,6 +93,8 @@ class _Proof:
                 self._reduce(instruction)
             case Store():
                 self._store(instruction)
+            case Borrow():
+                self._borrow(instruction)
 
     def _new(self, ticket: Ticket) -> None:
         if ticket in self.tickets:
@@ -216,6 +219,12 @@ class _Proof:
             raise self.fail(f"{store.name!r} stores more bytes than were brought")
         self._new(store.ticket)
         use.stores.append(store.ticket)
+
+    def _borrow(self, borrow: Borrow) -> None:
+        moved = {i.entry for i in self.schedule.instructions if isinstance(i, Fetch | Store)}
+        if borrow.entry in moved:
+            raise self.fail(f"{borrow.name!r} is computed with where it rests, and moved as well")
+        self.defined.add(borrow.register)
 
     def end(self) -> None:
         for use in self.uses:

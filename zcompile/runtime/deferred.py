@@ -5,9 +5,10 @@ deferred, the optimizer's step multiplies each chunk as it passes. Whoever else 
 finds it done, since the store does it first.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -31,3 +32,43 @@ class Deferred:
     def apply(self, values: Tensor, operand: Any) -> None:
         """values  a range of the entry's elements; operand  `self.operand`, on its way"""
         self.func([values] if self.lists else values, operand)
+
+
+class Changing(Protocol):
+    """What changes can be deferred of; an entry."""
+
+    deferred: tuple[Deferred, ...]
+    version: int
+
+
+E = TypeVar("E", bound=Changing)
+
+
+class Deferrals(Generic[E]):
+    """Who has something deferred, and who does it.
+
+    make  does what is deferred of an entry, and clears it; set by the side that can compute
+    """
+
+    def __init__(self) -> None:
+        self.make: Callable[[E], None] | None = None
+        self._waiting: weakref.WeakSet[E] = weakref.WeakSet()
+
+    def defer(self, entry: E, change: Deferred) -> None:
+        """To be done before the entry is read, or by whoever reads it."""
+        entry.deferred = (*entry.deferred, change)
+        entry.version += 1
+        self._waiting.add(entry)
+
+    def settle(self, entry: E) -> None:
+        """Do what is deferred of the entry."""
+        if entry.deferred:
+            assert self.make is not None, "a change was deferred where nobody can make it"
+            self.make(entry)
+
+    def settle_all(self, lives: Callable[[E], bool]) -> None:
+        """Do what is deferred of any entry that `lives`."""
+        while self._waiting:
+            entry = self._waiting.pop()
+            if lives(entry):
+                self.settle(entry)

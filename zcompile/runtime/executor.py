@@ -16,7 +16,7 @@ from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
+from zcompile.schedule import Borrow, Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
 
@@ -42,7 +42,8 @@ class Executor:
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if schedule.phase is Phase.BACKWARD:
-            self.store.settle_all()  # sums are added to gradients as they are
+            # Sums are added to gradients as they are.
+            self.store.deferrals.settle_all(self.store.holds)
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "the model is called while a call of it is still running, from another thread",
@@ -115,6 +116,9 @@ class _Walk:
                 self.gradients.receive(self.entries[entry], values[value], self._after(after))
                 if drop:
                     values[value] = None
+            case Borrow(entry=entry, begin=begin, layout=layout, register=register, writes=writes):
+                memory = self.store.borrow(self.entries[entry], begin, layout.nbytes, writes)
+                values[register] = layout.view(memory)
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
                 source = arena.slot(slot.address, nbytes)
                 self.tickets[ticket] = self.store.put(

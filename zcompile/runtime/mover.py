@@ -8,7 +8,10 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from zcompile.runtime.place import Place
+from torch import Tensor
+
+from zcompile.runtime.pages import clear_bytes
+from zcompile.runtime.place import Place, Span
 from zcompile.runtime.ticket import Countdown, Ready, Ticket
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.workers import Workers
@@ -40,6 +43,7 @@ class Mover:
         place = transfer.place
         with self._idle:
             self.check(place)
+            assert not place.freed, f"{place.name!r} is used after its last use"
             blockers = place.blockers(transfer)
             transfer.prepare()
             place.under_way.append(transfer)
@@ -62,6 +66,25 @@ class Mover:
         error = self.closed or place.error
         if error is not None:
             raise error
+
+    def borrow(self, place: Place, begin: int, memory: Tensor, writes: bool) -> None:
+        """Wait until nothing moves the entry's bytes from `begin` on, which rest in `memory`, and
+        make zeros of what is blank there; then compute may touch it.
+
+        raises  what an earlier transfer on the entry failed with
+        """
+        end = begin + memory.numel()
+        with self._idle:
+            self.check(place)
+            blockers = place.blockers(Span(begin, end, writes))
+        for blocker in blockers:
+            blocker.home.wait()
+        with self._idle:
+            for low, high, held in place.written.pieces(begin, end):
+                if not held:
+                    clear_bytes(memory[low - begin :], high - low)
+            if writes:
+                place.written.add(begin, end)
 
     def blank(self, place: Place) -> None:
         """From here on in the order of submission, the entry holds nothing."""

@@ -6,22 +6,37 @@ bytes, one of them writing, follow each other; all others run side by side.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zcompile.runtime.extents import Written
 from zcompile.runtime.ticket import Promise
 from zcompile.runtime.tiers import Extent, TierIO
 
 
-class Operation(Protocol):
-    """One fetch, put or add of bytes [begin, end)."""
+class Touching(Protocol):
+    """What reads or writes bytes [begin, end) of an entry."""
+
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def writes(self) -> bool: ...
+
+
+class Operation(Touching, Protocol):
+    """One fetch, put or add."""
+
+    @property
+    def home(self) -> Promise: ...
+
+
+class Span(NamedTuple):
+    """A use of the bytes that is no transfer."""
 
     begin: int
     end: int
     writes: bool
-
-    @property
-    def home(self) -> Promise: ...
 
 
 class Place:
@@ -50,7 +65,7 @@ class Place:
         unit = self.tier.granule
         return begin // unit * unit, -(-end // unit) * unit
 
-    def blockers(self, new: Operation) -> Sequence[Operation]:
+    def blockers(self, new: Touching) -> Sequence[Operation]:
         """The operations that must be over before `new` may start, newest first."""
         low, high = self.blocks(new.begin, new.end)
         found = []

@@ -18,7 +18,7 @@ from zcompile import handles
 from zcompile.config import Config
 from zcompile.errors import ParameterChanged, Unsupported, ValueUnset
 from zcompile.runtime.arena import Arena
-from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.deferred import Deferrals, Deferred
 from zcompile.runtime.homes import Homes
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Backlog, marks_of
@@ -86,7 +86,6 @@ class Store:
 
     on_gradient  what becomes of a gradient given to `Entry.reduce_grad`; set by the optimizer's
                  side of the house
-    on_deferred  does what was deferred of an entry, before it is read; set by the same
 
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
@@ -96,7 +95,6 @@ class Store:
         self.config = config
         self.meter = Meter()
         self.on_gradient: Callable[[Entry, Tensor], None] = _nobody_takes_gradients
-        self.on_deferred: Callable[[Entry], None] = _nobody_defers
         plant = open_plant(config, self.meter)
         self.device = plant.means.device
         self.device_budget = plant.device_budget
@@ -111,7 +109,7 @@ class Store:
         self._backlog = Backlog(plant.staging_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
-        self._deferring: set[int] = set()
+        self.deferrals: Deferrals[Entry] = Deferrals()
         self._pid = plant.pid
         self._close = weakref.finalize(self, shut, plant)
 
@@ -182,8 +180,7 @@ class Store:
         self._enter(entry.name)
         if source.numel() == entry.nbytes:
             entry.deferred = ()
-        elif entry.deferred:
-            self.on_deferred(entry)
+        self.deferrals.settle(entry)
         window = self.arena.window(source)
         put = Put(entry.place, begin, window, source, marks_of(after), self._means,
                   self.arena.holds(source))  # fmt: skip
@@ -251,27 +248,11 @@ class Store:
                 self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
 
-    def defer(self, entry: Entry, change: Deferred) -> None:
-        """To be done to the entry before it is read, or by whoever reads it."""
-        self._enter(entry.name)
-        entry.deferred = (*entry.deferred, change)
-        entry.version += 1
-        self._deferring.add(entry.key)
-
-    def settle_all(self) -> None:
-        """Do what was deferred of any entry."""
-        self._enter("the model")
-        while self._deferring:
-            entry = self._entries.get(self._deferring.pop())
-            if entry is not None and entry.deferred:
-                self.on_deferred(entry)
-
     def _settle(self, entry: Entry) -> None:
         """Before a read: the entry has a value, and nothing is left to be done to it."""
         if entry.unset:
             raise ValueUnset(entry.name)
-        if entry.deferred:
-            self.on_deferred(entry)
+        self.deferrals.settle(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
@@ -292,11 +273,6 @@ class Store:
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False
         return transfer
-
-
-def _nobody_defers(entry: Entry) -> None:
-    raise Unsupported(f"a change of {entry.name!r} was deferred in a store that cannot do it",
-                      "set store.on_deferred")  # fmt: skip
 
 
 def _nobody_takes_gradients(entry: Entry, grad: Tensor) -> None:

@@ -27,6 +27,8 @@ class HostTier:
 
     make_block  host memory of the size asked: `Device.host_block`
     in_use      told the bytes reserved
+    whole       one block for all, for memory that is not pinned and costs nothing until it is
+                touched; then every extent lies in one piece
     """
 
     name = "host"
@@ -34,7 +36,9 @@ class HostTier:
     granule = 1
 
     def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
-                 in_use: Gauge) -> None:  # fmt: skip
+                 in_use: Gauge, whole: bool = False) -> None:  # fmt: skip
+        self.whole = whole
+        self._block_bytes = max(budget_bytes, 1) if whole else BLOCK_BYTES
         self._extents = Extents(self.alignment, budget_bytes)
         self._make_block = make_block
         self._in_use = in_use
@@ -47,10 +51,11 @@ class HostTier:
             if offset is None:
                 raise TierFull(name, nbytes, [self.usage()])
             size = self._extents.aligned(nbytes)
-            for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
+            unit = self._block_bytes
+            for block in range(offset // unit, -(-(offset + size) // unit)):
                 if block not in self._blocks:
-                    left = self._extents.capacity - block * BLOCK_BYTES
-                    self._blocks[block] = self._make_block(min(BLOCK_BYTES, left))
+                    left = self._extents.capacity - block * self._block_bytes
+                    self._blocks[block] = self._make_block(min(self._block_bytes, left))
         self._in_use.change(size)
         return Extent(0, offset, size, name)
 
@@ -62,8 +67,8 @@ class HostTier:
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Bytes [begin, end) of an extent as (where it begins, memory), one per block touched."""
         while begin < end:
-            block, inside = divmod(extent.offset + begin, BLOCK_BYTES)
-            n = min(end - begin, BLOCK_BYTES - inside)
+            block, inside = divmod(extent.offset + begin, self._block_bytes)
+            n = min(end - begin, self._block_bytes - inside)
             yield begin, self._blocks[block][inside : inside + n]
             begin += n
 

@@ -1,0 +1,49 @@
+"""Compute reaches bytes where they rest: after what moves them, and with zeros where all is blank."""
+
+import pytest
+import torch
+
+from zcompile.errors import ValueUnset
+from zcompile.specs import Kind
+from zcompile.units import KiB, MiB
+
+
+def test_a_lent_entry_is_seen_after_what_was_put(open_store):
+    store = open_store(host_memory="64MiB", throttle={})
+    entry = store.create("w", Kind.PARAM, 16 * MiB)
+    store.put(entry, torch.full((entry.nbytes,), 7, dtype=torch.uint8))
+    assert (store.borrow(entry, 0, entry.nbytes, writes=False) == 7).all()
+
+
+def test_what_compute_writes_there_is_fetched(open_store):
+    store = open_store(host_memory="4MiB")
+    entry = store.create("w", Kind.PARAM, 1 * KiB)
+    version = entry.version
+    store.borrow(entry, 512, 512, writes=True).fill_(3)
+    assert entry.version > version
+    assert store.read_all(entry).tolist() == [0] * 512 + [3] * 512
+
+
+def test_a_blank_entry_is_lent_as_zeros(open_store):
+    store = open_store(host_memory="1MiB")
+    used = store.create("old", Kind.PARAM, 256 * KiB)
+    store.put(used, torch.full((used.nbytes,), 9, dtype=torch.uint8)).wait()
+    store.free_later(used.key)
+    entry = store.create("new", Kind.STATE, 256 * KiB)
+    assert not store.borrow(entry, 0, entry.nbytes, writes=False).any()
+
+
+def test_only_what_compute_can_reach_is_lendable(open_store):
+    near = open_store(host_memory="1MiB")
+    assert near.lendable(near.create("w", Kind.PARAM, 1 * KiB))
+    far = open_store(host_memory="256KiB", disk=True)
+    assert not far.lendable(far.create("w", Kind.PARAM, 1 * KiB))
+    slow = open_store(host_memory="1MiB", throttle={"d2h": "1GB/s"})
+    assert not slow.lendable(slow.create("w", Kind.PARAM, 1 * KiB))
+
+
+def test_an_entry_without_a_value_is_not_lent(open_store):
+    store = open_store(host_memory="1MiB")
+    entry = store.create("w", Kind.PARAM, 1 * KiB, unset=True)
+    with pytest.raises(ValueUnset, match="'w'"):
+        store.borrow(entry, 0, 1 * KiB, writes=True)

@@ -36,12 +36,6 @@ def durable(disk: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return zcompile.offload(model, disk=disk, **FIELDS), optimizer
 
 
-def resume(disk, model, optimizer):
-    from zcompile import durable as dd
-
-    return dd.resume_durable(dd.ledger_over(disk, model), model, optimizer)
-
-
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(number))
     model(x).square().mean().backward()
@@ -81,7 +75,7 @@ def resumed(disk: str, steps: int) -> tuple[int, list[str]]:
     """The step a new process finds, and the digests there and after `steps` more."""
     model, optimizer = durable(disk)
     try:
-        found = int(resume(disk, model, optimizer)["step"])
+        found = int(zcompile.resume(disk, model, optimizer)["step"])
     except FileNotFoundError:
         found = 0
     digests = [digest(model, optimizer)]
@@ -105,7 +99,7 @@ def killed(disk: str, steps: int, delay: float | None) -> tuple[int, int, float]
         with _leaving():
             model, optimizer = durable(disk)
             try:
-                begin = int(resume(disk, model, optimizer)["step"])
+                begin = int(zcompile.resume(disk, model, optimizer)["step"])
             except FileNotFoundError:
                 begin = 0
             os.write(writing, f"{begin}\n".encode())

@@ -115,9 +115,9 @@ def gc(directory: Path, everything: bool) -> Answer:
             if index is not None and not everything:
                 _check_headers(index, directory, places)
                 freed += sum(trim(index, number, place) for number, place in enumerate(places))
-            elif not everything and (header := committed_elsewhere(directory)):
-                raise DurableHeld(directory, f"holds a file of the run in {header.first}")
-            else:
+            elif not everything:
+                _check_uncommitted(directory)
+            if index is None or everything:
                 removed += [name for place in places for name in (INDEX_NAME, DATA_NAME)
                             if (place / name).exists()]  # fmt: skip
                 freed += sum(remove_all(place) for place in places)
@@ -140,6 +140,16 @@ def _verified(index: Index, directory: Path,
                 except DurableDamaged as error:
                     damages.append(error.told)
     return read, tuple(damages)
+
+
+def _check_uncommitted(directory: Path) -> None:
+    """raises  DurableHeld, DurableDamaged, if the data file belongs to a commit"""
+    if (header := committed_elsewhere(directory)) is not None:
+        raise DurableHeld(directory, f"holds a file of the run in {header.first}")
+    found = read_header(directory)
+    if found is not None and found.committed:
+        raise DurableDamaged(Path(found.first) / INDEX_NAME, "the index", "is gone; "
+                             f"{directory / DATA_NAME} belongs to a commit")  # fmt: skip
 
 
 def _check_headers(index: Index, directory: Path, places: Sequence[Path]) -> None:

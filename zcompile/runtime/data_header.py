@@ -19,12 +19,14 @@ class DataHeader:
     number    of its directory, from 0
     of        how many directories the run has
     first     the directory that holds the index
+    committed  an index has named this file, so it is never taken for one of a run that died early
     """
 
     run: str
     number: int
     of: int
     first: str
+    committed: bool = False
 
     def block(self) -> bytes:
         text = f"{MAGIC}\n{json.dumps(asdict(self))}\n".encode()
@@ -50,6 +52,16 @@ def read_header(directory: Path) -> DataHeader | None:
     except ValueError as error:
         raise DurableDamaged(path, "the data file", f"has a first block that cannot be "
                              f"understood: {error}") from error  # fmt: skip
+
+
+def write_header(directory: Path, header: DataHeader) -> None:
+    """raises  OSError"""
+    fd = os.open(directory / DATA_NAME, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, header.block(), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def data_bytes(directory: Path) -> int:

@@ -11,7 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
-from zcompile.runtime.data_header import HEADER_BYTES, DataHeader, data_bytes, read_header
+from zcompile.runtime.data_header import (
+    HEADER_BYTES,
+    DataHeader,
+    data_bytes,
+    read_header,
+    write_header,
+)
 from zcompile.runtime.index import (
     DATA_NAME,
     INDEX_NAME,
@@ -30,12 +36,12 @@ logger = logging.getLogger("zcompile.runtime.durable_files")
 class DurableFile(TierFile):
     """`zinf.tier` in a directory; stays after `close` if a commit names it.
 
+    found   it is there already, with what a commit names
     raises  DiskUnusable
     """
 
     def __init__(self, directory: Path, header: DataHeader, found: bool) -> None:
-        self._header = header
-        self.found = self.keep = found
+        self.keep = found
         self.new = 0 if found else os.O_CREAT | os.O_EXCL
         super().__init__(directory, directory / DATA_NAME)
         if found:
@@ -44,7 +50,7 @@ class DurableFile(TierFile):
                 os.posix_fallocate(self._fd, 0, size)  # the write that needs them will say so
             self.extents.grow(size // unit * unit)
         else:
-            self._write_header()
+            self._begin(directory, header)
         began = self.extents.take_at(0, HEADER_BYTES)
         assert began, "a data file begins with its header"
 
@@ -52,24 +58,21 @@ class DurableFile(TierFile):
         """What was written is on the device. raises OSError"""
         os.fdatasync(self._fd)
 
+    def _begin(self, directory: Path, header: DataHeader) -> None:
+        try:
+            write_header(directory, header)
+        except OSError as error:
+            self.close()
+            raise DiskUnusable(directory, f"takes no files ({error.strerror})",
+                               "free space on it or give another directory") from error  # fmt: skip
+        self.extents.grow(HEADER_BYTES)
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
             if not self.keep:
                 self.path.unlink(missing_ok=True)
-
-    def _write_header(self) -> None:
-        plain = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(plain, self._header.block(), 0)
-            os.fsync(plain)
-        except OSError as error:
-            raise DiskUnusable(self.path.parent, f"takes no files ({error.strerror})",
-                               "free space on it or give another directory") from error  # fmt: skip
-        finally:
-            os.close(plain)
-        self.extents.grow(HEADER_BYTES)
 
 
 class DurableFiles:
@@ -84,6 +87,7 @@ class DurableFiles:
         self.smalls = b""
         self.run = os.urandom(8).hex()
         self.files: list[DurableFile] = []
+        self._marked = False
 
     @property
     def home(self) -> Path:
@@ -98,7 +102,7 @@ class DurableFiles:
         number = len(self.files)
         if number == 0:
             self._find_index()
-        header = DataHeader(self.run, number, len(self.directories), str(self.home))
+        header = self._header(number, committed=False)
         if self.index is None:
             self._remove_uncommitted(directory)
         else:
@@ -118,8 +122,14 @@ class DurableFiles:
             for directory in self.directories:
                 sync_directory(directory)  # the names of the data files
         switch_index(self.home, content)
-        for file in self.files:
+        for number, file in enumerate(self.files):
             file.keep = True
+            if not self._marked:
+                write_header(file.path.parent, self._header(number, committed=True))
+        self._marked = True
+
+    def _header(self, number: int, committed: bool) -> DataHeader:
+        return DataHeader(self.run, number, len(self.directories), str(self.home), committed)
 
     def _find_index(self) -> None:
         (self.home / f"{INDEX_NAME}.new").unlink(missing_ok=True)  # a commit that did not happen
@@ -154,6 +164,9 @@ class DurableFiles:
         if committed_elsewhere(directory) is not None:
             raise DurableHeld(directory, f"holds file {found.number} of the run that is committed "
                               f"in {found.first}, which has to be given first")  # fmt: skip
+        if found.committed:
+            raise DurableDamaged(Path(found.first) / INDEX_NAME, "the index", "is gone; "
+                                 f"{directory / DATA_NAME} belongs to a commit")  # fmt: skip
         logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
                        "is removed", directory, DATA_NAME)  # fmt: skip
         (directory / DATA_NAME).unlink()

@@ -101,14 +101,14 @@ def resume_durable(
     raises   NothingCommitted, DurableDamaged, CheckpointMismatch
     """
     found = ledger.files.index
-    if found is None:
-        raise NothingCommitted(ledger.files.home, "holds no commit")
     if ledger.serial or ledger.adopting:
         raise Unsupported(
             f"{ledger.files.home} holds what this very model committed",
             "resume once, before the first step; to go back to an earlier state, resume in a new "
             "process",
         )
+    if found is None:
+        raise NothingCommitted(ledger.files.home, "holds no commit")
     check_all(found, ledger.files.directories)
     source = DurableSource(ledger, found, ledger.files.smalls)
     extra = restore(source, model, optimizer)

@@ -18,7 +18,7 @@ FLOORS = (
     {"zcompile.checkpoint_source"},
     {"zcompile.optimizers"},
     {"zcompile.durable"},
-    {"zcompile.training_state", "zcompile.tensor_files"},
+    {"zcompile.training_state", "zcompile.tensor_writer", "zcompile.tensor_loader"},
     {"zcompile.optimizer_state", "zcompile.tensor_bytes"},
     {"zcompile.tiered", "zcompile.model_state"},
     {"zcompile.eager"},

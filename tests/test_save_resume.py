@@ -15,12 +15,12 @@ from small_models import GPT, mlp
 from torch import nn
 
 import zcompile
-from zcompile import block_files, checkpoint, tensor_files
+from zcompile import block_files, checkpoint, tensor_loader
 from zcompile.errors import (
     CheckpointMismatch,
     ValueUnset,
 )
-from zcompile.tensor_files import Piece, cut
+from zcompile.tensor_writer import Piece, cut
 
 
 class Layouts(nn.Module):
@@ -238,9 +238,9 @@ def test_blocks_are_cut_from_what_lies_end_to_end(sizes, blocks):
 
 @pytest.mark.parametrize("begin", [0, 5, 4096, 4097, 8190])
 def test_what_is_read_at_once_fits_a_block_and_splits_no_element(begin, monkeypatch):
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 8192)
-    row = tensor_files.Row(torch.int64, (5000,), begin, begin + 40_000)
-    parts = list(tensor_files.spans(row))
+    monkeypatch.setattr(tensor_loader, "BLOCK_BYTES", 8192)
+    row = tensor_loader.Row(torch.int64, (5000,), begin, begin + 40_000)
+    parts = list(tensor_loader.spans(row))
     assert [parts[0][0], parts[-1][1]] == [row.begin, row.end]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
     assert all((b - row.begin) % 8 == 0 and e - b // 4096 * 4096 <= 8192 for b, e in parts)

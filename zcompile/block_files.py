@@ -7,8 +7,8 @@ cache should hold, and copying it there costs more CPU than all the rest.
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zcompile.errors import IOFault
 from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tiers import Buffer
+from zcompile.runtime.tiers import Buffer, Stretch
 from zcompile.safetensors_file import PAGE_BYTES
 from zcompile.units import KiB, MiB
 
@@ -26,6 +26,9 @@ BLOCKS = 4
 """Two that arrive, two that leave."""
 LEAST_DIRECT_BYTES = 256 * KiB
 """Less than this comes through the page cache, whose read-ahead serves the neighbours too."""
+_FICLONERANGE = 0x4020940D
+"""Of linux/fs.h: struct file_clone_range, as `_CLONE`."""
+_CLONE = struct.Struct("qQQQ")
 
 
 def new_blocks() -> list[Tensor]:
@@ -37,7 +40,7 @@ class BlockFile:
     """An open file.
 
     nbytes  given: a new file that will have so many; None: one that exists, to be read
-    raises  IOFault, with what the system said; a disk without room says so here
+    raises  IOFault, with what the system said
     """
 
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
@@ -47,8 +50,6 @@ class BlockFile:
         verb = "write" if self._new else "read"
         try:
             self._fd = self._open(flags | os.O_CLOEXEC)
-            if nbytes:
-                os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             raise self._fault(error, verb, path.name, 0, 0, nbytes or 0) from error
 
@@ -60,6 +61,28 @@ class BlockFile:
                 raise
             # Some systems create the file before they say that it cannot be direct.
             return os.open(self.path, flags & ~os.O_EXCL, 0o666)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
+
+    def share(self, begin: int, stretches: Sequence[Stretch]) -> bool:
+        """From `begin` on the file has the bytes of other files, without a copy.
+
+        False where the filesystem cannot, or they are on another; then nothing is promised of
+        these bytes.
+        """
+        for stretch in stretches:
+            asked = _CLONE.pack(stretch.fd, stretch.offset, stretch.nbytes, begin)
+            try:
+                fcntl.ioctl(self._fd, _FICLONERANGE, asked)
+            except OSError:
+                return False  # streaming takes its place, and raises what still stands in the way
+            begin += stretch.nbytes
+        return True
 
     def write(self, begin: int, source: Tensor, name: str) -> None:
         """All of `source`. raises  IOFault
@@ -137,13 +160,3 @@ class BlockFile:
     ) -> IOFault:
         why = error.strerror or str(error)
         return IOFault(error.errno or errno.EIO, verb, self.path, name, offset, done, wanted, why)
-
-
-@contextmanager
-def opened(path: Path, nbytes: int | None = None) -> Iterator[BlockFile]:
-    """A `BlockFile`, closed at the end."""
-    file = BlockFile(path, nbytes)
-    try:
-        yield file
-    finally:
-        file.close()

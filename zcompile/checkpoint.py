@@ -16,6 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in,
 from zcompile.durable import commit, ledger_over, resume_durable
 from zcompile.errors import CheckpointMismatch, CheckpointUnwritable
 from zcompile.model_state import Held, fact_of, held_by
+from zcompile.runtime.session import session_of
 from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
-from zcompile.tensor_files import Loader, write_file
+from zcompile.tensor_loader import Loader
+from zcompile.tensor_writer import NewFile, Told
 from zcompile.tiered import TieredTensor
 from zcompile.training_state import TrainingState, describe, restore
 from zcompile.units import show_size
@@ -77,6 +80,8 @@ def save(
     since = time.perf_counter()
     path = Path(path)
     state = describe(model, optimizer, extra)
+    for session in {session_of(tensor.entry) for tensor in state.tiered.values()}:
+        session.drain()  # what is still under way to a file cannot be shared with another
     name = secrets.token_hex(8)
     shards = _shards(state, {"format": "pt", "checkpoint": name})
     total = sum(shard.header.nbytes for shard in shards)
@@ -89,9 +94,7 @@ def save(
             progress(done, total)
 
     with replacing(path) as directory:
-        _check_room(directory, path, total)
-        for shard in shards:
-            write_file(directory / shard.file, shard.first, shard.header, shard.tensors, told)
+        _write(shards, directory, path, told)
         for kind in KINDS:
             several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
             if several:
@@ -164,6 +167,20 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
         if tensors or kind != "optimizer":
             shards += shards_of(kind, tensors, SHARD_BYTES, metadata)
     return shards
+
+
+def _write(shards: Sequence[Shard], directory: Path, path: Path, told: Told) -> None:
+    with ExitStack() as stack:
+        files = []
+        for shard in shards:
+            to = directory / shard.file
+            files.append(NewFile(to, shard.first, shard.header, shard.tensors))
+            stack.callback(files[-1].close)
+        _check_room(directory, path, sum(file.left_bytes for file in files))
+        for file in files:
+            file.reserve()
+        for file in files:
+            file.stream(told)
 
 
 def _check_room(directory: Path, path: Path, total: int) -> None:

@@ -11,7 +11,7 @@ from zcompile.errors import CheckpointInvalid
 from zcompile.model_state import Fact
 from zcompile.safetensors_file import read_header
 from zcompile.shards import Place, read_json
-from zcompile.tensor_files import Loader
+from zcompile.tensor_loader import Loader
 
 NAMED = ("model", "optimizer")
 """Kinds of files whose tensors are named without the kind, as others name them."""

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.tiers import Stretch
 from zcompile.safetensors_file import PAGE_BYTES
 from zcompile.tiered import TieredTensor
 
@@ -30,6 +31,10 @@ class TensorBytes(ABC):
 
         `source` must not change before the tickets are done.
         """
+
+    def stretches(self) -> Sequence[Stretch]:
+        """Where in files all of it lies, if it does."""
+        return ()
 
     def finish(self) -> None:
         """All of it was written."""
@@ -55,6 +60,10 @@ class _Tiered(TensorBytes):
     def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
         entry = self.tensor.entry
         return [entry.store.put(entry, source, begin=self._first + begin)]
+
+    def stretches(self) -> Sequence[Stretch]:
+        entry = self.tensor.entry
+        return entry.store.stretches(entry, self._first, self._first + self.nbytes)
 
     def finish(self) -> None:
         if not self.nbytes:

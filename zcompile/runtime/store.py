@@ -27,6 +27,7 @@ from zcompile.runtime.plant import closed_error, open_plant, shut
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.tier_host import HostTier
+from zcompile.runtime.tiers import Stretch
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
@@ -221,6 +222,18 @@ class Store:
         memory = torch.empty(entry.nbytes, dtype=torch.uint8)
         self.read(entry, memory).wait()
         return memory
+
+    def stretches(self, entry: Entry, begin: int, end: int) -> Sequence[Stretch]:
+        """Where in files bytes [begin, end) of `entry` lie, end to end; true until the next write.
+
+        None of them, if some lie in no file, hold nothing yet, or are under way.
+        """
+        self._enter(entry.name)
+        self._settle(entry)
+        place = entry.place
+        if place.under_way or not place.written.covers(begin, end):
+            return ()
+        return place.tier.stretches(place.extent, begin, end)
 
     def drain(self) -> None:
         """All transfers are done; raises the first error that any had."""

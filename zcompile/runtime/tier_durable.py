@@ -15,7 +15,7 @@ from zcompile.errors import TierFull
 from zcompile.runtime.checksums import BEST, SUMS
 from zcompile.runtime.durable_files import DurableFiles
 from zcompile.runtime.ticket import Countdown, Promise
-from zcompile.runtime.tiers import Buffer, Extent, TierIO
+from zcompile.runtime.tiers import Buffer, Extent, Stretch, TierIO
 from zcompile.runtime.versions import Versions
 from zcompile.runtime.workers import Workers
 
@@ -89,6 +89,12 @@ class DurableTier:
         self.disk.write(_named(working, extent), begin, source).then(whole.drop)
         whole.drop()
         return whole
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        with self._lock:
+            found = self._versions[extent.file].where(begin, end)
+        return [stretch for low, high, holder in found
+                for stretch in self.disk.stretches(holder, low, high)]  # fmt: skip
 
     def usage(self) -> tuple[str, int, int]:
         return self.disk.usage()

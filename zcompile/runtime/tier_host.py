@@ -5,7 +5,7 @@ one range of addresses; where it crosses a block, a copy has two pieces.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from zcompile.runtime.extents import Extents
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.ticket import Promise
-from zcompile.runtime.tiers import Buffer, Extent
+from zcompile.runtime.tiers import Buffer, Extent, Stretch
 from zcompile.units import MiB
 
 BLOCK_BYTES = 256 * MiB
@@ -81,6 +81,9 @@ class HostTier:
         for at, memory in self.pieces(extent, begin, begin + source.nbytes):
             copy_bytes(memory, source.memory[at - begin :], memory.numel())
         return _done()
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        return ()
 
     def usage(self) -> tuple[str, int, int]:
         return self.name, self._extents.used_bytes, self._extents.capacity

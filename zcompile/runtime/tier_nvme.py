@@ -21,7 +21,7 @@ from zcompile.runtime.pace import Pace
 from zcompile.runtime.ring import Ring
 from zcompile.runtime.ticket import Promise
 from zcompile.runtime.tier_file import ALIGNMENT, TierFile
-from zcompile.runtime.tiers import Buffer, Extent
+from zcompile.runtime.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.workers import Workers
 
 logger = logging.getLogger("zcompile.runtime.tier_nvme")
@@ -89,6 +89,10 @@ class DiskTier:
 
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         return self._start(True, extent, begin, source)
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        file = self._files[extent.file]
+        return (Stretch(file.at(0).fd, extent.offset + begin, end - begin),)
 
     def usage(self) -> tuple[str, int, int]:
         used = sum(file.extents.used_bytes for file in self._files)

@@ -5,6 +5,7 @@ order things happen, and how bytes reach the device is known to others.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -51,6 +52,14 @@ class Buffer(NamedTuple):
         return Buffer(self.memory[begin:end], self.view[begin:end])
 
 
+class Stretch(NamedTuple):
+    """Bytes of an open file, which hold part of an entry. Offset and size in bytes."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
 class TierIO(Protocol):
     """A place where bytes rest. Offsets and sizes in bytes; `read` and `write` return at once."""
 
@@ -77,6 +86,12 @@ class TierIO(Protocol):
 
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         """Put `source` into the extent from `begin` on. Fails with IOFault."""
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        """Where in files bytes [begin, end) of the extent lie, end to end; none if in no file.
+
+        True until the next write.
+        """
 
     def usage(self) -> tuple[str, int, int]:
         """Its name, bytes reserved, and bytes it could hold: a row of an error message."""

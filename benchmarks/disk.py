@@ -150,8 +150,8 @@ def report(variants: list[Variant], alone: dict[str, list[float]],
     if args.beside:
         heads += [f"matmul beside {mode}, GB/s then" for mode in MODES[:2]]
     rows = [f"{machine()}; {show_size(args.size * MiB)} file, {args.rounds} rounds, medians; "
-            "matmul alone is 1", "", "| variant | " + " | ".join(heads) + " |",
-            "|---" * (len(heads) + 1) + "|"]  # fmt: skip
+            f"matmul alone, threads: {args.threads}, is 1", "",
+            "| variant | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]  # fmt: skip
     for one in variants:
         cells = [one.name]
         for mode in MODES:
@@ -215,10 +215,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1024, help="MiB of each file")
     parser.add_argument("--part", type=int, default=64, help="MiB of one transfer of the engine")
     parser.add_argument("--beside", type=float, default=2, help="seconds of matmul; 0 for none")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of matmul")
     parser.add_argument("--rings", nargs="*", default=["aio", "io_uring", "threads"])
     args = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed")
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         print(measure(Path(directory), args))
 

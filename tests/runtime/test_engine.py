@@ -257,6 +257,21 @@ def test_a_defect_in_a_callback_is_reported_and_the_engine_goes_on(tier, crashes
     crashes.clear()
 
 
+def test_a_ring_that_cannot_be_reaped_is_reported_and_closing_ends_what_it_lost(
+        tier, crashes, monkeypatch):  # fmt: skip
+    def broken() -> None:
+        raise OSError(errno.EINVAL, "no such context")
+
+    extent = tier.reserve(UNIT, "w")
+    monkeypatch.setattr(tier._engines[0].ring, "reap", broken)
+    promise = tier.write(extent, 0, filled(UNIT))
+    tier.close()
+    with pytest.raises(ParameterChanged, match="'w' is gone: its store was closed"):
+        promise.wait()
+    assert [str(error) for error in crashes] == ["[Errno 22] no such context"]
+    crashes.clear()
+
+
 def test_a_forked_child_gets_an_error_and_ends(tier):
     extent = tier.reserve(UNIT, "w")
     heard, told = os.pipe()

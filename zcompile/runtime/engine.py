@@ -86,6 +86,10 @@ class Engine:
         self._thread.stop()
         if still:  # else the device hangs, and what is under way must not lose its ring
             self.ring.close()
+            with self._lock:  # empty, unless the ring could not be reaped
+                lost, self._flying = list(self._flying.values()), {}
+                ended = [move for piece in lost for move in self._settle(piece, -errno.EIO)]
+            self._finish(ended)
 
     def _submit(self) -> None:
         """Start what the limits allow. Another thread that is at it already does it for us."""

@@ -35,9 +35,8 @@ from zcompile.specs import Layout, Phase
 from zcompile.units import MiB
 
 CHUNK_BYTES = 32 * MiB
-"""Per operand and chunk. Starting a transfer costs about 100 us of Python on either side; at the
-50 GB/s of a PCIe 5 link 32 MiB takes 0.6 ms, so that the link and not the interpreter sets the
-pace. Small arenas lead to smaller chunks by themselves."""
+"""Per operand and chunk, unless the device says otherwise. Small arenas lead to smaller chunks by
+themselves."""
 CHUNK_ELEMENTS = 1024
 """Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 DEPTH = 3
@@ -79,15 +78,21 @@ class Row:
 
 
 def lower_step(
-    name: str, rows: Sequence[Row], inputs: int, entries: int, budget_bytes: int
+    name: str,
+    rows: Sequence[Row],
+    inputs: int,
+    entries: int,
+    budget_bytes: int,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Schedule:
     """The schedule that computes `rows` in order.
 
-    inputs   how many registers the call fills
-    entries  how many entries the call names
+    inputs       how many registers the call fills
+    entries      how many entries the call names
+    chunk_bytes  most bytes of a chunk of one operand
     raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
     """
-    depth, sizes = _sizes(rows, budget_bytes, name)
+    depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name)
     lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(inputs, depth, lane_bytes)
     for row, elements in zip(rows, sizes, strict=True):
@@ -116,10 +121,12 @@ def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
     return {index: names.get(index, "") for index in range(entries)}
 
 
-def _sizes(rows: Sequence[Row], budget_bytes: int, name: str) -> tuple[int, list[int]]:
+def _sizes(
+    rows: Sequence[Row], budget_bytes: int, chunk_bytes: int, name: str
+) -> tuple[int, list[int]]:
     """How many chunks are in the arena at once, and the elements of a chunk of each row."""
     for depth in range(DEPTH, 0, -1):
-        sizes = [_elements(row, budget_bytes // depth) for row in rows]
+        sizes = [_elements(row, budget_bytes // depth, chunk_bytes) for row in rows]
         if None not in sizes:
             return depth, [n or 1 for n in sizes]
     smallest = [min(row.numel, CHUNK_ELEMENTS) for row in rows]
@@ -140,12 +147,12 @@ def _set_bytes(row: Row, elements: int) -> int:
     return sum(aligned(elements * c.dtype.itemsize) for c in row.columns if not c.resident)
 
 
-def _elements(row: Row, share_bytes: int) -> int | None:
+def _elements(row: Row, share_bytes: int, chunk_bytes: int) -> int | None:
     """The most elements of a chunk whose slots fit the share; None if not even the least do."""
     widths = [column.dtype.itemsize for column in row.columns if not column.resident]
     if not widths:
         return row.numel
-    most = CHUNK_BYTES // max(widths)
+    most = chunk_bytes // max(widths)
     if row.numel <= most and _set_bytes(row, row.numel) <= share_bytes:
         return row.numel
     # So many elements fill whole multiples of ALIGNMENT, whatever the dtype.

@@ -168,7 +168,12 @@ def stream(
     name = func._schema.name.removeprefix("aten::")
     if key not in session.steps:
         session.steps[key] = lower_step(
-            name, rows, len(call.inputs), len(call.entries), session.device_budget
+            name,
+            rows,
+            len(call.inputs),
+            len(call.entries),
+            session.device_budget,
+            session.device.chunk_bytes,
         )
         session.meter.plan_device(session.steps[key].peak_bytes)
     _run_easing(session, session.steps[key], call.inputs, call.entries, call.easing)
@@ -183,7 +188,8 @@ def apply_deferred(entry: Entry) -> None:
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
     name = f"what was deferred of {entry.name}"
-    schedule = lower_step(name, [row], len(operands), 1, session.device_budget)
+    chunk_bytes = session.device.chunk_bytes
+    schedule = lower_step(name, [row], len(operands), 1, session.device_budget, chunk_bytes)
     session.meter.plan_device(schedule.peak_bytes)
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 

@@ -226,5 +226,5 @@ def test_without_a_disk_no_room_is_kept(open_store):
 
 
 def test_the_ring_is_small_where_transfers_go_past_it():
-    assert staging_size(1 * GiB, True, straight=True).nbytes == 64 * MiB
+    assert staging_size(1 * GiB, True, straight=True).nbytes == 32 * MiB
     assert staging_size(1 * GiB, True, straight=False).nbytes == 256 * MiB

@@ -29,6 +29,11 @@ class Landing(Protocol):
 
 class Device(Protocol):
     torch_device: torch.device
+    chunk_bytes: int
+    """Most bytes per operand and chunk of an optimizer's step."""
+
+    def compiled(self) -> None:
+        """Something was compiled: let go of memory that this left behind."""
 
     def free_bytes(self) -> int:
         """Bytes that an arena could have now."""

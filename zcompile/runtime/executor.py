@@ -29,6 +29,7 @@ class Executor:
         self.gradients = gradients
         self.foresight = Foresight(store)
         self._busy = threading.Lock()
+        self._walked: set[int] = set()
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -44,6 +45,9 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
+        if schedule.serial not in self._walked:
+            self._walked.add(schedule.serial)
+            self.store.device.compiled()
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "the model is called while a call of it is still running, from another thread",

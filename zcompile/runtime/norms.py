@@ -1,14 +1,15 @@
 """Norms of gradients, taken while the gradients are still on the device.
 
-A loop that clips asks for the same norm in every step. From its second step on the norm is taken
-when a gradient is produced, by the very call that will ask for it, so that clipping reads no
-gradient again. The bits are those of the later call: it is the same kernel on the same values.
+A loop that clips asks for the same norm in every step. What was asked in the last one is taken when
+a gradient is produced, by the very call that will ask for it, so that clipping reads no gradient
+again. The bits are those of the later call: it is the same kernel on the same values.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zcompile.runtime.store import Entry
@@ -31,11 +32,16 @@ class Measure:
         return self.func([grad] if self.lists else grad, *self.rest, **dict(self.kwargs))
 
 
+CLIPPING = Measure(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
+"""What `clip_grad_norm_` asks for by default; measured in the first step, in which nothing is known
+of the loop yet."""
+
+
 class Norms:
     """What was asked in the last step is measured ahead in this one."""
 
     def __init__(self) -> None:
-        self._wanted: dict[Measure, None] = {}
+        self._wanted: dict[Measure, None] = {CLIPPING: None}
         self._asked: dict[Measure, None] = {}
 
     def note(self, entry: Entry, grad: Tensor) -> None:

@@ -38,6 +38,13 @@ def give_back_freed_blocks() -> None:
         mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
+def trim_heap() -> None:
+    """Give what malloc keeps free back to the system: after a compilation 100 MiB were measured."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def host_pages(nbytes: int) -> Tensor:
     """Zeroed host memory of its own mapping; unmapped when its last tensor dies.
 

@@ -21,7 +21,7 @@ LEAST_CHUNK_BYTES = 64 * KiB
 LEAST_CHUNKS = 4
 MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
-MOST_BESIDE_BYTES = 64 * MiB
+MOST_BESIDE_BYTES = 32 * MiB
 """Where most transfers go straight between disk and arena, and the ring serves the others."""
 
 

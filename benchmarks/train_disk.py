@@ -1,0 +1,239 @@
+"""A training step from disk against plain torch in memory, and against the disk's own speed.
+
+    python -m benchmarks.train_disk --disk /mnt/nvme --rounds 7
+
+GPT-2's shape, 162 M parameters untied, one sequence of 128 tokens, fp32, fused AdamW, clipping.
+Every variant is a process of its own that makes a step when it is told to. In every round each
+makes one, and fio measures the disk; so a slow moment of the machine hits all. Bytes are what the
+kernel counts for the process (`/proc/self/io`), memory is its peak resident set.
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import zcompile
+from examples.train_gpt import GPT, Shape
+
+SHAPE = Shape(layers=12, width=768, heads=12, context=128, vocabulary=50257)
+WARM_UP = 3
+FIO = ("fio", "--name=disk", "--direct=1", "--ioengine=io_uring", "--bs=4M", "--iodepth=16",
+       "--output-format=json", "--size=512M")  # fmt: skip
+
+
+class Moment(NamedTuple):
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+
+    @classmethod
+    def now(cls) -> "Moment":
+        rows = dict(row.split(": ") for row in Path("/proc/self/io").read_text().splitlines())
+        return cls(time.perf_counter(), int(rows["read_bytes"]), int(rows["write_bytes"]))
+
+    def since(self, before: "Moment") -> "Moment":
+        return Moment(*(b - a for a, b in zip(before, self, strict=True)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """fields  of `zcompile.offload`; None trains plainly, in memory
+    dtype   of the parameters
+    """
+
+    name: str
+    fields: dict[str, Any] | None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Series:
+    """What one variant's steps took: up to the end of backward, and the rest of the step."""
+
+    variant: Variant
+    passes: list[Moment] = field(default_factory=list)
+    updates: list[Moment] = field(default_factory=list)
+    peak_bytes: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        rows = zip(self.passes, self.updates, strict=True)
+        return statistics.median(a.seconds + b.seconds for a, b in rows)
+
+    def per_parameter(self, which: str) -> float:
+        rows = zip(self.passes, self.updates, strict=True)
+        total = statistics.median(getattr(a, which) + getattr(b, which) for a, b in rows)
+        return total / parameters()
+
+
+def parameters() -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(SHAPE).parameters())
+
+
+def child(pipe: Connection, variant: Variant, disk: str) -> None:
+    """Makes one step for every message, until None comes."""
+    torch.manual_seed(0)
+    model, run = built(variant, disk)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    while pipe.recv() is not None:
+        ids = torch.randint(SHAPE.vocabulary, (2, 1, SHAPE.context), generator=generator)
+        begin = Moment.now()
+        run(ids[0], ids[1]).backward()
+        middle = Moment.now()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.send((middle.since(begin), Moment.now().since(middle)))
+    stats = {} if variant.fields is None else zcompile.stats(model)
+    pipe.send((peak_resident_bytes(), stats))
+
+
+def built(variant: Variant, disk: str) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    if variant.fields is None:
+        model: nn.Module = GPT(SHAPE).to(variant.dtype)
+        return model, model
+    with zcompile.init(device="cpu", disk=disk, **variant.fields):
+        model = GPT(SHAPE)
+    return model, torch.compile(model, backend="zinf")
+
+
+def peak_resident_bytes() -> int:
+    (row,) = [r for r in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in r]
+    return int(row.split()[1]) * 1024
+
+
+@dataclass
+class Disk:
+    """fio's bytes per second, by what it was asked to do."""
+
+    file: Path
+    rates: dict[str, list[float]] = field(
+        default_factory=lambda: {"read": [], "write": [], "rw": []}
+    )
+
+    def measure(self) -> None:
+        for mode, rates in self.rates.items():
+            done = subprocess.run([*FIO, f"--filename={self.file}", f"--rw={mode}"],
+                                  capture_output=True, text=True, check=True)  # fmt: skip
+            (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+            moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
+            rates.append(moved / max(job["read"]["runtime"], job["write"]["runtime"]) * 1e3)
+
+    def rate(self, mode: str) -> float:
+        return statistics.median(self.rates[mode])
+
+
+def bound_seconds(disk: Disk, eager: Series, ours: Series) -> float:
+    """The least a step can take: disk beside torch's passes, then the disk for the update."""
+
+    def time_of(moments: list[Moment]) -> float:
+        reads = statistics.median(m.read_bytes for m in moments)
+        writes = statistics.median(m.written_bytes for m in moments)
+        if min(reads, writes) > max(reads, writes) / 10:
+            return (reads + writes) / disk.rate("rw")
+        return reads / disk.rate("read") + writes / disk.rate("write")
+
+    passes = statistics.median(m.seconds for m in eager.passes)
+    return max(time_of(ours.passes), passes) + time_of(ours.updates)
+
+
+def row(disk: Disk, eager: Series, one: Series) -> str:
+    ratio = one.seconds / eager.seconds
+    memory = one.peak_bytes / eager.peak_bytes
+    cells = [one.variant.name, f"{one.seconds:.2f}", f"{ratio:.2f}"]
+    if one is eager:
+        cells += ["", "", "", f"{memory:.2f}"]
+    else:
+        bound = bound_seconds(disk, eager, one)
+        cells += [f"{one.seconds / bound:.2f} of {bound:.2f}"]
+        cells += [f"{one.per_parameter(w):.1f}" for w in ("read_bytes", "written_bytes")]
+        cells += [f"{memory:.2f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def measured(variants: list[Variant], where: Path, rounds: int) -> tuple[Disk, list[Series]]:
+    context = mp.get_context("spawn")
+    disk, running = Disk(where / "fio"), []
+    for index, variant in enumerate(variants):
+        here, there = context.Pipe()
+        directory = where / str(index)
+        directory.mkdir()
+        process = context.Process(target=child, args=(there, variant, str(directory)))
+        process.start()
+        there.close()
+        running.append((process, here, Series(variant)))
+    for index in range(WARM_UP + rounds):
+        for _, pipe, series in running:
+            pipe.send("step")
+            passes, update = pipe.recv()
+            if index >= WARM_UP:
+                series.passes.append(passes)
+                series.updates.append(update)
+        disk.measure()
+    for process, pipe, series in running:
+        pipe.send(None)
+        series.peak_bytes, series.stats = pipe.recv()
+        process.join()
+    return disk, [series for _, _, series in running]
+
+
+def variants_of(args: argparse.Namespace) -> list[Variant]:
+    found = [Variant("torch, in memory", None)]
+    for host in args.host_memory:
+        fields = {"device_memory": args.device_memory, "host_memory": host}
+        found.append(Variant(f"zinf, host {host}", fields))
+    return found
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--disk", help="a directory on the disk to use")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device-memory", default="400MiB")
+    parser.add_argument("--host-memory", nargs="+", default=["800MiB", "400MiB", "1400MiB"])
+    parser.add_argument("--stats", action="store_true", help="print zcompile.stats as well")
+    args = parser.parse_args()
+    where = Path(tempfile.mkdtemp(dir=args.disk))
+    try:
+        disk, series = measured(variants_of(args), where, args.rounds)
+    finally:
+        shutil.rmtree(where)
+    eager = series[0]
+    print(
+        f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, "
+        f"{parameters() / 1e6:.0f} M parameters, device {args.device_memory}, "
+        f"{args.rounds} rounds; fio reads {disk.rate('read') / 1e9:.2f}, writes "
+        f"{disk.rate('write') / 1e9:.2f}, both {disk.rate('rw') / 1e9:.2f} GB/s; torch needs "
+        f"{eager.peak_bytes / 2**20:.0f} MiB\n"
+    )
+    heads = ("variant", "median s", "of torch's", "of the bound, s", "B read", "B written",
+             "of torch's memory")  # fmt: skip
+    print("| " + " | ".join(heads) + " |")
+    print("|---|---|---|---|---|---|---|")
+    for one in series:
+        print(row(disk, eager, one))
+        if args.stats and one.stats:
+            print(json.dumps(one.stats))
+
+
+if __name__ == "__main__":
+    main()

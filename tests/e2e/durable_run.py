@@ -5,6 +5,7 @@ without interruption. A child is forked for each, so that it starts at once and 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +87,14 @@ def resumed(disk: str, steps: int) -> tuple[int, list[str]]:
     return found, digests
 
 
-def killed(disk: str, steps: int, delay: float | None) -> tuple[int, int, float]:
+def killed(
+    disk: str, steps: int, delay: float | None, at: tuple[str, int, bool] | None = None
+) -> tuple[int, int, float]:
     """Go on from what is in `disk`, and be killed.
 
     delay    seconds from the start to `kill -9`; None: train to the end
+    at       name of a function of `os`, which call of it ends the process, and whether the call
+             is made before that
     returns  steps that had ended, counted from the very first; the signal; seconds
     """
     reading, writing = os.pipe()
@@ -98,6 +104,8 @@ def killed(disk: str, steps: int, delay: float | None) -> tuple[int, int, float]
         os.close(reading)
         with _leaving():
             model, optimizer = durable(disk)
+            if at is not None:
+                _end_at(*at)
             try:
                 begin = int(zcompile.resume(disk, model, optimizer)["step"])
             except FileNotFoundError:
@@ -115,6 +123,22 @@ def killed(disk: str, steps: int, delay: float | None) -> tuple[int, int, float]
     with os.fdopen(reading) as told:
         ended = told.read().split()
     return int(ended[-1]) if ended else 0, os.waitstatus_to_exitcode(status), seconds
+
+
+def _end_at(name: str, count: int, after: bool) -> None:
+    """Be killed at the `count`th call of a function of `os`."""
+    real, calls = getattr(os, name), itertools.count(1)
+
+    def ending(*args: Any, **kwargs: Any) -> Any:
+        last = next(calls) == count
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*args, **kwargs)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(os, name, ending)
 
 
 def in_child(job: Callable[[], object]) -> object:
@@ -153,7 +177,7 @@ def main() -> None:
         disk, steps = asked.get("disk", ""), asked["steps"]
         answer: object
         if asked["do"] == "kill":
-            answer = killed(disk, steps, asked["delay"])
+            answer = killed(disk, steps, asked["delay"], asked.get("at"))
         elif asked["do"] == "resume":
             answer = in_child(lambda disk=disk, steps=steps: resumed(disk, steps))
         else:

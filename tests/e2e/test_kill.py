@@ -88,6 +88,23 @@ def test_a_run_that_is_killed_resumes_at_its_last_commit(ask, tmp_path, expected
     check_killed(ask, tmp_path / "disk", instants(FEW, seconds)[at], expected)
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", ["fdatasync", "fsync", "rename", "write"])
+def test_a_run_that_is_killed_inside_a_commit_has_the_old_one_or_the_new(
+    ask, tmp_path, expected, call, after
+):
+    # The index is synced, then its directory; the first commit also syncs data file and directory.
+    for count in range(1, 10):
+        disk = tmp_path / str(count)
+        disk.mkdir()
+        ended, code, _ = ask("kill", disk=str(disk), steps=2, delay=None, at=[call, count, after])
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        check_resume(ask, disk, ended, expected)
+    assert count > 2
+
+
 def test_a_run_may_be_killed_again_and_again(ask, tmp_path, expected, seconds):
     disk, chance, before = tmp_path, random.Random(5), 0
     for _ in range(4):

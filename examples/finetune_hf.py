@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         causal.compile(backend="zinf")
         print(report.opening(causal, config))
         progress = report.Progress("step", task.steps, task.tokens_per_step, causal)
-        losses = train(task, causal, device, progress)
+        losses = train(task, causal, device, progress, options.keeping(args))
         print(report.closing(losses, zcompile.stats(causal), config))
         if not args.check:
             return 0

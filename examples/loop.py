@@ -1,15 +1,21 @@
-"""The training loop of the examples: plain PyTorch, the same for tiered and for eager models."""
+"""The training loop of the examples: plain PyTorch, the same for tiered and for eager models.
+
+Only the two lines that save and resume name zcompile; they take plain models too.
+"""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from examples.text import Batch, batches
+import zcompile
+from examples.text import Batch, InputInvalid, batches
 
 MOST_NORM = 1.0
 """Gradients are clipped to this norm."""
@@ -48,8 +54,31 @@ class Task:
         return self.accumulate * self.batch * self.sequence
 
 
-def train(task: Task, model: nn.Module, device: torch.device, watch: Watch) -> list[float]:
-    """Train `model`, compiled or not; the loss of every step, in order."""
+@dataclass(frozen=True)
+class Keeping:
+    """Where a training is kept.
+
+    save    after the last step, and after each `every` steps
+    resume  what it goes on from
+    """
+
+    save: Path | None = None
+    every: int | None = None
+    resume: Path | None = None
+
+    def due(self, done: int, steps: int) -> bool:
+        """Whether to save after `done` of `steps`."""
+        often = self.every is not None and done % self.every == 0
+        return self.save is not None and (often or done == steps)
+
+
+def train(
+    task: Task, model: nn.Module, device: torch.device, watch: Watch, keeping: Keeping = Keeping()
+) -> list[float]:
+    """Train `model`, compiled or not; the loss of every step, in order.
+
+    raises  InputInvalid, if what is resumed was another training
+    """
     optimizer = AdamW(model.parameters(), lr=task.lr, fused=True)
     # OneCycleLR divides by the steps of either half less one, so few steps get no warm-up half.
     warm_up = WARM_UP if WARM_UP * task.steps > 1 else 0.5
@@ -57,8 +86,14 @@ def train(task: Task, model: nn.Module, device: torch.device, watch: Watch) -> l
                           cycle_momentum=False)  # fmt: skip
     data = batches(task.text, task.batch, task.sequence, task.seed, device)
     model.train()
-    losses = []
-    for step in range(task.steps):
+    losses: list[float] = []
+    if keeping.resume is not None:
+        extra = zcompile.resume(keeping.resume, model, optimizer)
+        losses = _losses_so_far(task, extra, keeping.resume)
+        schedule.load_state_dict(extra["schedule"])
+        for _ in range(len(losses) * task.accumulate):
+            next(data)
+    for step in range(len(losses), task.steps):
         begin = time.perf_counter()
         total = 0.0
         for _ in range(task.accumulate):
@@ -71,6 +106,18 @@ def train(task: Task, model: nn.Module, device: torch.device, watch: Watch) -> l
         optimizer.zero_grad()
         losses.append(total)
         watch(step, total, time.perf_counter() - begin)
+        if keeping.due(step + 1, task.steps):
+            told = {"losses": losses, "schedule": schedule.state_dict(), "seed": task.seed}
+            zcompile.save(keeping.save, model, optimizer, **told)
+    return losses
+
+
+def _losses_so_far(task: Task, extra: dict[str, Any], path: Path) -> list[float]:
+    steps, seed = extra["schedule"]["total_steps"], extra["seed"]
+    if (steps, seed) != (task.steps, task.seed):
+        raise InputInvalid(f"{path} is of a training of {steps} steps with seed {seed}; give "
+                           f"--steps {steps} --seed {seed}")  # fmt: skip
+    losses: list[float] = extra["losses"]
     return losses
 
 

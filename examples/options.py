@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import zcompile
-from examples.loop import Task
+from examples.loop import Keeping, Task
 from examples.text import Batch, InputInvalid, read_text
 from zcompile.config import LINKS
 
@@ -73,6 +73,9 @@ def parser(about: str, *, steps: int, batch: int, sequence: int, lr: float,
     made.add_argument("--throttle", type=throttle, nargs="+", default=[], metavar="LINK=RATE",
                       help=f"paces the CPU device; links: {', '.join(LINKS)}")  # fmt: skip
     made.add_argument("--dump", type=Path, help="a directory for what every pass did")
+    made.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    made.add_argument("--save-every", type=positive, metavar="STEPS", help="and as often before")
+    made.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
     made.add_argument("--check", action="store_true",
                       help="train the same in eager; exit code 1 if a bit differs")  # fmt: skip
     return made
@@ -98,6 +101,13 @@ def task(args: argparse.Namespace, build: Callable[[], nn.Module],
     text = read_text(args.data, args.seq + 1)
     return Task(build, loss, text, args.steps, args.accumulate, args.batch, args.seq, args.lr,
                 args.seed)  # fmt: skip
+
+
+def keeping(args: argparse.Namespace) -> Keeping:
+    """Where the options have the training kept. raises InputInvalid"""
+    if args.save_every is not None and args.save is None:
+        raise InputInvalid("--save-every says when, and nothing says where; give --save DIR too")
+    return Keeping(args.save, args.save_every, args.resume)
 
 
 def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> int:

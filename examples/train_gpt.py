@@ -3,6 +3,8 @@
     python examples/train_gpt.py            # the sources of Python's standard library
     python examples/train_gpt.py --data book.txt --steps 200 --disk /mnt/nvme
     python examples/train_gpt.py --check    # the same steps in eager: equal to the last bit?
+    python examples/train_gpt.py --save kept --save-every 8     # and, once interrupted:
+    python examples/train_gpt.py --resume kept --save kept
 
 A byte is a token, so no tokenizer is needed. Only the lines that name zcompile, and the backend,
 differ from an ordinary program.
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         compiled = torch.compile(gpt, backend="zinf")
         print(report.opening(gpt, config))
         progress = report.Progress("step", task.steps, task.tokens_per_step, gpt)
-        losses = train(task, compiled, device, progress)
+        losses = train(task, compiled, device, progress, options.keeping(args))
         print(report.closing(losses, zcompile.stats(gpt), config))
         if args.sample:
             write_sample(compiled, args.sample, task.sequence, device)

@@ -53,6 +53,32 @@ def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -
     assert list(tmp_path.glob("*")) == [text], "the directory is left as it was"
 
 
+def test_a_gpt_that_was_interrupted_goes_on_as_if_nothing_had_been(
+    text: Path, tmp_path: Path
+) -> None:
+    kept, options = tmp_path / "kept", (*TINY_GPT, "--data", text, "--steps", 4)
+    script = (
+        "import zcompile, examples.loop as loop, examples.options as options\n"
+        "from examples import train_gpt\n"
+        "real = zcompile.save\n"
+        "def save(*given, **extra):\n"
+        "    real(*given, **extra)\n"
+        "    raise zcompile.ZinfError('interrupted')\n"
+        "zcompile.save = save\n"
+        "options.main(train_gpt.parser(), train_gpt.run)\n"
+    )
+    first = subprocess.run(
+        [sys.executable, "-c", script, *map(str, options), "--save", kept, "--save-every", "2"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
+    assert first.returncode == 2, first.stderr
+    assert "interrupted" in first.stderr
+    done = run("train_gpt.py", *options, "--resume", kept, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "losses: all 4 bit-equal to eager" in done.stdout
+
+
 def test_the_gpt_reads_the_standard_library_by_default_and_can_be_throttled() -> None:
     done = run("train_gpt.py", *TINY_GPT, "--throttle", "disk_read=300MB/s", "h2d=1GB/s")
     assert done.returncode == 0, done.stderr
@@ -83,6 +109,8 @@ def test_the_dump_that_is_written_can_be_shown(tmp_path: Path) -> None:
     (("--lr", "fast"), "argument --lr: 'fast' is not a number above zero"),
     (("--throttle", "disk_read"), "'disk_read' is not LINK=RATE, as in disk_read=300MB/s"),
     (("--throttle", "disk=1GB/s"), "throttle does not know 'disk'; did you mean 'disk_read'?"),
+    (("--save-every", "3"), "--save-every says when, and nothing says where; give --save DIR too"),
+    (("--resume", "no_such_directory"), "no_such_directory/training.json does not exist"),
     (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
     (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
     (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),

@@ -8,7 +8,9 @@ import pytest
 from runtime.faulty import Faults
 
 from zcompile.config import Config
+from zcompile.runtime.meter import Meter
 from zcompile.runtime.store import Store
+from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.units import KiB
 
 OpenStore = Callable[..., Store]
@@ -62,3 +64,24 @@ def store(request: pytest.FixtureRequest, open_store: OpenStore) -> Store:
     if home == "host":
         return open_store(device=device, host_memory="16MiB")
     return open_store(device=device, host_memory=SMALL_BYTES, disk=True)
+
+
+@pytest.fixture
+def crashes() -> Iterator[list[BaseException]]:
+    """Defects that engines reported; a test that expects none need not look."""
+    found: list[BaseException] = []
+    yield found
+    assert not found
+
+
+@pytest.fixture
+def faulty_tier(tmp_path: Path, faults: Faults, crashes: list[BaseException],
+                own_threads: Callable[[], list[str]]) -> Iterator[DiskTier]:  # fmt: skip
+    """A disk tier over `faults`."""
+    before = own_threads()
+    tier = DiskTier((tmp_path,), {}, Meter(), crashes.append)
+    yield tier
+    faults.gate.set()
+    tier.close()
+    assert own_threads() == before
+    assert list(tmp_path.iterdir()) == []

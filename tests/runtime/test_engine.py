@@ -9,37 +9,21 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from zcompile.errors import IOFault, ParameterChanged
+from zcompile.errors import IOFault
 from zcompile.runtime import engine as engine_module
 from zcompile.runtime.aio import KernelAio
 from zcompile.runtime.io_threads import ThreadRing
-from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import Buffer
 from zcompile.runtime.uring import IoUring
-from zcompile.units import MiB
 
 UNIT = 4096
 
 
 @pytest.fixture
-def crashes():
-    """Defects that engines reported; a test that expects none need not look."""
-    found = []
-    yield found
-    assert not found
-
-
-@pytest.fixture
-def tier(tmp_path, faults, crashes, own_threads) -> Iterator[DiskTier]:
-    before = own_threads()
-    tier = DiskTier((tmp_path,), {}, Meter(), crashes.append)
-    yield tier
-    faults.gate.set()
-    tier.close()
-    assert own_threads() == before
-    assert list(tmp_path.iterdir()) == []
+def tier(faulty_tier):
+    return faulty_tier
 
 
 @pytest.fixture
@@ -216,20 +200,6 @@ def test_the_bytes_in_flight_are_bounded_each_way(small_requests, tier, faults, 
         promise.wait()
 
 
-def test_closing_cancels_what_waits_and_ends_what_is_under_way(small_requests, tier, faults,
-                                                               monkeypatch):  # fmt: skip
-    monkeypatch.setattr(tier._engines[0]._lanes[True], "_most_bytes", UNIT)
-    extent = tier.reserve(8 * UNIT, "w")
-    faults.gate.clear()
-    promises = [tier.write(extent, n * UNIT, filled(UNIT)) for n in range(4)]
-    threading.Timer(0.2, faults.gate.set).start()
-    tier.close()
-    promises[0].wait()
-    for promise in promises[1:]:
-        with pytest.raises(ParameterChanged, match="'w' is gone: its store was closed"):
-            promise.wait()
-
-
 def test_many_threads_move_many_things(tier):
     def work(seed: int) -> None:
         results.extend([roundtrip(tier, (1 + (seed * 7 + n) % 9) * UNIT) for n in range(20)])
@@ -241,51 +211,3 @@ def test_many_threads_move_many_things(tier):
     for thread in threads:
         thread.join(60)
     assert results == [True] * 160
-
-
-def test_a_defect_in_a_callback_is_reported_and_the_engine_goes_on(tier, crashes):
-    extent = tier.reserve(MiB, "w")
-    promise = tier.write(extent, 0, filled(MiB))
-
-    def defect(error: BaseException | None) -> None:
-        raise ZeroDivisionError
-
-    promise.then(defect)
-    promise.settle()
-    assert roundtrip(tier, UNIT)
-    assert [type(error) for error in crashes] == [ZeroDivisionError]
-    crashes.clear()
-
-
-def test_a_ring_that_cannot_be_reaped_is_reported_and_closing_ends_what_it_lost(
-        tier, crashes, monkeypatch):  # fmt: skip
-    def broken() -> None:
-        raise OSError(errno.EINVAL, "no such context")
-
-    extent = tier.reserve(UNIT, "w")
-    monkeypatch.setattr(tier._engines[0].ring, "reap", broken)
-    promise = tier.write(extent, 0, filled(UNIT))
-    tier.close()
-    with pytest.raises(ParameterChanged, match="'w' is gone: its store was closed"):
-        promise.wait()
-    assert [str(error) for error in crashes] == ["[Errno 22] no such context"]
-    crashes.clear()
-
-
-def test_a_forked_child_gets_an_error_and_ends(tier):
-    extent = tier.reserve(UNIT, "w")
-    heard, told = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            tier.read(extent, 0, filled(UNIT)).wait()
-        except IOFault as error:
-            os.write(told, str(error).encode())
-        tier._engines[0].close()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    text = os.read(heard, 4096).decode()
-    os.close(heard)
-    os.close(told)
-    assert f"read of 'w' failed: the file belongs to process {os.getpid()}" in text
-    assert roundtrip(tier, UNIT)

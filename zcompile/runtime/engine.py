@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.lanes import Lane, Move, Piece
 from zcompile.runtime.ring import Outcome, Request, Ring
 from zcompile.runtime.workers import Workers
@@ -60,14 +61,15 @@ class Engine:
             move.over(move.fault(errno.EBADF, f"the file belongs to process {self._pid}, and this "
                                  "is a fork of it"))  # fmt: skip
             return
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._lanes[move.write].put(move)
-        if closed:
-            move.over(self._closed_error(move.name))
-        else:
-            self._submit()
+        with deferred_interrupts():  # one between two lines would leave the engine at it for ever
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._lanes[move.write].put(move)
+            if closed:
+                move.over(self._closed_error(move.name))
+            else:
+                self._submit()
 
     def close(self) -> None:
         """Cancel what has not started, and wait for what has. Idempotent."""

@@ -176,6 +176,10 @@ DAMAGES = {
     "no json": ("training.json", cut_short, "training.json is not sound"),
     "empty": ("training.json", lambda p: p.write_text("{}"), "lacks what zcompile.save writes"),
     "other names": ("training.json", rewritten, "needs the tensor 'optimizer.9.weight"),
+    "odd values": (
+        "training.json", lambda p: p.write_text(p.read_text().replace('"$tensor"', '"$odd"')),
+        "training.json has values that are not sound",
+    ),
     "header": ("training.safetensors", lambda p: p.write_bytes(b"\0" * 99), "within its header"),
 }  # fmt: skip
 

@@ -94,7 +94,9 @@ def save(
             progress(done, total)
 
     with replacing(path) as directory:
-        _write(shards, directory, path, told)
+        # Also for what is shared: the next step writes other values, and takes room for them then.
+        _check_room(directory, path, total)
+        _write(shards, directory, told)
         for kind in KINDS:
             several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
             if several:
@@ -169,14 +171,13 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     return shards
 
 
-def _write(shards: Sequence[Shard], directory: Path, path: Path, told: Told) -> None:
+def _write(shards: Sequence[Shard], directory: Path, told: Told) -> None:
     with ExitStack() as stack:
         files = []
         for shard in shards:
             to = directory / shard.file
             files.append(NewFile(to, shard.first, shard.header, shard.tensors))
             stack.callback(files[-1].close)
-        _check_room(directory, path, sum(file.left_bytes for file in files))
         for file in files:
             file.reserve()
         for file in files:

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zcompile.checkpoint_directory import STATE_FILE
 from zcompile.errors import CheckpointInvalid
 from zcompile.model_state import Fact
+from zcompile.plain_values import unpack
 from zcompile.safetensors_file import read_header
 from zcompile.shards import Place, read_json
 from zcompile.tensor_loader import Loader
@@ -76,6 +78,10 @@ def _state(path: Path, told: dict[str, Any]) -> dict[str, Any]:
     for field, kind in _FIELDS.items():
         if not isinstance(state.get(field), kind):
             raise CheckpointInvalid(path, f"lacks {field!r}, or it is damaged")
+    try:
+        unpack(state, lambda name, on: torch.empty(0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointInvalid(path, f"has values that are not sound: {error}") from error
     if not all(isinstance(file, str) and "/" not in file for file in files):
         raise CheckpointInvalid(path, "has a list of files that is damaged")
     return state

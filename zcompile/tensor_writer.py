@@ -74,7 +74,6 @@ class NewFile:
     """A file that is being written.
 
     first, header  what `arrange` made of the tensors
-    left_bytes     what the disk must have room for; the rest is shared
     raises         IOFault
     """
 
@@ -87,8 +86,6 @@ class NewFile:
         self._sources: list[_First | TensorBytes] = [_First(first)]
         self._sources += [bytes_of(tensors[name]) for name in header.rows]
         self._shared = self._share()
-        shared = sum(self._sources[number].nbytes for number in self._shared)
-        self.left_bytes = header.nbytes - shared
 
     def reserve(self) -> None:
         """Take the room. raises IOFault, if there is none"""
@@ -96,7 +93,7 @@ class NewFile:
 
     def stream(self, told: Told) -> None:
         """Write all that is not shared, and sync. raises IOFault, and what transfers raise"""
-        told(self._header.nbytes - self.left_bytes)
+        told(sum(self._sources[number].nbytes for number in self._shared))
         with ThreadPoolExecutor(1, "zinf-save") as thread:
             writer = _Writer(self._file, thread, told)
             for begin, run in self._runs():

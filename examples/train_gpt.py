@@ -29,13 +29,15 @@ from examples.text import VOCABULARY, InputInvalid
 class Shape:
     """Sizes of a GPT; by default 25.4 M parameters.
 
-    context  most tokens of a sequence
+    context     most tokens of a sequence
+    vocabulary  how many tokens there are
     """
 
     layers: int = 8
     width: int = 512
     heads: int = 8
     context: int = 128
+    vocabulary: int = VOCABULARY
 
 
 class Block(nn.Module):
@@ -71,18 +73,18 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, shape.width)
+        self.bytes = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for name, param in self.named_parameters():
             if param.dim() == 2:
                 deep = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 nn.init.normal_(param, std=0.02 / (2 * shape.layers) ** 0.5 if deep else 0.02)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """ids, targets: int64 [batch, sequence]; logits: f32 [batch, sequence, VOCABULARY]"""
+        """ids, targets: int64 [batch, sequence]; logits: f32 [batch, sequence, vocabulary]"""
         places = torch.arange(ids.shape[1], device=ids.device)
         x = self.bytes(ids) + self.places(places)
         for block in self.blocks:

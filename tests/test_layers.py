@@ -25,7 +25,7 @@ FLOORS = (
     {"zcompile.fillings", "zcompile.plain_values"},
     {"zcompile.streaming", "zcompile.clipping"},
     {"zcompile.unbacked"},
-    {"zcompile.rows"},
+    {"zcompile.rows", "zcompile.narrowing"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.dump", "zcompile.block_files"},
     {"zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other

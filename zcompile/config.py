@@ -19,7 +19,7 @@ from zcompile.units import parse_rate, parse_size
 LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 """The links a byte can travel; `throttle` and `stats` use the same names."""
 
-PLAN_FIELDS = ("regions", "max_lead", "dump")
+PLAN_FIELDS = ("param_dtype", "regions", "max_lead", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
 REGIONS = ("auto", "eager")
@@ -40,6 +40,8 @@ class Config:
     disk            a directory, or several over which entries are spread; None: no disk tier
     durable         every optimizer step ends in a commit on `disk`, from which a run that was
                     killed resumes (`zcompile.resume`)
+    param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a
+                    cast to it, as under torch.autocast; they and the optimizer stay as they are
     throttle        link name -> bytes per second, paces the CPU device's transfers
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
@@ -53,6 +55,7 @@ class Config:
     host_memory: int | str | None = None
     disk: str | Path | tuple[str | Path, ...] | None = None
     durable: bool = False
+    param_dtype: torch.dtype | None = None
     throttle: Mapping[str, float | str] = field(default_factory=_no_throttle)
     regions: str = "auto"
     max_lead: int = 8
@@ -82,6 +85,9 @@ class Config:
         )
         if self.throttle and torch.device(self.device or "cpu").type != "cpu":
             raise ConfigInvalid("throttle", dict(self.throttle), "paces the CPU device only")
+        if self.param_dtype is not None and not _is_narrow(self.param_dtype):
+            raise ConfigInvalid("param_dtype", self.param_dtype,
+                                "must be torch.bfloat16, torch.float16 or None")  # fmt: skip
         if self.regions not in REGIONS:
             raise ConfigInvalid("regions", self.regions, f"is not one of {', '.join(REGIONS)}")
         if (
@@ -131,6 +137,10 @@ class Config:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigInvalid("disk", self.disk, "names a directory twice")
         return paths
+
+
+def _is_narrow(dtype: object) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def _checked(name: str, value: Any, parse: Any) -> Any:

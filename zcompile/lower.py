@@ -11,6 +11,7 @@ from zcompile.plan import Plan
 from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
 from zcompile.schedule import (
     SERIALS,
+    Cast,
     EntryIndex,
     Fetch,
     Free,
@@ -184,15 +185,17 @@ class _Lowering:
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
         slot = self.plan.slots[NodeName(node.name)]
+        dtype = _layout(node).dtype
         marks = [mark for old, mark in self.freed if old.overlaps(slot) and mark is not None]
         fetch = Fetch(
             self.handles[handle],
             0,
-            spec.nbytes,
+            self.plan.fetched_bytes(node),
             slot,
             self._ticket(),
             tuple(marks[-1:]),
             str(spec.name),
+            cast=None if dtype is spec.layout.dtype else Cast(spec.layout.dtype, dtype),
         )
         self.started[node] = fetch
         self.instructions.append(fetch)

@@ -17,6 +17,7 @@ from zcompile import optimizers
 from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, Unsupported
 from zcompile.fillings import write
+from zcompile.narrowing import make_copy
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.streaming import apply_deferred
@@ -138,6 +139,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 def _open(config: Config) -> Session:
     session = Session(config, TieredTensor.over)
     session.deferrals.make = apply_deferred
+    session.executor.make_copy = make_copy
     return session
 
 

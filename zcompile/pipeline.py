@@ -12,6 +12,7 @@ from zcompile.errors import PassOrder
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
@@ -45,6 +46,7 @@ def pipeline(config: Config) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass."""
     return (
         GatherParams(),  # one gather per parameter and phase, before its first reader
+        NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
         ReleaseParams(),  # full -> nothing, after its last reader
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
         CutRegions(),  # compute between our ops, numbered

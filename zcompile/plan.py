@@ -1,8 +1,10 @@
 """What has been decided so far. A pass takes a plan and returns it, changed or as it came."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+
+from torch import fx
 
 from zcompile.schedule import Slot
 from zcompile.specs import NodeName, ParamSpec
@@ -35,6 +37,18 @@ class Plan:
     budget_bytes: int | None = None
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
+
+    def spec_of(self, fetch: fx.Node) -> ParamSpec:
+        """The parameter that a fetch brings."""
+        (handle,) = [n for n in fetch.all_input_nodes if n.name in self.params]
+        return self.params[NodeName(handle.name)]
+
+    def fetched_bytes(self, fetch: fx.Node) -> int:
+        """Bytes that a fetch brings: the whole entry, or a copy of it in another dtype."""
+        spec, value = self.spec_of(fetch), fetch.meta["val"]
+        if value.dtype is spec.layout.dtype:
+            return spec.nbytes
+        return replace(spec.layout, dtype=value.dtype).nbytes
 
     @property
     def arena_bytes(self) -> int:

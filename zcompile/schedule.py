@@ -9,8 +9,11 @@ one call.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any, NewType
+
+import torch
 
 from zcompile.specs import Layout, Phase
 
@@ -50,11 +53,20 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """The dtype of an entry's elements, and that of a copy of it."""
+
+    wide: torch.dtype
+    narrow: torch.dtype
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Start moving bytes [begin, begin + nbytes) of an entry into a slot of the arena.
 
     The slot is taken from here on. `after`: the transfer starts once these are complete.
     `lasting`: the entry outlives the step, so the fetch can be foreseen in the next one.
+    `cast`: bring the copy in another dtype that the store keeps beside the entry.
     """
 
     entry: EntryIndex
@@ -65,6 +77,7 @@ class Fetch:
     after: tuple[Ticket, ...] = ()
     name: str = ""
     lasting: bool = True
+    cast: Cast | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,12 @@ class Schedule:
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
+
+    @cached_property
+    def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:
+        """The copies in another dtype that it fetches."""
+        found = ((f.entry, f.cast) for f in self.fetches() if f.cast is not None)
+        return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,13 @@ class Kind(enum.Enum):
     PARAM = "parameter"
     GRAD = "gradient"
     STATE = "optimizer state"
+    COPY = "parameter in another dtype"
     RESULT = "result of an optimizer's step, until it is kept as a state"
 
     @property
     def lasting(self) -> bool:
         """Whether the entry outlives the step, so that its next use can be foreseen."""
-        return self in (Kind.PARAM, Kind.STATE)
+        return self in (Kind.PARAM, Kind.STATE, Kind.COPY)
 
 
 class Phase(enum.Enum):

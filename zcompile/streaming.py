@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zcompile.lower_step import Column, Row, lower_step
+from zcompile.narrowing import Narrowing, column_of, copy_of
 from zcompile.rows import Application
 from zcompile.runtime.deferred import Deferred
 from zcompile.runtime.session import Session, session_of
@@ -31,6 +33,8 @@ class _Call:
         self.signature: list[object] = []
         self.easing: list[tuple[Entry, tuple[Deferred, ...], bool]] = []
         """Entries whose deferred changes the call makes on its way, and whether it writes them."""
+        self.copying: list[tuple[Entry, torch.dtype]] = []
+        """Copies in another dtype that the call makes, of entries it writes."""
 
     def entry(self, entry: Entry) -> EntryIndex:
         self.entries.append(entry)
@@ -63,9 +67,10 @@ class _Call:
                 plains.append(self.input(leaf))
                 places.append(-len(plains))
         kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
-        eased = self._ease(columns, plains)
-        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
+        eased = self._ease(columns, plains)
+        narrowed = self._narrow(columns, numel)
+        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         self.signature.append(
             (
                 app.func,
@@ -76,9 +81,12 @@ class _Call:
                 tuple(shapes),
                 tuple(kinds),
                 eased,
+                narrowed,
             )
         )
-        compute = _Chunked(app.func, spec, tuple(places), len(columns), target is not None, eased)
+        compute = _Chunked(
+            app.func, spec, tuple(places), len(columns), target is not None, eased, narrowed
+        )
         return Row(numel, tuple(columns), tuple(plains), compute)
 
     def _ease(
@@ -95,19 +103,25 @@ class _Call:
                 self.easing.append((entry, entry.deferred, column.writes))
         return tuple(eased)
 
+    def _narrow(self, columns: list[Column], numel: int) -> Narrowing:
+        """Copies in other dtypes of what the row writes are written along; adds to `columns`."""
+        pairs = []
+        for index, column in enumerate(list(columns)):
+            entry = self.entries[column.entry]
+            if not column.writes or numel * column.dtype.itemsize != entry.nbytes:
+                continue  # what is written in part is cast again before it is used
+            for dtype in entry.copies:
+                copy = copy_of(entry, dtype, numel)
+                pairs.append((index, len(columns)))
+                made = column_of(copy, self.entry(copy), dtype, writes=True)
+                columns.append(replace(made, lasting=False))  # blank; nothing to bring ahead
+                self.copying.append((entry, dtype))
+        return Narrowing(tuple(pairs))
+
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
-        # Deferred changes are made to a copy, so that a step that fails has not made them.
-        resident = entry.store.lendable(entry) and not entry.deferred
-        return Column(
-            self.entry(entry),
-            layout.offset * layout.dtype.itemsize,
-            layout.dtype,
-            writes,
-            entry.kind.lasting,
-            entry.name,
-            resident,
-        )
+        column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
+        return replace(column, begin=layout.offset * layout.dtype.itemsize)
 
 
 def _kind(leaf: object) -> object:
@@ -120,7 +134,8 @@ def _kind(leaf: object) -> object:
 class _Chunked:
     """Applies an op to a range of elements: columns are chunks already, wide plains are cut.
 
-    eased  changes to make before: (column, which plain is the operand, change)
+    eased     changes to make before: (column, which plain is the operand, change)
+    narrowed  casts to make afterwards
     """
 
     func: Dispatched
@@ -129,6 +144,7 @@ class _Chunked:
     columns: int
     to_target: bool
     eased: tuple[tuple[int, int, Deferred], ...]
+    narrowed: Narrowing
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
         for column, plain, change in self.eased:
@@ -144,6 +160,7 @@ class _Chunked:
         result = self.func(*args, **kwargs)
         if target is not None:
             target.copy_(result[0] if isinstance(result, list | tuple) else result)
+        self.narrowed(first, last, values)
 
 
 def _cut(value: Any, first: int, last: int) -> Any:
@@ -177,6 +194,8 @@ def stream(
         )
         session.meter.plan_device(session.steps[key].peak_bytes)
     _run_easing(session, session.steps[key], call.inputs, call.entries, call.easing)
+    for entry, dtype in call.copying:
+        entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
 
 
 def apply_deferred(entry: Entry) -> None:

@@ -45,9 +45,7 @@ def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]
     for fetch in fetches:
         (wait,) = fetch.users
         (release,) = [user for user in wait.users if user.target is ops.release]
-        (handle,) = [n for n in fetch.all_input_nodes if n.name in plan.params]
-        nbytes = plan.params[NodeName(handle.name)].nbytes
-        blocks.append(Block(where[fetch], where[release], nbytes))
+        blocks.append(Block(where[fetch], where[release], plan.fetched_bytes(fetch)))
     addresses = pack(blocks)
     needed = packed_bytes(blocks, addresses)
     if plan.budget_bytes is not None and needed > plan.budget_bytes:

@@ -12,7 +12,7 @@ from zcompile.graph import find, phase_of, region_of
 from zcompile.packing import Block, aligned, live_peak, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.plan import Plan
-from zcompile.specs import NodeName, Phase
+from zcompile.specs import Phase
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Need:
     """A gathered parameter: the first and last region that read it.
 
     name    for error messages
-    nbytes  of the whole entry
+    nbytes  that are brought
     """
 
     name: str
@@ -160,9 +160,8 @@ def _need(fetch: fx.Node, plan: Plan) -> Need:
         region = region_of(node)
         inside += [region] if region is not None else []
         node = node.next
-    (handle,) = [n for n in fetch.all_input_nodes if n.name in plan.params]
-    spec = plan.params[NodeName(handle.name)]
-    return Need(spec.name, min(inside), max(inside), spec.nbytes)
+    name, nbytes = plan.spec_of(fetch).name, plan.fetched_bytes(fetch)
+    return Need(name, min(inside), max(inside), nbytes)
 
 
 def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.interrupts import deferred_interrupts
@@ -30,6 +31,7 @@ class Executor:
         self.foresight = Foresight(store)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
+        self.make_copy: MakeCopy | None = None
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -45,6 +47,9 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
+        if schedule.casts:
+            assert self.make_copy is not None, "a copy is wanted where nobody can cast"
+            freshen(schedule, entries, self.make_copy)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.compiled()
@@ -138,7 +143,7 @@ class _Walk:
         self.taken.add(fetch.slot)
         self.store.meter.count("gathers", int(self.schedule.phase is not Phase.STEP))
         return self.store.fetch(
-            self.entries[fetch.entry],
+            source_of(fetch, self.entries),
             arena.slot(fetch.slot.address, fetch.nbytes),
             begin=fetch.begin,
             after=[self.begun, *self._after(fetch.after)],

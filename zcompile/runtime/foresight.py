@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zcompile.errors import BudgetExceeded, ZinfError
+from zcompile.runtime.copies import source_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Fetch, Free, Run, Schedule
+from zcompile.schedule import Borrow, Fetch, Free, Run, Schedule
+from zcompile.schedule import Store as Leave
 from zcompile.specs import Phase
 
 MEMORY = 4096
@@ -36,6 +38,21 @@ class Call:
         """Gradients are new entries in every step, so they do not count."""
         lasting = (e.key for e in self.entries if e.kind.lasting)
         return self.schedule.serial, tuple(lasting)
+
+    @cached_property
+    def last_writes(self) -> Mapping[int, int]:
+        """Key of an entry that this call writes -> the instruction after which it is written."""
+        written: dict[int, int] = {}
+        if self.schedule.phase is Phase.STEP:
+            last_run = 0
+            for index in range(len(self.schedule.instructions) - 1, -1, -1):
+                x = self.schedule.instructions[index]
+                if isinstance(x, Run):
+                    last_run = index
+                elif isinstance(x, Leave) or (isinstance(x, Borrow) and x.writes):
+                    at = index if isinstance(x, Leave) else last_run
+                    written.setdefault(self.entries[x.entry].key, at)
+        return written
 
 
 @dataclass
@@ -87,8 +104,15 @@ class Foresight:
             self._handed = _Handed(self._next)
         after = [self._store.device.mark()]
         for fetch in fetches:
-            entry = self._next.entries[fetch.entry]
-            if not self._store.holds(entry):
+            named = self._next.entries[fetch.entry]
+            if not self._store.holds(named):
+                continue
+            if fetch.cast is not None and fetch.cast.narrow not in named.copies:
+                continue
+            entry = source_of(fetch, self._next.entries)
+            written = call.last_writes.get(entry.key, -1)
+            if written > index:  # what came before would be stale
+                self._ready[written] = [*self._ready.get(written, ()), fetch]
                 continue
             arena, slot = self._store.arena, fetch.slot
             try:
@@ -119,8 +143,9 @@ class Foresight:
         self._handed = None
         given: dict[int, Ticket] = {}
         for fetch, version, ticket in handed.started:
-            entry = call.entries[fetch.entry]
-            if entry.key == handed.call.entries[fetch.entry].key and entry.version == version:
+            entry = source_of(fetch, call.entries)
+            then = source_of(fetch, handed.call.entries)
+            if entry.key == then.key and entry.version == version:
                 given[fetch.ticket] = ticket
             else:
                 settle(ticket)

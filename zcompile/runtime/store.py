@@ -42,6 +42,7 @@ class Entry:
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter whose gradient this is, if it is one
     deferred what is still to be done to the bytes; whoever reads finds it done
+    copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
     """
 
@@ -55,6 +56,7 @@ class Entry:
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.deferred: tuple[Deferred, ...] = ()
+        self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
 
     @property

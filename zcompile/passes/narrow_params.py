@@ -1,0 +1,71 @@
+"""A parameter that is only read after a cast is fetched in the narrower dtype."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import CASTS, find, output_of
+from zcompile.passes.base import Fact, Pass
+from zcompile.plan import Note, Plan
+
+
+@dataclass(frozen=True)
+class NarrowParams(Pass):
+    """Where every reader of a gathered parameter casts it to `dtype`, fetch a copy in `dtype`.
+
+        %p = zinf.fetch(%w, .., f32)              %p = zinf.fetch(%w, .., bf16)
+        %f = zinf.wait(%p)                ->      %f = zinf.wait(%p)
+        %c = aten._to_copy(%f, bf16)              %y = aten.mm(%x, %f)
+        %y = aten.mm(%x, %c)
+
+    The store keeps such a copy beside the parameter and makes it by the same cast, so no bit
+    changes. This is how autocast reads weights: half the bytes travel, and the optimizer still
+    updates the wide ones.
+
+    dtype  None leaves all as it is
+    """
+
+    dtype: torch.dtype | None = None
+
+    name: ClassVar[str] = "narrow-params"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
+    gives: ClassVar[frozenset[Fact]] = frozenset()
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        if self.dtype is None:
+            return plan
+        narrowed = [fetch for fetch in find(graph, ops.fetch) if self._narrow(graph, fetch, plan)]
+        if not narrowed:
+            text = f"no parameter is only read after a cast to {self.dtype}: torch.autocast casts"
+            return replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
+        return plan
+
+    def _narrow(self, graph: fx.Graph, fetch: fx.Node, plan: Plan) -> bool:
+        (wait,) = fetch.users
+        casts = list(wait.users)
+        spec = plan.spec_of(fetch)
+        layout = spec.layout
+        whole = layout.dense and layout.offset == 0 and layout.nbytes == spec.nbytes
+        if not whole or not all(self._casts(graph, wait, cast) for cast in casts):
+            return False
+        first = casts[0]
+        for node in (fetch, wait):
+            node.meta["val"] = first.meta["val"]
+        _, size, stride, offset, _, device = fetch.args
+        fetch.args = (fetch.args[0], size, stride, offset, self.dtype, device)
+        for cast in casts:
+            cast.replace_all_uses_with(wait)
+            graph.erase_node(cast)
+        return True
+
+    def _casts(self, graph: fx.Graph, wait: fx.Node, user: fx.Node) -> bool:
+        """Whether `user` is the cast, and does nothing else."""
+        if user.target not in CASTS or output_of(graph) in user.users:
+            return False
+        value, result = wait.meta["val"], user.meta["val"]
+        plain = set(user.kwargs) <= {"dtype"} or user.kwargs.get("device") in (None, value.device)
+        same = result.dtype is self.dtype and result.stride() == value.stride()
+        return plain and same and value.dtype.itemsize > result.dtype.itemsize

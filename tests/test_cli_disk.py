@@ -57,7 +57,7 @@ def test_ls_lists_the_tensors_of_the_last_commit(zinf, disk):
     lines = out.splitlines()
     assert code == 0
     assert lines[0].startswith(f"{disk}: step 2 of run ")
-    assert lines[1].startswith("8 tensors, ")
+    assert lines[1].startswith("9 tensors, ")
     assert " model.0.weight " in out
     assert " optimizer.0.weight.momentum_buffer " in out
     assert "float32[192, 128]" in out
@@ -67,7 +67,7 @@ def test_ls_answers_a_program_too(zinf, disk):
     code, out, _ = zinf("disk", "ls", "--json", disk)
     told = json.loads(out)
     assert code == 0
-    assert (told["step"], told["owner"], len(told["tensors"])) == (2, None, 8)
+    assert (told["step"], told["owner"], len(told["tensors"])) == (2, None, 9)
     assert told["tensors"][0]["nbytes"] == 192 * 128 * 4
 
 

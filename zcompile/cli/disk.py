@@ -12,22 +12,33 @@ from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
 from zcompile.runtime.claim import Claim, owner_of, reclaim, scratch_files
 from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.data_header import data_bytes, read_header
-from zcompile.runtime.index import DATA_NAME, INDEX_NAME, Index, Resting, checked, read_index
+from zcompile.runtime.index import (
+    DATA_NAME,
+    INDEX_NAME,
+    Index,
+    Resting,
+    Small,
+    checked,
+    read_index,
+)
 from zcompile.runtime.reclaim import committed_elsewhere, free_ranges, remove_all, trim
 from zcompile.units import show_size
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the last commit. step: at which its bytes were written"""
+    """A tensor of the last commit.
+
+    directory, offset  where in its data file it lies; None: small, in the index itself
+    step               at which its bytes were written
+    """
 
     name: str
-    kind: str
     dtype: str
     size: tuple[int, ...]
     nbytes: int
     directory: str
-    offset: int
+    offset: int | None
     step: int
 
 
@@ -80,7 +91,8 @@ def ls(directory: Path) -> Answer:
     sizes = [data_bytes(place) for place in places]
     free = sum(end - begin for number, size in enumerate(sizes)
                for begin, end in free_ranges(index, number, size))  # fmt: skip
-    tensors = tuple(_row(tensor, places) for tensor in index.tensors)
+    tensors = (*(_row(tensor, places) for tensor in index.tensors),
+               *(_small(small, index, directory) for small in index.smalls))  # fmt: skip
     listing = Listing(str(directory), owner, index.step, index.run, index.written_at, sum(sizes),
                       free, scratch, tensors)  # fmt: skip
     return Answer(_listed(listing), listing)
@@ -98,7 +110,8 @@ def verify(directory: Path) -> Answer:
         with _claimed(places[1:]):
             read, damages = _verified(index, directory, places)
     verdict = Verdict(str(directory), index.step, read, damages)
-    sound = f"step {index.step}, {len(index.tensors)} tensors, {show_size(read)} read"
+    count = len(index.tensors) + len(index.smalls)
+    sound = f"step {index.step}, {count} tensors, {show_size(read)} read"
     text = "\n".join((f"{directory}: {sound}: {'damaged' if damages else 'sound'}", *damages))
     return Answer(text, verdict, code=1 if damages else 0)
 
@@ -192,8 +205,13 @@ def _claimed(directories: Sequence[Path]) -> Iterator[None]:
 
 
 def _row(tensor: Resting, places: Sequence[Path]) -> Tensor:
-    return Tensor(tensor.name, tensor.kind, tensor.dtype, tensor.size, tensor.nbytes,
-                  str(places[tensor.file]), tensor.offset, tensor.step)  # fmt: skip
+    return Tensor(tensor.name, tensor.dtype, tensor.size, tensor.nbytes, str(places[tensor.file]),
+                  tensor.offset, tensor.step)  # fmt: skip
+
+
+def _small(small: Small, index: Index, directory: Path) -> Tensor:
+    return Tensor(small.name, small.dtype, small.size, small.end - small.begin, str(directory),
+                  None, index.step)  # fmt: skip
 
 
 def _listed(listing: Listing) -> str:
@@ -211,7 +229,8 @@ def _listed(listing: Listing) -> str:
     several = len({tensor.directory for tensor in listing.tensors}) > 1
     for tensor in listing.tensors:
         shape = f"{tensor.dtype}{list(tensor.size)}"
-        where = f"{tensor.directory}:{tensor.offset}" if several else str(tensor.offset)
+        where = "index" if tensor.offset is None else str(tensor.offset)
+        where = f"{tensor.directory}:{where}" if several else where
         lines.append(f"{show_size(tensor.nbytes):>10}  step {tensor.step:<6} {where:>14}  "
                      f"{tensor.name}  {shape}")  # fmt: skip
     return "\n".join(lines)

@@ -28,6 +28,10 @@ from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Extent
 from zcompile.runtime.versions import Versions
 from zcompile.specs import Layout
+from zcompile.units import KiB
+
+MOST_SMALL_BYTES = 64 * KiB
+"""What rests on the host and is no larger goes into the index: a request each would cost more."""
 
 Named = Mapping[str, tuple[Entry, Layout]]
 """Name of a tensor -> its entry, and how it lies there."""
@@ -86,6 +90,11 @@ class Ledger:
         """raises  DurableHeld, TierFull, CommitFailed, and what a transfer failed with"""
         self.check()
         self._store.drain()
+        smalls = {
+            **smalls,
+            **{name: _value(*held) for name, held in named.items() if _small(*held)},
+        }
+        named = {name: held for name, held in named.items() if not _small(*held)}
         moving = Moving(self._staging, self.tier)
         lying = {name: self._saved(name, entry, moving) for name, (entry, _) in named.items()}
         moving.wait()
@@ -160,6 +169,21 @@ class Ledger:
     def _drop_copy(self, key: int) -> None:
         if (copy := self._copies.pop(key, None)) is not None:
             self.tier.release(copy.extent)
+
+
+def _small(entry: Entry, layout: Layout) -> bool:
+    on_host = isinstance(entry.place.tier, HostTier)
+    return on_host and entry.nbytes <= MOST_SMALL_BYTES and layout.offset == 0
+
+
+def _value(entry: Entry, layout: Layout) -> Tensor:
+    """Of a small entry on the host; nothing is under way on it."""
+    tier, place = entry.place.tier, entry.place
+    assert isinstance(tier, HostTier)
+    pieces = list(tier.pieces(place.extent, 0, entry.nbytes))
+    if len(pieces) == 1 and place.written.covers(0, entry.nbytes):
+        return layout.view(pieces[0][1])
+    return layout.view(entry.store.read_all(entry))
 
 
 def _resting(name: str, entry: Entry, layout: Layout, versions: Versions) -> rf.Resting:

@@ -4,7 +4,7 @@
     {"run": ..., "step": 12, ..., "tensors": [      JSON, one tensor a line
     {"name": "blocks.0.up.weight", "file": 0, "offset": 4096, ...},
     ...]}
-    raw bytes of the small tensors: buffers, step counts, random number state
+    raw bytes of the small tensors: biases, buffers, step counts, random number state
 
 The checksum covers everything after the first line. Big tensors rest in the data files, and the
 index holds a checksum for each piece of them.
@@ -13,7 +13,7 @@ index holds a checksum for each piece of them.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Resting:
 
 @dataclass(frozen=True)
 class Small:
-    """A tensor whose bytes [begin, end) follow the text."""
+    """A tensor whose bytes [begin, end) follow the text: plain, or a small one of the host tier."""
 
     name: str
     dtype: str
@@ -104,12 +104,17 @@ def encode(index: Index, smalls: bytes) -> bytes:
     """The whole file."""
     names = ("run", "step", "serial", "written_at", "granule", "directories", "meta")
     head = {name: getattr(index, name) for name in names}
-    head["smalls"] = [asdict(small) for small in index.smalls]
-    rows = ",\n".join(json.dumps(asdict(tensor)) for tensor in index.tensors)
+    head["smalls"] = [vars(small) for small in index.smalls]
+    rows = ",\n".join(_row(tensor) for tensor in index.tensors)
     text = f'{json.dumps(head)[:-1]},\n"tensors": [\n{rows}\n]}}\n'.encode()
     checksum = SUMS[BEST](memoryview(text + smalls))
     header = f"{MAGIC} {FORMAT} {len(text)} {len(smalls)} {BEST} {checksum:016x}\n".encode()
     return header + text + smalls
+
+
+def _row(tensor: Resting) -> str:
+    # By `vars`, since `dataclasses.asdict` copies deeply: 15 ms for the 450 tensors of GPT-2.
+    return json.dumps({**vars(tensor), "pieces": [vars(piece) for piece in tensor.pieces]})
 
 
 def parse(path: Path, content: bytes) -> tuple[Index, bytes]:

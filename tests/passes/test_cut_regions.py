@@ -9,7 +9,7 @@ from zcompile.config import Config
 from zcompile.graph import is_compute, phase_of, region_of
 from zcompile.pipeline import pipeline
 
-PASSES = pipeline(Config(device="cpu"))[:4]
+PASSES = pipeline(Config(device="cpu"))[:5]
 
 
 def numbered(graph):
@@ -27,7 +27,7 @@ def test_a_view_that_two_regions_read_is_made_in_both(golden):
 
 @pytest.mark.parametrize("model", [m for m in SMALL_MODELS if m != "view in two places"])
 def test_cutting_moves_nothing(model):
-    before = captured(model).through(*PASSES[:3])
+    before = captured(model).through(*PASSES[:4])
     after = captured(model).through(*PASSES)
     assert printer.text(before.graph) == printer.text(after.graph)
 

@@ -17,7 +17,7 @@ from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_sta
 from zcompile.pipeline import pipeline
 
 KB = 2 * ALIGNMENT
-BEFORE = pipeline(Config(device="cpu"))[:4]
+BEFORE = pipeline(Config(device="cpu"))[:5]
 
 
 def scheduled(model: str, lead: int = 8, budget_bytes: int | None = None):

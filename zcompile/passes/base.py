@@ -14,6 +14,7 @@ class Fact(enum.Enum):
 
     PHASES_ASSIGNED = "phases assigned"
     PARAMS_GATHERED = "params gathered"
+    PARAMS_NARROWED = "params narrowed"
     PARAMS_RELEASED = "params released"
     GRADS_REDUCED = "gradients reduced"
     REGIONS_CUT = "regions cut"

@@ -32,7 +32,7 @@ class NarrowParams(Pass):
 
     name: ClassVar[str] = "narrow-params"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
-    gives: ClassVar[frozenset[Fact]] = frozenset()
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_NARROWED})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
         if self.dtype is None:

@@ -1,0 +1,52 @@
+"""What is only read after a cast is fetched in that dtype, and nothing else is."""
+
+import pytest
+import torch
+from joint import captured
+from small_models import SMALL_MODELS
+
+from zcompile import ops
+from zcompile.graph import CASTS, find
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.narrow_params import NarrowParams
+
+BF16 = torch.bfloat16
+
+
+def dtypes(graph):
+    return {str(fetch): fetch.args[4] for fetch in find(graph, ops.fetch)}
+
+
+def test_under_autocast_every_matmul_weight_comes_narrow():
+    before = captured("bf16 autocast").through(GatherParams())
+    after = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    assert set(dtypes(before.graph).values()) == {torch.float32}
+    narrow = {name for name, dtype in dtypes(after.graph).items() if dtype is BF16}
+    assert narrow
+    for wait in find(after.graph, ops.wait):
+        assert wait.meta["val"].dtype is dtypes(after.graph)[str(wait.args[0])]
+        if str(wait.args[0]) in narrow:
+            assert not any(user.target in CASTS for user in wait.users)
+
+
+def test_a_fetch_weighs_what_it_brings():
+    joint = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    for fetch in find(joint.graph, ops.fetch):
+        spec, nbytes = joint.plan.spec_of(fetch), joint.plan.fetched_bytes(fetch)
+        assert nbytes == (spec.nbytes // 2 if fetch.args[4] is BF16 else spec.nbytes)
+
+
+@pytest.mark.parametrize("model", [m for m in SMALL_MODELS if m != "bf16 autocast"])
+def test_without_casts_every_fetch_stays_and_a_note_says_why(model):
+    before = captured(model).through(GatherParams())
+    after = captured(model).through(GatherParams(), NarrowParams(BF16))
+    assert dtypes(after.graph) == dtypes(before.graph)
+    if dtypes(before.graph):
+        (note,) = after.plan.notes
+        assert "torch.autocast" in note.text
+
+
+def test_without_a_dtype_the_pass_does_nothing():
+    joint = captured("bf16 autocast").through(GatherParams(), NarrowParams())
+    assert set(dtypes(joint.graph).values()) == {torch.float32}
+    assert joint.plan.notes == ()

@@ -128,6 +128,12 @@ def matmuls_per_s(seconds: float) -> float:
     return count / elapsed
 
 
+def nothing(mode: str, seconds: float | None) -> Sample:
+    """What a matmul is alone with; takes as long as the others, so that it begins as rested."""
+    time.sleep(seconds or 0.0)
+    return Sample(0.0, 0.0)
+
+
 def beside(variant: Variant, mode: str, seconds: float) -> tuple[float, float]:
     """Matmuls per second, and bytes per second, while both go on."""
     found: list[Sample] = []
@@ -143,8 +149,7 @@ def median(rows: Iterator[float]) -> float:
     return statistics.median(rows)
 
 
-def report(variants: list[Variant], alone: dict[str, list[float]],
-           args: argparse.Namespace) -> str:  # fmt: skip
+def report(variants: list[Variant], free: Variant, args: argparse.Namespace) -> str:
     base = variants[0]
     heads = [f"{mode} GB/s, of fio, CPU ms/GB" for mode in MODES]
     if args.beside:
@@ -160,8 +165,8 @@ def report(variants: list[Variant], alone: dict[str, list[float]],
             cells.append(f"{median(s.bytes_per_s for s in mine) / 1e9:.2f}, {ratio:.2f}, "
                          f"{median(s.cpu_s_per_gb for s in mine) * 1e3:.0f}")  # fmt: skip
         for mode in MODES[:2] if args.beside else ():
-            ratio = median(rate / free for (rate, _), free in
-                           zip(one.beside[mode], alone[mode], strict=True))  # fmt: skip
+            ratio = median(rate / alone for (rate, _), (alone, _) in
+                           zip(one.beside[mode], free.beside[mode], strict=True))  # fmt: skip
             cells.append(f"{ratio:.2f}, {median(b for _, b in one.beside[mode]) / 1e9:.2f}")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -186,7 +191,7 @@ def measure(directory: Path, args: argparse.Namespace) -> str:
         variants.append(Variant(ring, Stream(tiers[-1], nbytes, args.part * MiB)))
     for one in variants:
         one.run("write", None)
-    alone: dict[str, list[float]] = {mode: [] for mode in MODES[:2]}
+    free = Variant("alone", nothing)
     for round_ in range(args.rounds):
         turn = round_ % len(variants)  # a disk that is lent in bursts favours some place in a round
         order = variants[turn:] + variants[:turn]
@@ -195,13 +200,11 @@ def measure(directory: Path, args: argparse.Namespace) -> str:
                 one.samples[mode].append(one.run(mode, None))
         if args.beside:
             for mode in MODES[:2]:
-                alone[mode].append(matmuls_per_s(args.beside))
-                for one in order:
+                for one in (free, *order) if round_ % 2 else (*order, free):
                     one.beside[mode].append(beside(one, mode, args.beside))
-                alone[mode][-1] = (alone[mode][-1] + matmuls_per_s(args.beside)) / 2
     for tier in tiers:
         tier.close()
-    return report(variants, alone, args)
+    return report(variants, free, args)
 
 
 def report_crash(error: BaseException) -> None:

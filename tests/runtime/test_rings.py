@@ -23,7 +23,8 @@ UNIT = 4096
 
 
 @pytest.fixture(params=ring_choice.RINGS)
-def ring(request):
+def ring(request, own_threads):
+    before = own_threads()
     try:
         ring = ring_choice.RINGS[request.param]()
     except OSError as error:
@@ -31,7 +32,7 @@ def ring(request):
     yield ring
     ring.close()
     ring.close()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
+    assert own_threads() == before
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ UNIT = 4096
 
 
 @pytest.fixture
-def open_tier(tmp_path):
-    tiers = []
+def open_tier(tmp_path, own_threads):
+    tiers, before = [], own_threads()
 
     def open_one(*directories: Path, **throttle: float) -> DiskTier:
         tiers.append(DiskTier(directories or (tmp_path,), throttle, Meter(), lambda error: None))
@@ -31,6 +31,7 @@ def open_tier(tmp_path):
     yield open_one
     for tier in tiers:
         tier.close()
+    assert own_threads() == before
 
 
 def filled(nbytes: int, value: int) -> Buffer:

@@ -55,7 +55,8 @@ class DiskTier:
         except (OSError, RuntimeError):
             self._close_files()
             raise
-        engines = {id(ring): Engine(ring, crashed, _closed) for ring in chosen}
+        different = {id(ring): ring for ring in chosen}
+        engines = {key: Engine(ring, crashed, _closed) for key, ring in different.items()}
         self._engines = [engines[id(ring)] for ring in chosen]
         self._links = {link: _Link(link, throttle.get(link), meter, crashed)
                        for link in ("disk_read", "disk_write")}  # fmt: skip

@@ -73,9 +73,9 @@ class Packer:
         name, tries = where, 1
         while name in self.tensors:
             name, tries = f"{where}~{tries}", tries + 1
-        self.tensors[name] = value.detach()
-        on = "tiered" if isinstance(value, Unbacked) else str(value.device)
-        return {"$tensor": name, "on": on}
+        tiered = isinstance(value, Unbacked)
+        self.tensors[name] = value if tiered else value.detach()
+        return {"$tensor": name, "on": "tiered" if tiered else str(value.device)}
 
 
 def unpack(value: Any, read: Read) -> Any:

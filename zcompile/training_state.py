@@ -53,7 +53,11 @@ def describe(
     raises  Unsupported, for what cannot be kept, naming it
     """
     held = held_by(model)
-    tensors = {f"model.{name}": value.detach() for name, value in held.tensors.items()}
+    tensors = {
+        # Detaching a tiered tensor is an op, and this runs at each step of a durable training.
+        f"model.{name}": value if isinstance(value, TieredTensor) else value.detach()
+        for name, value in held.tensors.items()
+    }
     packer = Packer(tensors)
     meta = {
         "format": FORMAT,

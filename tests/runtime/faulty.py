@@ -81,12 +81,13 @@ class FaultyRing:
     def reap(self) -> list[Outcome]:
         with self._more:
             self._more.wait_for(lambda: self._told or self._under_way)
+        self._faults.gate.wait()
+        with self._more:
             if self._told:
                 outcomes, self._told = self._told, []
             else:
                 outcomes = self._ring.reap()
                 self._under_way -= len(outcomes)
-        self._faults.gate.wait()
         return outcomes[::-1] if self._faults.reverse else outcomes
 
     def close(self) -> None:

@@ -173,17 +173,15 @@ def test_a_truncated_file_is_an_error_that_says_so(tier, left):
 def test_reads_go_before_writes_that_wait(small_requests, tier, faults, monkeypatch):
     for lane in tier._engines[0]._lanes.values():
         monkeypatch.setattr(lane, "_most_bytes", 2 * UNIT)
-    extent = tier.reserve(16 * UNIT, "w")
+    extent, mark = tier.reserve(16 * UNIT, "w"), len(faults.seen)
+    faults.decide = lambda request: request.nbytes  # so that all that is told comes at once
     with held(faults):
-        writes = [tier.write(extent, n * UNIT, filled(UNIT)) for n in range(8)]
-        reads = [tier.read(extent, n * UNIT, filled(UNIT)) for n in range(8, 12)]
-        assert [r.write for r in faults.seen[-4:]] == [True, True, False, False]
-        mark = len(faults.seen)
-    for promise in reads + writes:
+        promises = [tier.write(extent, n * UNIT, filled(UNIT)) for n in range(8)]
+        promises += [tier.read(extent, n * UNIT, filled(UNIT)) for n in range(8, 12)]
+    for promise in promises:
         promise.wait()
-    later = [r.write for r in faults.seen[mark:]]
-    assert sorted(later) == [False] * 2 + [True] * 6
-    assert later.index(False) < 2
+    order = ["write" if request.write else "read" for request in faults.seen[mark:]]
+    assert order == ["write"] * 2 + ["read"] * 4 + ["write"] * 6
 
 
 def test_the_bytes_in_flight_are_bounded_each_way(small_requests, tier, faults, monkeypatch):

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -39,8 +40,12 @@ def test_closing_cancels_what_waits_and_ends_what_is_under_way(tier, faults, mon
     extent = tier.reserve(8 * UNIT, "w")
     faults.gate.clear()
     promises = [tier.write(extent, n * UNIT, filled(UNIT)) for n in range(4)]
-    threading.Timer(0.2, faults.gate.set).start()
-    tier.close()
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    while not tier._engines[0]._closed:
+        time.sleep(0.001)
+    faults.gate.set()
+    closing.join(30)
     promises[0].wait()
     for promise in promises[1:]:
         with pytest.raises(ParameterChanged, match="'w' is gone: its store was closed"):

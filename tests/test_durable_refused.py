@@ -1,0 +1,110 @@
+"""What a durable training refuses, and that the last commit stays as it is."""
+
+import logging
+
+import pytest
+import torch
+from durable_runs import ON_DISK, ON_HOST, WIDTH, Run, after_a_crash, flip, same
+from torch import nn
+
+import zcompile
+from zcompile.errors import (
+    ConfigInvalid,
+    DurableDamaged,
+    DurableHeld,
+    NothingCommitted,
+    TierFull,
+    Unsupported,
+)
+from zcompile.offloading import session_behind
+from zcompile.runtime.data_check import check_all
+from zcompile.runtime.index import read_index
+
+
+def test_a_commit_that_nobody_resumed_is_not_lost_by_a_step(tmp_path):
+    Run(tmp_path).train(0, 2).close()
+    index = read_index(tmp_path)
+    run = after_a_crash(tmp_path)
+    with pytest.raises(DurableHeld, match="holds step 2 of an earlier run: continue it with"):
+        run.train(0, 1)
+    with pytest.raises(DurableHeld):
+        zcompile.save(tmp_path, run.model, run.optimizer)
+    run.close()
+    assert read_index(tmp_path) == index
+    check_all(index[0], [tmp_path])
+
+
+def test_an_empty_directory_has_nothing_to_resume(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(NothingCommitted, match="there is nothing to resume: train on"):
+        run.resume()
+    run.train(0, 1).close()
+
+
+def test_a_run_is_resumed_once(tmp_path):
+    run = Run(tmp_path).train(0, 1)
+    with pytest.raises(Unsupported, match="holds what this very model committed"):
+        run.resume()
+    run.close()
+
+
+def test_a_second_optimizer_is_refused(tmp_path):
+    run = Run(tmp_path).train(0, 1)
+    other = torch.optim.SGD(run.model.up.parameters(), lr=0.1)
+    run.model(torch.ones(8, WIDTH)).sum().backward()
+    with pytest.raises(Unsupported, match="a second optimizer \\(SGD\\) steps on a durable model"):
+        other.step()
+    run.close()
+
+
+def test_durable_needs_a_disk():
+    with pytest.raises(ConfigInvalid, match="durable=True needs a disk"):
+        zcompile.Config(device="cpu", durable=True)
+
+
+@pytest.mark.parametrize("fields", [ON_DISK, ON_HOST], ids=["disk", "host"])
+def test_a_flipped_bit_names_file_and_tensor_and_nothing_is_changed(tmp_path, fields):
+    Run(tmp_path, **fields).train(0, 2).close()
+    tensor = read_index(tmp_path)[0].tensors[-1]
+    flip(tmp_path / "zinf.tier", tensor.offset + tensor.nbytes - 1)
+    run = after_a_crash(tmp_path, **fields)
+    before = run.state()
+    with pytest.raises(DurableDamaged) as caught:
+        run.resume()
+    assert f"{tmp_path / 'zinf.tier'}: {tensor.name!r} is damaged" in str(caught.value)
+    assert same(run.state(), before)
+    with pytest.raises(DurableHeld):
+        run.train(0, 1)
+    run.close()
+    assert (tmp_path / "zinf.index").exists()
+
+
+def test_another_model_does_not_fit_and_the_commit_stays(tmp_path):
+    Run(tmp_path).train(0, 2).close()
+    model = zcompile.offload(nn.Linear(4, 4), disk=tmp_path, **ON_DISK)
+    with pytest.raises(zcompile.ZinfError, match=r"up\.weight: float32"):
+        zcompile.resume(tmp_path, model)
+    session_behind(model).close()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2}
+    again.close()
+
+
+def test_a_step_that_finds_no_room_is_refused_before_it_writes(tmp_path, monkeypatch):
+    run = Run(tmp_path).train(0, 2)
+    monkeypatch.setattr(run.ledger.tier, "usage", lambda: ("disk", 100, 100))
+    with pytest.raises(TierFull, match="the new version of what this step changes"):
+        run.train(2, 3)
+    run.close()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2}
+    again.close()
+
+
+def test_resuming_is_told(tmp_path, caplog):
+    Run(tmp_path).train(0, 1).close()
+    run = after_a_crash(tmp_path)
+    with caplog.at_level(logging.INFO, "zcompile.durable"):
+        run.resume()
+    assert "resumed at step 1" in caplog.text
+    run.close()

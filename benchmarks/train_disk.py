@@ -52,13 +52,13 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """fields  of `zcompile.offload`; None trains plainly, in memory
-    dtype   of the parameters
+    """fields    of `zcompile.offload`; None trains plainly, in memory
+    autocast  whether forward runs under torch.autocast in bf16
     """
 
     name: str
     fields: dict[str, Any] | None
-    dtype: torch.dtype = torch.float32
+    autocast: bool = False
 
 
 @dataclass
@@ -96,7 +96,9 @@ def child(pipe: Connection, variant: Variant, disk: str) -> None:
     while pipe.recv() is not None:
         ids = torch.randint(SHAPE.vocabulary, (2, 1, SHAPE.context), generator=generator)
         begin = Moment.now()
-        run(ids[0], ids[1]).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
+            loss = run(ids[0], ids[1])
+        loss.backward()
         middle = Moment.now()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -108,7 +110,7 @@ def child(pipe: Connection, variant: Variant, disk: str) -> None:
 
 def built(variant: Variant, disk: str) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
     if variant.fields is None:
-        model: nn.Module = GPT(SHAPE).to(variant.dtype)
+        model: nn.Module = GPT(SHAPE)
         return model, model
     with zcompile.init(device="cpu", disk=disk, **variant.fields):
         model = GPT(SHAPE)
@@ -200,6 +202,15 @@ def variants_of(args: argparse.Namespace) -> list[Variant]:
     for host in args.host_memory:
         fields = {"device_memory": args.device_memory, "host_memory": host}
         found.append(Variant(f"zinf, host {host}", fields))
+    if args.autocast:
+        fields = {"device_memory": args.device_memory, "host_memory": args.host_memory[0]}
+        narrow = fields | {"param_dtype": torch.bfloat16}
+        found.append(Variant("torch, autocast", None, autocast=True))
+        found.append(Variant("zinf, autocast", fields, autocast=True))
+        found.append(Variant("zinf, autocast, bf16 weights", narrow, autocast=True))
+    if args.durable:
+        fields = {"device_memory": args.device_memory, "host_memory": args.host_memory[0]}
+        found.append(Variant("zinf, durable", fields | {"durable": True}))
     return found
 
 
@@ -210,6 +221,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device-memory", default="400MiB")
     parser.add_argument("--host-memory", nargs="+", default=["800MiB", "400MiB", "1400MiB"])
+    parser.add_argument("--autocast", action="store_true", help="bf16 autocast as well")
+    parser.add_argument("--durable", action="store_true", help="a durable run as well")
     parser.add_argument("--stats", action="store_true", help="print zcompile.stats as well")
     args = parser.parse_args()
     where = Path(tempfile.mkdtemp(dir=args.disk))
@@ -229,8 +242,9 @@ def main() -> None:
              "of torch's memory")  # fmt: skip
     print("| " + " | ".join(heads) + " |")
     print("|---|---|---|---|---|---|---|")
+    plain = {s.variant.autocast: s for s in series if s.variant.fields is None}
     for one in series:
-        print(row(disk, eager, one))
+        print(row(disk, plain[one.variant.autocast], one))
         if args.stats and one.stats:
             print(json.dumps(one.stats))
 

@@ -43,11 +43,14 @@ def copies(model):
     return {p.entry.name: list(p.entry.copies) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("fields", [{}, {"host_memory": "16MiB"}, {"max_lead": 0}],
-                         ids=["disk", "host", "no prefetch"])  # fmt: skip
+@pytest.mark.parametrize("fields", [{}, {"max_lead": 0}], ids=["prefetch", "no prefetch"])
 def test_training_under_autocast_gives_the_same_bits(fields, tmp_path):
     tiered = twins(tmp_path, **fields)
     assert copies(tiered) == {name: [BF16] for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+
+
+def test_a_parameter_on_the_host_needs_no_copy(tmp_path):
+    assert not any(copies(twins(tmp_path, host_memory="16MiB")).values())
 
 
 def test_a_parameter_that_is_also_read_wide_has_no_copy(tmp_path):

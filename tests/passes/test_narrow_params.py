@@ -1,5 +1,7 @@
 """What is only read after a cast is fetched in that dtype, and nothing else is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from joint import captured
@@ -13,13 +15,20 @@ from zcompile.passes.narrow_params import NarrowParams
 BF16 = torch.bfloat16
 
 
+def on_disk(model):
+    """The captured graph, as if every parameter rested on disk."""
+    joint = captured(model)
+    params = {name: replace(spec, home="disk") for name, spec in joint.plan.params.items()}
+    return replace(joint, plan=replace(joint.plan, params=params))
+
+
 def dtypes(graph):
     return {str(fetch): fetch.args[4] for fetch in find(graph, ops.fetch)}
 
 
 def test_under_autocast_every_matmul_weight_comes_narrow():
     before = captured("bf16 autocast").through(GatherParams())
-    after = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    after = on_disk("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
     assert set(dtypes(before.graph).values()) == {torch.float32}
     narrow = {name for name, dtype in dtypes(after.graph).items() if dtype is BF16}
     assert narrow
@@ -30,7 +39,7 @@ def test_under_autocast_every_matmul_weight_comes_narrow():
 
 
 def test_a_fetch_weighs_what_it_brings():
-    joint = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    joint = on_disk("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
     for fetch in find(joint.graph, ops.fetch):
         spec, nbytes = joint.plan.spec_of(fetch), joint.plan.fetched_bytes(fetch)
         assert nbytes == (spec.nbytes // 2 if fetch.args[4] is BF16 else spec.nbytes)
@@ -39,7 +48,7 @@ def test_a_fetch_weighs_what_it_brings():
 @pytest.mark.parametrize("model", [m for m in SMALL_MODELS if m != "bf16 autocast"])
 def test_without_casts_every_fetch_stays_and_a_note_says_why(model):
     before = captured(model).through(GatherParams())
-    after = captured(model).through(GatherParams(), NarrowParams(BF16))
+    after = on_disk(model).through(GatherParams(), NarrowParams(BF16))
     assert dtypes(after.graph) == dtypes(before.graph)
     if dtypes(before.graph):
         (note,) = after.plan.notes
@@ -47,6 +56,11 @@ def test_without_casts_every_fetch_stays_and_a_note_says_why(model):
 
 
 def test_without_a_dtype_the_pass_does_nothing():
-    joint = captured("bf16 autocast").through(GatherParams(), NarrowParams())
+    joint = on_disk("bf16 autocast").through(GatherParams(), NarrowParams())
     assert set(dtypes(joint.graph).values()) == {torch.float32}
     assert joint.plan.notes == ()
+
+
+def test_what_rests_on_the_host_stays_wide():
+    joint = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    assert set(dtypes(joint.graph).values()) == {torch.float32}

@@ -23,7 +23,8 @@ class NarrowParams(Pass):
 
     The store keeps such a copy beside the parameter and makes it by the same cast, so no bit
     changes. This is how autocast reads weights: half the bytes travel, and the optimizer still
-    updates the wide ones.
+    updates the wide ones. Only for parameters that rest on disk: a copy of one that rests on the
+    host would take more of it, or rest on disk itself.
 
     dtype  None leaves all as it is
     """
@@ -39,7 +40,7 @@ class NarrowParams(Pass):
             return plan
         narrowed = [fetch for fetch in find(graph, ops.fetch) if self._narrow(graph, fetch, plan)]
         if not narrowed:
-            text = f"no parameter is only read after a cast to {self.dtype}: torch.autocast casts"
+            text = f"no parameter on disk is only read after a cast to {self.dtype} (torch.autocast)"
             return replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
         return plan
 
@@ -49,7 +50,11 @@ class NarrowParams(Pass):
         spec = plan.spec_of(fetch)
         layout = spec.layout
         whole = layout.dense and layout.offset == 0 and layout.nbytes == spec.nbytes
-        if not whole or not all(self._casts(graph, wait, cast) for cast in casts):
+        if (
+            spec.home != "disk"
+            or not whole
+            or not all(self._casts(graph, wait, cast) for cast in casts)
+        ):
             return False
         first = casts[0]
         for node in (fetch, wait):

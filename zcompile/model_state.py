@@ -84,9 +84,9 @@ def fact_of(tensor: Tensor) -> Fact:
     return Fact(tensor.dtype, tuple(tensor.size()))
 
 
-def read_back(source: StateSource, name: str, on: str) -> Tensor:
+def read_back(source: StateSource, facts: Mapping[str, Fact], name: str, on: str) -> Tensor:
     """A kept tensor on the device where it was, if there is one here, else on the CPU."""
-    fact = source.facts()[name]
+    fact = facts[name]
     device = torch.device("cpu" if on == "tiered" else on)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         device = torch.device("cpu")

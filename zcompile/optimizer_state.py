@@ -4,6 +4,7 @@ Its groups go through `Optimizer.load_state_dict`, whoever wrote the class; its 
 one, since that method would cast them to the dtype of their parameter and want them whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,8 +94,8 @@ def _differing(these: list[str], those: list[str]) -> str:
 
 
 def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> None:
-    saved = source.meta["optimizer"]
-    read = partial(read_back, source)
+    saved, facts = source.meta["optimizer"], source.facts()
+    read = partial(read_back, source, facts)
     groups, count = [], 0
     for group in saved["groups"]:
         options = {key: unpack(value, read) for key, value in group.items() if key != "params"}
@@ -109,7 +110,7 @@ def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> 
         for held_name in group["params"]
     }
     for name, values in saved["states"].items():
-        home = _StateHome(source, held.tensors[name], name in on_device)
+        home = _StateHome(source, facts, held.tensors[name], name in on_device)
         optimizer.state[held.tensors[name]] = {
             key: unpack(value, partial(home.read, key)) for key, value in values.items()
         }
@@ -125,11 +126,12 @@ class _StateHome:
     """
 
     source: StateSource
+    facts: Mapping[str, Fact]
     param: Tensor
     steps_on_device: bool
 
     def read(self, key: str, name: str, on: str) -> Tensor:
-        fact = self.source.facts()[name]
+        fact = self.facts[name]
         target = self._tiered(key, fact, on)
         if target is None:
             target = torch.empty(fact.size, dtype=fact.dtype, device=self._device(key, fact, on))

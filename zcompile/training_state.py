@@ -91,7 +91,7 @@ def restore(
     _check_fits(source, held, optimizer)
     for name, tensor in held.tensors.items():
         source.fill(f"model.{name}", tensor.detach())
-    read = partial(read_back, source)
+    read = partial(read_back, source, source.facts())
     for name, value in source.meta["modules"].items():
         set_module_state(model, name, unpack(value, read))
     if optimizer is not None:

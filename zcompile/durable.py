@@ -31,14 +31,15 @@ logger = logging.getLogger("zcompile.durable")
 
 
 def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> Ledger | None:
-    """The commits of `model`, if `path` is its own durable directory."""
+    """The commits of `model`, if `path` is its own durable directory, or one of them."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     for param in tiered:
         ledger = session_of(param.entry).ledger
         if ledger is None:
             return None
         wanted = Path(path).resolve()
-        return ledger if wanted == ledger.files.home.resolve() else None
+        own = wanted in [directory.resolve() for directory in ledger.files.directories]
+        return ledger if own else None
     return None
 
 

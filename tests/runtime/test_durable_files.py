@@ -163,3 +163,10 @@ def test_what_a_dead_scratch_run_left_is_told_and_removed(tmp_path, caplog):
     opened(tmp_path).close()
     assert "process 4242, which last wrote at" in caplog.text
     assert names(tmp_path) == []
+
+
+def test_a_process_that_ended_without_closing_is_named_by_the_next_one(tmp_path, caplog):
+    committed(tmp_path)
+    (tmp_path / "zinf.lock").write_text("4242 since 2026-01-02 03:04:05\n")
+    opened(tmp_path).close()
+    assert "process 4242 since 2026-01-02 03:04:05, ended without closing" in caplog.text

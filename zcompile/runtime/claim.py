@@ -38,6 +38,8 @@ class Claim:
         except DiskOwned:
             gc.collect()  # a model of this process that was let go may not have been collected yet
             self._fd = self._locked()
+        if died := os.pread(self._fd, 64, 0).decode(errors="replace").strip():
+            logger.warning("%s: process %s, ended without closing its model", directory, died)
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} since {time.strftime('%F %T')}\n".encode(), 0)
         _CLAIMS.add(self)

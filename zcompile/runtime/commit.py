@@ -89,6 +89,8 @@ class Ledger:
                step: int) -> None:  # fmt: skip
         """raises  DurableHeld, TierFull, CommitFailed, and what a transfer failed with"""
         self.check()
+        for entry, _ in named.values():
+            self._store.deferrals.settle(entry)
         self._store.drain()
         smalls = {
             **smalls,

@@ -63,7 +63,7 @@ class DataReader:
         """Bytes [begin, end) of a tensor as (where it begins, bytes), each valid until the next.
 
         begin, end  as pieces have them: whole granules
-        raises      DurableDamaged where the file ends before; OSError
+        raises      DurableDamaged where the file ends before, or cannot be read
         """
         path, file = self.paths[tensor.file], self._files[tensor.file]
         starts = range(begin, end, BUFFER_BYTES)
@@ -73,7 +73,11 @@ class DataReader:
             view = memoryview(self._buffers[turn % BUFFERS])[: min(BUFFER_BYTES, end - low)]
             done = 0
             while done < len(view):
-                moved = _moved(path, file, view[done:], tensor.offset + low + done)
+                try:
+                    moved = _moved(path, file, view[done:], tensor.offset + low + done)
+                except OSError as error:
+                    raise DurableDamaged(path, repr(tensor.name),
+                                         f"cannot be read: {error.strerror}") from error  # fmt: skip
                 if moved <= 0:
                     raise DurableDamaged(path, repr(tensor.name), "ends before its data: the file "
                                          f"has {os.fstat(file).st_size} bytes")  # fmt: skip

@@ -203,3 +203,31 @@ def test_neither_a_model_nor_a_tensor_is_ever_whole_in_memory(tmp_path):
     grown = [int(line) for line in told.stdout.split()]
     assert len(grown) == 3
     assert max(grown) < 100 * MiB, grown
+
+
+def test_going_back_in_the_same_process_forgets_what_came_after(tmp_path):
+    """With narrow copies of the parameters, which must follow what is resumed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    (tmp_path / "disk").mkdir()
+    zcompile.offload(model, disk=tmp_path / "disk", param_dtype=torch.bfloat16, **BUDGETS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    compiled = torch.compile(model, backend="zinf")
+
+    def run(steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = compiled(torch.ones(2, 64)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    run(2)
+    zcompile.save(tmp_path / "c", model, optimizer)
+    expected = run(3)
+    for _ in range(2):
+        zcompile.resume(tmp_path / "c", model, optimizer)
+        assert run(3) == expected

@@ -248,3 +248,28 @@ def test_averaged_models_follow(tmp_path):
         return [p.sum().item() for m in (ema, mean, own) for p in m.parameters()]
 
     same_training(run, tmp_path, "eager")
+
+
+class Orthogonal(optim.Optimizer):
+    """A third-party optimizer: a matrix product per parameter, which no stream can do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() == 2:
+                    param.add_(param.grad @ param.grad.t() @ param.grad, alpha=-0.1)
+
+
+def test_an_optimizer_of_ones_own_works_tensor_by_tensor_and_is_told_once(tmp_path, caplog):
+    both(tmp_path, lambda m: Orthogonal(m.parameters()))
+    told = [r for r in caplog.records if "gathered whole" in r.message]
+    assert [r.message.split()[0] for r in told] == ["Orthogonal"]
+
+
+def test_a_streamed_optimizer_is_told_nothing(tmp_path, caplog):
+    both(tmp_path, lambda m: optim.AdamW(m.parameters(), fused=True))
+    assert not [r for r in caplog.records if "gathered whole" in r.message]

@@ -220,6 +220,7 @@ def _whole(cls: type, app: Application) -> Any:
             return value
         tiered: Any = value
         entry: Entry = tiered.entry
+        session_of(entry).note_whole(str(app.func))
         if entry.key not in held:
             covered = app.func in OVERWRITES and tiered.lies.nbytes == entry.nbytes
             blank = covered and entry.key not in read

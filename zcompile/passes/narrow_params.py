@@ -40,7 +40,7 @@ class NarrowParams(Pass):
             return plan
         narrowed = [fetch for fetch in find(graph, ops.fetch) if self._narrow(graph, fetch, plan)]
         if not narrowed:
-            text = f"no parameter on disk is only read after a cast to {self.dtype} (torch.autocast)"
+            text = f"no parameter on disk is read only after a cast to {self.dtype} (autocast)"
             return replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
         return plan
 

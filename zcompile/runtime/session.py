@@ -4,6 +4,7 @@ One offloaded model, one session. Two sessions in one process share nothing but 
 handles.
 """
 
+import logging
 import weakref
 from collections.abc import Hashable, Sequence
 from itertools import count
@@ -24,6 +25,8 @@ from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
 
+logger = logging.getLogger("zcompile.runtime.session")
+
 
 class Session(Store):
     """`wrap` makes a tiered tensor over an entry; it is given from above."""
@@ -36,6 +39,9 @@ class Session(Store):
         self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.receive
         self.executor = Executor(self, self.gradients)
+        self.stepping: str | None = None
+        """The class of the optimizer whose step is running."""
+        self._told: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.births: dict[int, torch.device] = {}
@@ -45,6 +51,15 @@ class Session(Store):
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
         self.ledger = None if disk is None else Ledger(self, disk, ring)
+
+    def note_whole(self, op: str) -> None:
+        """An op gathers whole tensors; inside an optimizer's step this is told once."""
+        if self.stepping is not None and self.stepping not in self._told:
+            self._told.add(self.stepping)
+            logger.warning(
+                "%s uses %s, which is not elementwise: its operands are gathered whole, one tensor "
+                "after the other, which is right but slower than streaming", self.stepping, op
+            )  # fmt: skip
 
     def fetch(
         self, entry: Entry, target: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()

@@ -166,3 +166,19 @@ def test_extra_is_kept_until_it_is_given_again(tmp_path):
     last = after_a_crash(tmp_path)
     assert last.resume()["epoch"] == 3
     last.close()
+
+
+@pytest.mark.parametrize("tiered", [False, True], ids=["plain", "offloaded elsewhere"])
+def test_a_commit_is_a_checkpoint_for_models_that_rest_elsewhere(tmp_path, tiered):
+    disk, other = tmp_path / "disk", tmp_path / "other"
+    for path in (disk, other):
+        path.mkdir()
+    expected = [Run().train(0, end).state() for end in (2, 3)]
+    Run(disk).train(0, 2).close()
+    run = Run(other if tiered else None, durable=False)
+    assert zcompile.resume(disk, run.model, run.optimizer) == {"step": 2}
+    assert same(run.state(), expected[0])
+    assert same(run.train(2, 3).state(), expected[1])
+    assert sorted(path.name for path in disk.iterdir()) == ["zinf.index", "zinf.tier"]
+    if tiered:
+        run.close()

@@ -25,7 +25,7 @@ from torch import nn
 
 from zcompile.checkpoint_directory import STATE_FILE, replacing, standing, sync
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
-from zcompile.durable import commit, ledger_over, resume_durable
+from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
 from zcompile.errors import CheckpointMismatch, CheckpointUnwritable
 from zcompile.model_state import Held, fact_of, held_by
 from zcompile.runtime.session import session_of
@@ -115,7 +115,8 @@ def resume(
 ) -> dict[str, Any]:
     """Continue from a checkpoint, bit by bit; returns the `extra` it was given.
 
-    If `path` is the model's own durable directory, from its last commit, with "step" in `extra`.
+    If `path` is a durable directory, from its last commit, with "step" in `extra`; if it is the
+    model's own, what rests on disk is not moved.
     The model may be offloaded, offloaded on `meta`, or plain. Nothing changes before everything is
     known to fit. `extra`'s tensors come back on the device where they were, else on the CPU.
 
@@ -123,6 +124,8 @@ def resume(
     """
     if (ledger := ledger_over(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
+    if is_durable(path):
+        return resume_copy(path, model, optimizer)
     directory = standing(Path(path))
     with Loader() as loader:
         return restore(CheckpointSource(directory, loader), model, optimizer)

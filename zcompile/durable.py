@@ -8,6 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported
 from zcompile.model_state import Fact
-from zcompile.runtime.adopting import Adopter
+from zcompile.runtime.adopting import Adopter, Copier
+from zcompile.runtime.claim import Claim
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
-from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small
+from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small, read_index
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Layout
 from zcompile.tiered import TieredTensor
@@ -111,12 +113,40 @@ def resume_durable(
     if found is None:
         raise NothingCommitted(ledger.files.home, "holds no commit")
     check_all(found, ledger.files.directories)
-    source = DurableSource(ledger, found, ledger.files.smalls)
+    adopter = Adopter(ledger, found)
+    source = DurableSource(ledger.files.home, found, ledger.files.smalls, adopter)
     extra = restore(source, model, optimizer)
-    ledger.resume(found, source.adopter.left())
+    ledger.resume(found, adopter.left())
     ledger.extra = extra
     logger.info("%s: resumed at step %d", ledger.files.home, found.step)
     return {**extra, "step": found.step}
+
+
+def is_durable(path: str | os.PathLike[str]) -> bool:
+    """Whether a commit lies in the directory `path`."""
+    return (Path(path) / INDEX_NAME).is_file()
+
+
+def resume_copy(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """As `resume_durable`, for a model that rests elsewhere, or nowhere; the commit stays as it is.
+
+    raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch
+    """
+    directory = Path(path)
+    with ExitStack() as stack:
+        stack.callback(Claim(directory, reclaiming=False).release)
+        found = read_index(directory)
+        if found is None:
+            raise NothingCommitted(directory, "holds no commit")
+        index, smalls = found
+        directories = [directory, *map(Path, index.directories[1:])]
+        for other in directories[1:]:
+            stack.callback(Claim(other, reclaiming=False).release)
+        check_all(index, directories)
+        source = DurableSource(directory, index, smalls, Copier(directories))
+        return {**restore(source, model, optimizer), "step": index.step}
 
 
 def _model_of(session: Session) -> nn.Module:
@@ -132,12 +162,12 @@ def _model_of(session: Session) -> nn.Module:
 class DurableSource:
     """The last commit, as `training_state.restore` reads it."""
 
-    def __init__(self, ledger: Ledger, index: Index, smalls: bytes) -> None:
-        self.where = str(ledger.files.home)
+    def __init__(self, directory: Path, index: Index, smalls: bytes, copier: Copier) -> None:
+        self.where = str(directory)
         self.meta: Mapping[str, Any] = index.meta
-        self.adopter = Adopter(ledger, index)
+        self._copier = copier
         self._index = index
-        self._path = ledger.files.home / INDEX_NAME
+        self._path = directory / INDEX_NAME
         self._smalls = {small.name: small for small in index.smalls}
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._bytes = smalls
@@ -155,11 +185,11 @@ class DurableSource:
             layout = Layout(kept.size, kept.stride, kept.start, self._dtype(name, kept.dtype))
             if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
                 return
-            target.copy_(layout.view(self.adopter.read(kept)))
+            target.copy_(layout.view(self._copier.read(kept)))
 
     def _taken(self, kept: Resting, layout: Layout, target: TieredTensor) -> bool:
         """Whether the entry of `target` could take over the extent."""
-        return target.lies == layout and self.adopter.adopt(kept, target.entry)
+        return target.lies == layout and self._copier.adopt(kept, target.entry)
 
     def _small(self, name: str) -> Tensor:
         row = self._smalls[name]

@@ -1,6 +1,7 @@
 """How entries take over what a commit holds: on disk by its extents, on the host by reading."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,16 +17,39 @@ from zcompile.runtime.tiers import Extent
 from zcompile.runtime.versions import Versions
 
 
-class Adopter:
+class Copier:
+    """Reads tensors of a commit in `directories`, which keeps all it has."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self._directories = directories
+
+    def adopt(self, kept: Resting, entry: Entry) -> bool:
+        """`entry` becomes `kept`; False if its bytes have to be read and written anew."""
+        return False
+
+    def read(self, kept: Resting) -> Tensor:
+        """The bytes in ordinary host memory: uint8 [nbytes]."""
+        memory = torch.zeros(kept.nbytes, dtype=torch.uint8)
+        with DataReader(self._directories) as data:
+            for begin, end in kept.written:
+                low, high = _blocks(kept, begin, end)
+                for at, view in data.chunks(kept, low, high):
+                    first, last = max(at, begin), min(at + len(view), end)
+                    part = torch.frombuffer(view, dtype=torch.uint8)
+                    memory[first:last] = part[first - at : last - at]
+        return memory
+
+
+class Adopter(Copier):
     """Hands out the extents of one commit, each to one entry."""
 
     def __init__(self, ledger: Ledger, index: Index) -> None:
+        super().__init__(ledger.files.directories)
         self._ledger = ledger
         self._index = index
         self._adopted: set[str] = set()
 
     def adopt(self, kept: Resting, entry: Entry) -> bool:
-        """`entry` becomes `kept`; False if its bytes have to be read and written anew."""
         same = self._index.granule % self._ledger.tier.granule == 0
         if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
             return False
@@ -35,7 +59,7 @@ class Adopter:
         written = [(begin, end) for begin, end in kept.written]
         if isinstance(entry.place.tier, HostTier):
             entry.store.zero(entry)
-            with DataReader(self._ledger.files.directories) as data:
+            with DataReader(self._directories) as data:
                 for begin, end in written:
                     self._to_host(data, kept, entry, begin, end)
             self._ledger.keep_copy(entry, versions)
@@ -43,18 +67,6 @@ class Adopter:
             extent = self._ledger.tier.adopt(versions, kept.room, entry.name)
             _move_in(entry, extent, written)
         return True
-
-    def read(self, kept: Resting) -> Tensor:
-        """The bytes in ordinary host memory: uint8 [nbytes]."""
-        memory = torch.zeros(kept.nbytes, dtype=torch.uint8)
-        with DataReader(self._ledger.files.directories) as data:
-            for begin, end in kept.written:
-                low, high = _blocks(kept, begin, end)
-                for at, view in data.chunks(kept, low, high):
-                    first, last = max(at, begin), min(at + len(view), end)
-                    part = torch.frombuffer(view, dtype=torch.uint8)
-                    memory[first:last] = part[first - at : last - at]
-        return memory
 
     def left(self) -> list[Extent]:
         """Extents that nobody took; the next commit does not name them."""

@@ -65,23 +65,12 @@ class DataReader:
         begin, end  as pieces have them: whole granules
         raises      DurableDamaged where the file ends before, or cannot be read
         """
-        path, file = self.paths[tensor.file], self._files[tensor.file]
         starts = range(begin, end, BUFFER_BYTES)
 
         def read(turn: int) -> memoryview:
             low = starts[turn]
             view = memoryview(self._buffers[turn % BUFFERS])[: min(BUFFER_BYTES, end - low)]
-            done = 0
-            while done < len(view):
-                try:
-                    moved = _moved(path, file, view[done:], tensor.offset + low + done)
-                except OSError as error:
-                    raise DurableDamaged(path, repr(tensor.name),
-                                         f"cannot be read: {error.strerror}") from error  # fmt: skip
-                if moved <= 0:
-                    raise DurableDamaged(path, repr(tensor.name), "ends before its data: the file "
-                                         f"has {os.fstat(file).st_size} bytes")  # fmt: skip
-                done += moved
+            self._fill(view, tensor, low)
             return view
 
         coming = [self._ahead.submit(read, 0)] if starts else []
@@ -90,6 +79,20 @@ class DataReader:
             if turn + 1 < len(starts):
                 coming.append(self._ahead.submit(read, turn + 1))
             yield low, view
+
+    def _fill(self, view: memoryview, tensor: Resting, begin: int) -> None:
+        path, file = self.paths[tensor.file], self._files[tensor.file]
+        done = 0
+        while done < len(view):
+            try:
+                moved = _moved(path, file, view[done:], tensor.offset + begin + done)
+            except OSError as error:
+                why = f"cannot be read: {error.strerror}"
+                raise DurableDamaged(path, repr(tensor.name), why) from error
+            if moved <= 0:
+                why = f"ends before its data: the file has {os.fstat(file).st_size} bytes"
+                raise DurableDamaged(path, repr(tensor.name), why)
+            done += moved
 
     def check(self, tensor: Resting, piece: Piece) -> None:
         """raises  DurableDamaged, if the piece does not have the checksum it was written with"""

@@ -9,6 +9,7 @@ from zcompile.offloading import session_behind
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
 from zcompile.runtime.index import read_index
+from zcompile.units import KiB
 
 
 def sgd(params, lr):
@@ -133,6 +134,27 @@ def test_what_does_not_change_is_not_written_again(tmp_path):
     assert rows["model.up.weight"] == 3
     assert rows["model.down.weight"] == rows["model.down.bias"] == 1
     run.close()
+
+
+def test_what_does_not_change_needs_no_second_place(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.model.up.requires_grad_(False)
+    run.train(0, 2)
+    small = 64 * KiB
+    changing = run.model.down.weight.entry.nbytes * 3 + small  # with both states of AdamW
+    used = run.ledger.tier.usage()[1]
+    monkeypatch.setattr(run.ledger.tier, "usage", lambda: ("disk", used, used + changing))
+    run.train(2, 3).close()
+
+
+def test_a_tensor_with_two_names_that_share_bytes_comes_back_under_both(tmp_path):
+    for begin in (0, 1):
+        run = Run(tmp_path)
+        run.model.register_buffer("head", run.model.up.weight.detach()[:50])
+        if begin:
+            assert run.resume() == {"step": 1}
+            assert torch.equal(plain(run.model.head), plain(run.model.up.weight)[:50])
+        run.train(begin, begin + 1).close()
 
 
 @pytest.mark.parametrize("fields", [ON_DISK, ON_HOST], ids=["disk", "host"])

@@ -7,7 +7,7 @@ runtime. Resuming moves nothing that rests on disk: entries take the extents tha
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
 from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small, read_index
 from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
 from zcompile.tiered import TieredTensor
 from zcompile.training_state import describe, restore
@@ -53,7 +54,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     ledger = session.ledger
     if ledger is None:
         return
-    ledger.check()
+    ledger.check(_changing(session, optimizer))
     known = ledger.optimizer() if ledger.optimizer is not None else None
     if known is not None and known is not optimizer:
         raise Unsupported(
@@ -62,6 +63,16 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
             "durable=False and zcompile.save",
         )
     ledger.optimizer = weakref.ref(optimizer)
+
+
+def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
+    """What a step writes: parameters with a gradient, and their states."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                for tensor in (param, *optimizer.state.get(param, {}).values()):
+                    if isinstance(tensor, TieredTensor) and tensor.store_key == session.key:
+                        yield tensor.entry
 
 
 def commit_step(session: Session, optimizer: Optimizer) -> None:

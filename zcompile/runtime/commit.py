@@ -8,9 +8,10 @@
 An error before the rename leaves the last commit as it was.
 """
 
+import errno
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from zcompile.units import KiB
 
 MOST_SMALL_BYTES = 64 * KiB
 """What rests on the host and is no larger goes into the index: a request each would cost more."""
+
+_BROKEN_OFF = OSError(errno.EINTR, "it was broken off")
 
 Named = Mapping[str, tuple[Entry, Layout]]
 """Name of a tensor -> its entry, and how it lies there."""
@@ -72,15 +75,19 @@ class Ledger:
         self._failed: CommitFailed | None = None
         """Whether the index was switched may not be known then, so nothing is written after it."""
 
-    def check(self) -> None:
-        """Before a step. raises  DurableHeld, if a commit would be lost; TierFull, if the disk
-        has no room for the new versions"""
+    def check(self, changing: Iterable[Entry] = ()) -> None:
+        """Before a step, with what it will change.
+
+        raises  DurableHeld, if a commit would be lost; TierFull, if the disk has no room for the
+                new versions; CommitFailed, if an earlier commit did
+        """
         if self._failed is not None:
             raise self._failed
         if not self.resumed and self.files.index is not None:
             raise DurableHeld(self.files.home,
                               f"holds step {self.files.index.step} of an earlier run")  # fmt: skip
-        needed = self.tier.changed_bytes()
+        extents = [extent for entry in changing if (extent := self._extent_of(entry)) is not None]
+        needed = self.tier.bytes_to_come(extents)
         _, used, most = self.tier.usage()
         if used + needed > most:
             raise TierFull("the new version of what this step changes", needed, [self.tier.usage()])
@@ -92,31 +99,26 @@ class Ledger:
         for entry, _ in named.values():
             self._store.deferrals.settle(entry)
         self._store.drain()
-        smalls = {
-            **smalls,
-            **{name: _value(*held) for name, held in named.items() if _small(*held)},
-        }
-        named = {name: held for name, held in named.items() if not _small(*held)}
-        moving = Moving(self._staging, self.tier)
-        lying = {name: self._saved(name, entry, moving) for name, (entry, _) in named.items()}
-        moving.wait()
-        for extent in lying.values():
-            self._complete(extent, moving)
-        versions = {name: self.tier.versions_of(extent) for name, extent in lying.items()}
-        for one in versions.values():
-            one.step = step if one.working is not None else one.step
-        content = self._content(named, versions, smalls, meta, step)
+        # Until the end nobody knows which copies and which index are good; nor after an error.
+        self._failed = CommitFailed(self.files.home, step, self.step, _BROKEN_OFF)
+        large, small = _sorted(named)
         try:
+            lying = self._moved(large)
+            versions = {name: self.tier.versions_of(extent) for name, extent in lying.items()}
+            for one in versions.values():
+                one.step = step if one.working is not None else one.step
+            content = self._content(large, versions, {**smalls, **small}, meta, step)
             self.files.sync()
             self.files.switch(content)
         except OSError as error:
             self._failed = CommitFailed(self.files.home, step, self.step, error)
             raise self._failed from error
-        self.step, self.serial, self.resumed = step, self.serial + 1, True
         for one in versions.values():
             self.tier.settle(one)
-        self._forget({entry.key for entry, _ in named.values()})
+        self._forget({entry.key for entry, _ in large.values()})
         self.tier.give_dead()
+        self.step, self.serial, self.resumed = step, self.serial + 1, True
+        self._failed = None
 
     def resume(self, index: rf.Index, left: Sequence[Extent]) -> None:
         """The entries hold what `index` names, but for `left`, which nobody wanted."""
@@ -128,6 +130,21 @@ class Ledger:
         self._drop_copy(entry.key)
         room = versions.extents()[0].nbytes
         self._copies[entry.key] = _Copy(self.tier.adopt(versions, room, entry.name), entry.version)
+
+    def _moved(self, named: Named) -> dict[str, Extent]:
+        """Where each entry lies on disk, in one extent, all of it written."""
+        moving = Moving(self._staging, self.tier)
+        lying = {name: self._saved(name, entry, moving) for name, (entry, _) in named.items()}
+        moving.wait()
+        for extent in lying.values():
+            self._complete(extent, moving)
+        return lying
+
+    def _extent_of(self, entry: Entry) -> Extent | None:
+        if not isinstance(entry.place.tier, HostTier):
+            return entry.place.extent
+        copy = self._copies.get(entry.key)
+        return None if copy is None else copy.extent
 
     def _saved(self, name: str, entry: Entry, moving: "Moving") -> Extent:
         """Where the durable tier holds the entry; what rests on the host is sent there."""
@@ -171,6 +188,22 @@ class Ledger:
     def _drop_copy(self, key: int) -> None:
         if (copy := self._copies.pop(key, None)) is not None:
             self.tier.release(copy.extent)
+
+
+def _sorted(named: Named) -> tuple[Named, Mapping[str, Tensor]]:
+    """What gets extents, and the values of what goes into the index: small, or named twice."""
+    large: dict[str, tuple[Entry, Layout]] = {}
+    small: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, (entry, layout) in named.items():
+        if _small(entry, layout):
+            small[name] = _value(entry, layout)
+        elif entry.key in seen:
+            small[name] = layout.view(entry.store.read_all(entry))
+        else:
+            large[name] = (entry, layout)
+            seen.add(entry.key)
+    return large, small
 
 
 def _small(entry: Entry, layout: Layout) -> bool:

@@ -7,7 +7,7 @@ know of it. When the index has been switched (`commit.py`), the old extents are 
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -107,12 +107,12 @@ class DurableTier:
         with self._lock:
             return self._versions[extent.file]
 
-    def changed_bytes(self) -> int:
-        """Bytes that the next step will take beside the committed ones, if it writes what this
-        one wrote."""
+    def bytes_to_come(self, extents: Iterable[Extent]) -> int:
+        """What writes to `extents` will reserve beside the committed versions."""
         with self._lock:
-            return sum(v.committed.nbytes for v in self._versions.values()
-                       if v.committed is not None and v.working is None)  # fmt: skip
+            found = [self._versions[extent.file] for extent in extents]
+        return sum(v.committed.nbytes for v in found
+                   if v.committed is not None and v.working is None)  # fmt: skip
 
     def bury(self, extents: Sequence[Extent]) -> None:
         """Nobody holds them; they are given back when the next index does not name them."""

@@ -30,13 +30,16 @@ class Net(nn.Module):
 
 
 class Run:
-    """A training of `Net`, plain or durable."""
+    """A training of `Net`, plain or durable; `device` is one of `fields`."""
 
     def __init__(self, disk: Path | None = None, make=torch.optim.AdamW, **fields: object) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = Net()
+        self.device = torch.device(str(fields.get("device", "cpu")))
         if disk is not None:
             zcompile.offload(self.model, disk=disk, **{**ON_DISK, **fields})
+        else:
+            self.model.to(self.device)
         self.optimizer = make(self.model.parameters(), lr=1e-2)
         self.call = self.model
         self.disk = disk
@@ -50,7 +53,7 @@ class Run:
     def train(self, begin: int, end: int) -> "Run":
         for number in range(begin, end):
             x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
-            self.call(x).square().mean().backward()
+            self.call(x.to(self.device)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -67,12 +70,15 @@ class Run:
         for param in self.model.parameters():
             state = self.optimizer.state.get(param, {})
             tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor)]
-        return [plain(t) for t in tensors] + [torch.get_rng_state()]
+        random = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            random.append(torch.cuda.get_rng_state(self.device))
+        return [plain(t) for t in tensors] + random
 
 
 def plain(tensor: Tensor) -> Tensor:
     value = tensor.on_host() if hasattr(tensor, "on_host") else tensor
-    return value.detach().clone()
+    return value.detach().cpu().clone()
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -33,6 +33,19 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path, make, fields
     again.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [ON_DISK, ON_HOST], ids=["disk", "host"])
+def test_a_run_on_a_gpu_goes_on_as_if_nothing_had_happened(tmp_path, fields):
+    expected = [Run(device="cuda").train(0, end).state() for end in (3, 5)]
+    fields = {**fields, "device": "cuda"}
+    Run(tmp_path, **fields).train(0, 3).close()
+    again = after_a_crash(tmp_path, **fields)
+    assert again.resume() == {"step": 3}
+    assert same(again.state(), expected[0])
+    assert same(again.train(3, 5).state(), expected[1])
+    again.close()
+
+
 @pytest.mark.parametrize(("before", "after"), [(ON_DISK, ON_HOST), (ON_HOST, ON_DISK)],
                          ids=["to the host", "to the disk"])  # fmt: skip
 def test_a_run_may_resume_with_another_budget(tmp_path, before, after):

@@ -104,7 +104,7 @@ def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[TierIO, ...]
     if not config.durable:
         return (DiskTier(paths, rates, meter, mover.abandon),)
     files = DurableFiles(paths)
-    disk = DiskTier(paths, rates, meter, mover.abandon, open_file=files.open)
+    disk = DiskTier(paths, rates, meter, mover.abandon, open_file=files.open, striped=False)
     return (DurableTier(disk, files, mover.abandon),)
 
 

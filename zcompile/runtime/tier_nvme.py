@@ -1,13 +1,15 @@
 """The disk tier: entries rest in files, one per directory, reached through I/O engines.
 
-Entries are spread over the directories by bytes. Directories that are reached in the same way
-share one engine, so that one system call serves them all.
+Large entries are striped over the directories, so that all disks carry them at once; small ones
+are spread by bytes. Directories that are reached in the same way share one engine, so that one
+system call serves them all.
 """
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,8 @@ from zcompile.runtime.lanes import Move
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pace import Pace
 from zcompile.runtime.ring import Ring
-from zcompile.runtime.ticket import Promise
+from zcompile.runtime.stripes import STRIPE_BYTES, share_of, stretches
+from zcompile.runtime.ticket import Countdown, Promise
 from zcompile.runtime.tier_file import ALIGNMENT, TierFile
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.workers import Workers
@@ -33,6 +36,7 @@ class DiskTier:
     throttle  "disk_read", "disk_write" -> bytes per second
     rings     names of `ring_choice.DIRECT` to try, in order; for benchmarks and tests
     open_file  the file of a directory, which is ours by then
+    striped   False keeps every entry in one directory
     raises    DiskOwned, DiskUnusable
     """
 
@@ -42,8 +46,12 @@ class DiskTier:
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],
                  rings: Sequence[str] = ring_choice.DIRECT,
-                 open_file: Callable[[Path], TierFile] = TierFile) -> None:  # fmt: skip
+                 open_file: Callable[[Path], TierFile] = TierFile,
+                 striped: bool = True) -> None:  # fmt: skip
         self._meter = meter
+        self._striped = striped and len(directories) > 1
+        self._keys = itertools.count(len(directories))
+        self._parts: dict[int, tuple[Extent, ...]] = {}  # of striped extents, by `Extent.file`
         self._lock = threading.Lock()
         self._claims: list[Claim] = []
         self._files: list[TierFile] = []
@@ -72,18 +80,16 @@ class DiskTier:
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         with self._lock:
-            order = sorted(range(len(self._files)),
-                           key=lambda n: self._files[n].extents.used_bytes)  # fmt: skip
-            for n in order:
-                file = self._files[n]
-                if (offset := file.take(nbytes)) is not None:
-                    self._measure()
-                    return Extent(n, offset, file.extents.aligned(nbytes), name)
-        raise TierFull(name, nbytes, [self.usage()])
+            extent = self._stripe(nbytes, name) or self._whole(nbytes, name)
+            if extent is None:
+                raise TierFull(name, nbytes, [self.usage()])
+            self._measure()
+            return extent
 
     def release(self, extent: Extent) -> None:
         with self._lock:
-            self._files[extent.file].extents.give(extent.offset, extent.nbytes)
+            for part in self._parts.pop(extent.file, (extent,)):
+                self._files[part.file].extents.give(part.offset, part.nbytes)
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         return self._start(False, extent, begin, into)
@@ -92,8 +98,8 @@ class DiskTier:
         return self._start(True, extent, begin, source)
 
     def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
-        file = self._files[extent.file]
-        return (Stretch(file.at(0).fd, extent.offset + begin, end - begin),)
+        return [Stretch(self._files[part.file].at(0).fd, part.offset + at, high - low)
+                for part, at, low, high in self._lying(extent, begin, end)]  # fmt: skip
 
     def usage(self) -> tuple[str, int, int]:
         used = sum(file.extents.used_bytes for file in self._files)
@@ -110,17 +116,67 @@ class DiskTier:
         occupied = sum(file.occupied_bytes() for file in self._files)
         self._meter.disk.change(occupied - self._meter.disk.now)
 
+    def _whole(self, nbytes: int, name: str) -> Extent | None:
+        order = sorted(range(len(self._files)), key=lambda n: self._files[n].extents.used_bytes)
+        return next((found for n in order if (found := self._take(n, nbytes, name))), None)
+
+    def _take(self, number: int, nbytes: int, name: str) -> Extent | None:
+        file = self._files[number]
+        offset = file.take(nbytes)
+        if offset is None:
+            return None
+        return Extent(number, offset, file.extents.aligned(nbytes), name)
+
+    def _stripe(self, nbytes: int, name: str) -> Extent | None:
+        """An extent over all directories; None if it is too small for that, or one has no room."""
+        if not self._striped or nbytes < 2 * STRIPE_BYTES:
+            return None
+        parts: list[Extent] = []
+        for number in range(len(self._files)):
+            part = self._take(number, share_of(number, len(self._files), nbytes), name)
+            if part is None:
+                for taken in parts:
+                    self._files[taken.file].extents.give(taken.offset, taken.nbytes)
+                return None
+            parts.append(part)
+        key = next(self._keys)
+        self._parts[key] = tuple(parts)
+        return Extent(key, 0, -(-nbytes // ALIGNMENT) * ALIGNMENT, name)
+
+    def _lying(self, extent: Extent, begin: int,
+               end: int) -> Iterator[tuple[Extent, int, int, int]]:  # fmt: skip
+        """(part, where in it, begin, end) of each piece of [begin, end) that lies in one file."""
+        parts = self._parts.get(extent.file)
+        if parts is None:
+            yield extent, begin, begin, end
+            return
+        for piece in stretches(len(parts), begin, end):
+            yield parts[piece.part], piece.offset, piece.begin, piece.end
+
     def _start(self, write: bool, extent: Extent, begin: int, buffer: Buffer) -> Promise:
-        file = self._files[extent.file]
-        assert begin % file.granule == 0, begin
+        end = begin + buffer.nbytes
+        assert end <= extent.nbytes, "a transfer beyond its extent"
+        pieces = list(self._lying(extent, begin, end))
+        if len(pieces) == 1:
+            return self._move(write, pieces[0][0], pieces[0][1], buffer, extent.name)
+        whole = Countdown()
+        whole.hold(len(pieces))
+        for part, at, low, high in pieces:
+            piece = buffer.part(low - begin, high - begin)
+            self._move(write, part, at, piece, extent.name).then(whole.drop)
+        whole.drop()
+        return whole
+
+    def _move(self, write: bool, part: Extent, at: int, buffer: Buffer, name: str) -> Promise:
+        file = self._files[part.file]
+        assert at % file.granule == 0, at
         assert buffer.nbytes % file.granule == 0, buffer.nbytes
         assert buffer.memory.data_ptr() % file.granule == 0, "a transfer off granules"
-        assert begin + buffer.nbytes <= extent.nbytes, "a transfer beyond its extent"
         promise = Promise()
         link = self._links["disk_write" if write else "disk_read"]
         over = partial(link.arrived, promise, buffer.nbytes, time.perf_counter())
-        target = file.at(extent.offset + begin)
-        self._engines[extent.file].start(Move(write, target, buffer, extent.name, over))
+        move = Move(write, file.at(part.offset + at), buffer, name, over)
+        self._engines[part.file].start(move)
         return promise
 
     def _close_files(self) -> None:

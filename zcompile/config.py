@@ -37,7 +37,7 @@ class Config:
     device_memory   bytes of the device arena; None: 80 % of what is free on CUDA, an eighth of
                     the machine's memory on the CPU device
     host_memory     bytes of the host tier, staging included; None: an eighth of the memory
-    disk            a directory, or several over which entries are spread; None: no disk tier
+    disk            a directory, or several over which entries are striped; None: no disk tier
     durable         every optimizer step ends in a commit on `disk`, from which a run that was
                     killed resumes (`zcompile.resume`)
     param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import zcompile
 
-FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "1MiB", "durable": True}
+FIELDS = {"device": "cpu", "device_memory": "4MiB", "durable": True}
 FEATURES = 192
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Weights that rest on disk, small ones on the host, buffers, dropout."""
+    """Large weights and small ones, buffers, dropout."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(FEATURES, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, FEATURES)
@@ -33,9 +33,9 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def durable(disk: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def durable(disk: str, host_memory: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = built()
-    return zcompile.offload(model, disk=disk, **FIELDS), optimizer
+    return zcompile.offload(model, disk=disk, host_memory=host_memory, **FIELDS), optimizer
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -73,9 +73,9 @@ def uninterrupted(steps: int) -> list[str]:
     return digests
 
 
-def resumed(disk: str, steps: int) -> tuple[int, list[str]]:
+def resumed(disk: str, steps: int, host_memory: str) -> tuple[int, list[str]]:
     """The step a new process finds, and the digests there and after `steps` more."""
-    model, optimizer = durable(disk)
+    model, optimizer = durable(disk, host_memory)
     try:
         found = int(zcompile.resume(disk, model, optimizer)["step"])
     except FileNotFoundError:
@@ -88,7 +88,11 @@ def resumed(disk: str, steps: int) -> tuple[int, list[str]]:
 
 
 def killed(
-    disk: str, steps: int, delay: float | None, at: tuple[str, int, bool] | None = None
+    disk: str,
+    steps: int,
+    host_memory: str,
+    delay: float | None,
+    at: tuple[str, int, bool] | None = None,
 ) -> tuple[int, int, float]:
     """Go on from what is in `disk`, and be killed.
 
@@ -103,7 +107,7 @@ def killed(
     if child == 0:
         os.close(reading)
         with _leaving():
-            model, optimizer = durable(disk)
+            model, optimizer = durable(disk, host_memory)
             if at is not None:
                 _end_at(*at)
             try:
@@ -175,11 +179,12 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         disk, steps = asked.get("disk", ""), asked["steps"]
+        host = asked.get("host_memory", "256KiB")
         answer: object
         if asked["do"] == "kill":
-            answer = killed(disk, steps, asked["delay"], asked.get("at"))
+            answer = killed(disk, steps, host, asked["delay"], asked.get("at"))
         elif asked["do"] == "resume":
-            answer = in_child(lambda disk=disk, steps=steps: resumed(disk, steps))
+            answer = in_child(lambda d=disk, n=steps, h=host: resumed(d, n, h))
         else:
             answer = in_child(lambda steps=steps: uninterrupted(steps))
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -17,6 +17,8 @@ STEPS = 6
 MORE = 2
 """Steps after each resume, to see that training goes on as if nothing had happened."""
 FEW, MANY = 20, 200
+ON_DISK, ON_HOST = "256KiB", "64MiB"
+BUDGETS = [(ON_DISK, ON_DISK), (ON_HOST, ON_HOST), (ON_DISK, ON_HOST), (ON_HOST, ON_DISK)]
 
 Ask = Callable[..., Any]
 
@@ -56,19 +58,23 @@ def seconds(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> float:
     return seconds
 
 
-def check_resume(ask: Ask, disk: Path, ended: int, expected: list[str]) -> int:
+def check_resume(
+    ask: Ask, disk: Path, ended: int, expected: list[str], host_memory: str = ON_DISK
+) -> int:
     """A new process finds the last step that had ended, or the one that was in flight."""
-    found, digests = ask("resume", disk=str(disk), steps=MORE)
+    found, digests = ask("resume", disk=str(disk), steps=MORE, host_memory=host_memory)
     assert found in (ended, ended + 1), "more than the step in flight is lost"
     assert digests == expected[found : found + MORE + 1]
     return found + MORE
 
 
-def check_killed(ask: Ask, disk: Path, delay: float, expected: list[str]) -> None:
+def check_killed(ask: Ask, disk: Path, delay: float, expected: list[str], at: int) -> None:
+    """Weights rest on disk or on the host, before and after, by turns of `at`."""
     disk.mkdir()
-    ended, code, _ = ask("kill", disk=str(disk), steps=STEPS, delay=delay)
+    before, after = BUDGETS[at % 4]
+    ended, code, _ = ask("kill", disk=str(disk), steps=STEPS, delay=delay, host_memory=before)
     assert code in (0, -signal.SIGKILL)
-    check_resume(ask, disk, ended, expected)
+    check_resume(ask, disk, ended, expected, after)
 
 
 def instants(count: int, seconds: float) -> list[float]:
@@ -85,7 +91,7 @@ def test_an_uninterrupted_durable_run_is_that_of_plain_torch(ask, tmp_path, expe
 
 @pytest.mark.parametrize("at", range(FEW))
 def test_a_run_that_is_killed_resumes_at_its_last_commit(ask, tmp_path, expected, seconds, at):
-    check_killed(ask, tmp_path / "disk", instants(FEW, seconds)[at], expected)
+    check_killed(ask, tmp_path / "disk", instants(FEW, seconds)[at], expected, at)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -117,4 +123,4 @@ def test_a_run_may_be_killed_again_and_again(ask, tmp_path, expected, seconds):
 @pytest.mark.timeout(1800)
 def test_no_instant_of_many_loses_more_than_the_step_in_flight(ask, tmp_path, expected, seconds):
     for at, delay in enumerate(instants(MANY, seconds)):
-        check_killed(ask, tmp_path / f"disk{at}", delay, expected)
+        check_killed(ask, tmp_path / f"disk{at}", delay, expected, at)

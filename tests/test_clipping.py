@@ -1,12 +1,16 @@
 """Clipping moves no gradient: norms are known when they are asked for, scales wait for the step."""
 
+import os
+import signal
+
 import pytest
 import torch
-from pairs import assert_equal, assert_same, batches, mlp, same_training
+from pairs import assert_equal, assert_same, batches, mlp, on_disk, same_training
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zcompile
+from zcompile import streaming
 
 
 def plain(value):
@@ -81,30 +85,33 @@ def test_gradients_that_are_kept_after_clipping_are_added_to_as_clipped(mode, tm
     same_training(run, tmp_path, mode)
 
 
-def disk_bytes(tmp_path, clip):
-    """Bytes per step from and to disk, of a model whose gradients rest there too."""
+def disk_bytes(tmp_path, clip, host_memory):
+    """Bytes read and written per parameter and step, of a model whose weights rest on disk."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-    model = zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="256KiB",
-                             disk=tmp_path)  # fmt: skip
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(),
+                          nn.Linear(512, 512, bias=False))  # fmt: skip
+    model = on_disk(model, tmp_path, device_memory="8MiB", host_memory=host_memory)
     optimizer = optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     for n in range(4):
         if n == 3:
             zcompile.stats(model, reset=True)
-        compiled(torch.randn(4, 256)).square().sum().backward()
+        compiled(torch.randn(4, 512, requires_grad=True)).square().sum().backward()
         if clip:
             clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     moved = zcompile.stats(model)["bytes"]
-    return moved["disk_read"], moved["disk_write"]
+    return moved["disk_read"] / 2 / 512**2, moved["disk_write"] / 2 / 512**2
 
 
-def test_clipping_costs_no_byte_of_the_disk(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    assert disk_bytes(tmp_path / "a", clip=True) == disk_bytes(tmp_path / "b", clip=False)
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_step_moves_the_least_that_weights_and_states_on_disk_allow(clip, tmp_path):
+    # Forward, backward and the step read the weights, 12 B; the step reads 8 B of states, and
+    # writes weights and states, 12 B. Gradients fit the host; or come and go, 4 B each way.
+    assert disk_bytes(tmp_path, clip, host_memory="3MiB") == (20, 12)
+    assert disk_bytes(tmp_path, clip, host_memory="256KiB") == (24, 16)
 
 
 def test_a_clipped_gradient_is_read_as_clipped(tmp_path):
@@ -145,3 +152,67 @@ def test_a_step_that_fails_leaves_the_gradient_as_it_was():
                             maximize=False)  # fmt: skip
     assert_equal(eager[0].weight.grad, tiered[0].weight.grad)
     assert_same(eager, tiered)
+
+
+def twin_gradients(tmp_path, change):
+    """Gradients of a plain and of a tiered model, clipped, after `change` of both."""
+    found = []
+    for model in (mlp(), on_disk(mlp(), tmp_path)):
+        x, y = next(batches(1))
+        nn.functional.cross_entropy(model(x), y).backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        change([p.grad for p in model.parameters()])
+        found.append(gradients(model))
+    return found
+
+
+def test_writing_a_part_of_a_clipped_gradient_leaves_the_rest_clipped(tmp_path):
+    plain_ones, tiered = twin_gradients(tmp_path, lambda grads: grads[0][3:7].mul_(2.0))
+    assert tiered == plain_ones
+
+
+def test_a_clipped_gradient_that_is_read_before_it_is_written_is_scaled_once(tmp_path):
+    def change(grads):
+        other = torch.zeros_like(grads[0])
+        torch._foreach_add_([other, grads[0]], [grads[0], grads[0] * 0])
+
+    plain_ones, tiered = twin_gradients(tmp_path, change)
+    assert tiered == plain_ones
+
+
+def test_an_interrupt_while_a_gradient_is_scaled_does_not_scale_it_twice(tmp_path, monkeypatch):
+    ease = streaming._ease_chunk
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        ease(*args)
+
+    def change(grads):
+        if hasattr(grads[0], "entry"):
+            monkeypatch.setattr(streaming, "_ease_chunk", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                grads[0].sum()
+            monkeypatch.undo()
+
+    plain_ones, tiered = twin_gradients(tmp_path, change)
+    assert tiered == plain_ones
+
+
+def test_a_norm_is_its_callers_own(tmp_path):
+    def run(model, call):
+        seen = []
+        for x, y in batches(3):
+            nn.functional.cross_entropy(call(x), y).backward()
+            for _ in range(2):  # the first norm is what the others are added to
+                total, *others = [p.grad.norm() for p in model.parameters()]
+                for norm in others:
+                    total += norm
+                seen.append(total.item())
+            total, *_ = torch._foreach_norm([p.grad for p in model.parameters()], 2.0)
+            total.zero_()
+            seen.append(plain(torch._foreach_norm([p.grad for p in model.parameters()], 2.0)))
+            optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        return seen
+
+    same_training(run, tmp_path, "compiled")

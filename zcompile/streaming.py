@@ -16,6 +16,7 @@ from zcompile.lower_step import Column, Row, lower_step
 from zcompile.narrowing import Narrowing, column_of, copy_of
 from zcompile.rows import Application
 from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register, Schedule
@@ -178,6 +179,8 @@ def stream(
 
     raises  BudgetExceeded, and what a transfer raises
     """
+    for app in apps:
+        _settle_parts(cls, app)
     call = _Call(cls)
     rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
     session = session_of(call.entries[0])
@@ -196,6 +199,15 @@ def stream(
     _run_easing(session, session.steps[key], call.inputs, call.entries, call.easing)
     for entry, dtype in call.copying:
         entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
+
+
+def _settle_parts(cls: type, app: Application) -> None:
+    """What is deferred of a whole entry cannot be done by a row that writes a part of it."""
+    for tensor in app.written():
+        if isinstance(tensor, cls):
+            tiered: Any = tensor
+            if tiered.lies.nbytes != tiered.entry.nbytes:
+                tiered.entry.store.deferrals.settle(tiered.entry)
 
 
 def apply_deferred(entry: Entry) -> None:
@@ -228,13 +240,15 @@ def _run_easing(
     easing: Sequence[tuple[Entry, tuple[Deferred, ...], bool]],
 ) -> None:
     """Run a step that makes deferred changes itself. What it does not write back stays deferred."""
-    for entry, _, _ in easing:
-        entry.deferred = ()
-    done = False
-    try:
-        session.executor.run(schedule, inputs, entries)
-        done = True
-    finally:
-        for entry, changes, written in easing:
-            if not (done and written):
-                entry.deferred = changes
+    written = {entry.key for entry, _, writes in easing if writes}
+    with deferred_interrupts():  # one after the last write would leave it deferred once more
+        for entry, _, _ in easing:
+            entry.deferred = ()
+        done = False
+        try:
+            session.executor.run(schedule, inputs, entries)
+            done = True
+        finally:
+            for entry, changes, _ in easing:
+                if not (done and entry.key in written):
+                    entry.deferred = changes

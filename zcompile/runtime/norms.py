@@ -51,11 +51,13 @@ class Norms:
             entry.norms[measure] = entry.version, layout, measure(grad)
 
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
-        """What `measure` gave, if the entry has not been written since."""
+        """What `measure` gave, if the entry has not been written since; the caller's own."""
         if entry.version == 1:  # a gradient that is summed up has other values by now
             self._asked[measure] = None
         version, lies, value = entry.norms.get(measure, (-1, None, None))
-        return value if version == entry.version and lies == layout else None
+        if version != entry.version or lies != layout:
+            return None
+        return [norm.clone() for norm in value] if measure.lists else value.clone()
 
     def step_ended(self) -> None:
         self._wanted, self._asked = self._asked, {}

@@ -103,6 +103,22 @@ def test_other_optimizers_keep_the_copies_fresh(tmp_path):
     twins(tmp_path, run=run)
 
 
+def test_a_step_that_fails_before_it_writes_leaves_no_blank_copy(tmp_path, monkeypatch):
+    tiered = twins(tmp_path)
+    call, (x, _) = torch.compile(tiered, backend="zinf"), next(batches(1))
+    with torch.autocast("cpu", BF16):
+        expected = call(x)
+        expected.sum().backward()
+    executor = session_behind(tiered).executor
+    monkeypatch.setattr(executor, "run", lambda *args: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        optim.SGD(tiered.parameters(), lr=0.1, fused=True).step()
+    monkeypatch.undo()
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(call(x), expected)
+    assert expected.abs().sum() > 0
+
+
 def disk_bytes(tmp_path, **fields):
     """Bytes read and written per parameter and step, everything on disk."""
     torch._dynamo.reset()

@@ -47,6 +47,7 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
     """The entry of a copy, blank, so that what will be written over is not read before."""
     if dtype in entry.copies:
         copy, _ = entry.copies[dtype]
+        entry.copies[dtype] = (copy, -1)  # not fresh until it is written, also if that fails
         entry.store.zero(copy)
         return copy
     name = f"{entry.name} in {str(dtype).removeprefix('torch.')}"

@@ -1,5 +1,6 @@
 """Which data files belong together, which are of nobody, and what is refused."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from zcompile.config import Config
-from zcompile.errors import DiskOwned, DurableDamaged, DurableHeld
+from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
 from zcompile.runtime.commit import Ledger
+from zcompile.runtime.data_check import check_all
 from zcompile.runtime.data_header import read_header
 from zcompile.runtime.session import Session
 from zcompile.specs import Kind, Layout
@@ -29,8 +31,10 @@ def committed(*disks: Path, tensors: int = 2) -> None:
         entry = session.create(f"w{number}", Kind.PARAM, values.nbytes)
         session.put(entry, values.view(torch.uint8)).wait()
         named[entry.name] = (entry, Layout.of(values))
-    ledger_of(session).commit(named, {}, {}, 1)
-    session.close()
+    try:
+        ledger_of(session).commit(named, {}, {}, 1)
+    finally:
+        session.close()
 
 
 def ledger_of(session: Session) -> Ledger:
@@ -64,6 +68,22 @@ def test_a_commit_outlives_its_run(tmp_path):
     assert ledger_of(session).files.index.step == 1
     session.close()
     assert names(tmp_path) == ["zinf.index", "zinf.tier"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "no luck"), KeyboardInterrupt()], ids=repr)
+def test_data_that_an_index_names_stays_whatever_follows_the_rename(disks, monkeypatch, error):
+    def renamed(old, new, rename=os.rename):
+        rename(old, new)
+        raise error
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with pytest.raises((CommitFailed, KeyboardInterrupt)):
+        committed(*disks)
+    monkeypatch.undo()
+    assert names(disks[0]) == ["zinf.index", "zinf.tier"]
+    session = opened(*disks)
+    check_all(ledger_of(session).files.index, disks)
+    session.close()
 
 
 def test_what_a_commit_names_is_reserved_when_it_is_opened(tmp_path):

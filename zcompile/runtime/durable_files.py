@@ -117,14 +117,21 @@ class DurableFiles:
             file.sync()
 
     def switch(self, content: bytes) -> None:
-        """`content` is the last commit from here on. raises OSError; then the one before it is"""
+        """`content` is the last commit from here on.
+
+        raises  OSError; then it is that, or still the one before, and the files of both are kept
+        """
         if not self.files[0].keep:
             for directory in self.directories:
                 sync_directory(directory)  # the names of the data files
-        switch_index(self.home, content)
-        for number, file in enumerate(self.files):
-            file.keep = True
-            if not self._marked:
+        try:
+            switch_index(self.home, content)
+        finally:  # what follows the rename may fail, or be interrupted, too
+            named = (self.home / INDEX_NAME).exists()
+            for file in self.files:
+                file.keep = file.keep or named
+        if not self._marked:
+            for number, file in enumerate(self.files):
                 write_header(file.path.parent, self._header(number, committed=True))
         self._marked = True
 

@@ -217,3 +217,19 @@ def test_a_commit_is_a_checkpoint_for_models_that_rest_elsewhere(tmp_path, tiere
     assert sorted(path.name for path in disk.iterdir()) == ["zinf.index", "zinf.tier"]
     if tiered:
         run.close()
+
+
+def test_a_commit_of_a_machine_without_xxhash_is_copied_and_summed_anew(tmp_path, monkeypatch):
+    expected = Run().train(0, 3).state()
+    with monkeypatch.context() as bare:
+        for module in ("index", "commit", "moving", "tier_durable"):
+            bare.setattr(f"zcompile.runtime.{module}.BEST", "crc32")
+        Run(tmp_path).train(0, 2).close()
+    assert {tensor.sum for tensor in read_index(tmp_path)[0].tensors} == {"crc32"}
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2}
+    assert same(again.train(2, 3).state(), expected)
+    again.close()
+    index, _ = read_index(tmp_path)
+    assert "crc32" not in {tensor.sum for tensor in index.tensors}
+    check_all(index, [tmp_path])

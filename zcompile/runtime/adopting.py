@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zcompile.runtime.checksums import Pieces
+from zcompile.runtime.checksums import BEST, Pieces
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.disk_trial import BLOCK_BYTES
@@ -50,7 +50,7 @@ class Adopter(Copier):
         self._adopted: set[str] = set()
 
     def adopt(self, kept: Resting, entry: Entry) -> bool:
-        same = self._index.granule % self._ledger.tier.granule == 0
+        same = self._index.granule % self._ledger.tier.granule == 0 and kept.sum == BEST
         if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
             return False
         self._adopted.add(kept.name)

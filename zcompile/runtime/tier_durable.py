@@ -6,6 +6,7 @@ know of it. When the index has been switched (`commit.py`), the old extents are 
 """
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,8 @@ from zcompile.runtime.ticket import Countdown, Promise
 from zcompile.runtime.tiers import Buffer, Extent, Stretch, TierIO
 from zcompile.runtime.versions import Versions
 from zcompile.runtime.workers import Workers
+
+logger = logging.getLogger("zcompile.runtime.tier_durable")
 
 
 class DurableTier:
@@ -37,6 +40,8 @@ class DurableTier:
         self._keys = itertools.count(1)
         self._versions: dict[int, Versions] = {}
         self._dead: list[Extent] = []
+        if BEST == "crc32":
+            logger.warning("xxhash is not installed: checksums are CRC-32, at a fifth of the speed")
         self._summing = Workers("zinf-sum", 1, crashed)
 
     @property

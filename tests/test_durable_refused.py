@@ -57,6 +57,19 @@ def test_a_second_optimizer_is_refused(tmp_path):
     run.close()
 
 
+def test_a_save_without_the_optimizer_does_not_lose_what_was_resumed_of_it(tmp_path):
+    Run(tmp_path).train(0, 2).close()
+    run = after_a_crash(tmp_path)
+    run.resume()
+    expected = run.state()
+    zcompile.save(tmp_path, run.model, epoch=1)
+    run.close()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2, "epoch": 1}
+    assert same(again.state(), expected)
+    again.close()
+
+
 def test_durable_needs_a_disk():
     with pytest.raises(ConfigInvalid, match="durable=True needs a disk"):
         zcompile.Config(device="cpu", durable=True)

@@ -129,6 +129,7 @@ def resume_durable(
     extra = restore(source, model, optimizer)
     ledger.resume(found, adopter.left())
     ledger.extra = extra
+    ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
     logger.info("%s: resumed at step %d", ledger.files.home, found.step)
     return {**extra, "step": found.step}
 

@@ -1,5 +1,6 @@
 """What a durable training refuses, and that the last commit stays as it is."""
 
+import errno
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import (
     ConfigInvalid,
+    DiskUnusable,
     DurableDamaged,
     DurableHeld,
     NothingCommitted,
@@ -111,6 +113,27 @@ def test_a_step_that_finds_no_room_is_refused_before_it_writes(tmp_path, monkeyp
     run.close()
     again = after_a_crash(tmp_path)
     assert again.resume() == {"step": 2}
+    again.close()
+
+
+def test_a_file_that_cannot_grow_ends_the_step_and_nothing_hangs(tmp_path, monkeypatch):
+    run = Run(tmp_path).train(0, 1)
+    for file in run.ledger.files.files:
+        for begin, end in file.extents.holes():
+            file.extents.take_at(begin, end - begin)
+
+    def refused(*args):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("os.posix_fallocate", refused)
+    with pytest.raises(DiskUnusable, match="cannot be grown into \\(Read-only file system"):
+        run.train(1, 2)
+    with pytest.raises(DiskUnusable):
+        session_behind(run.model).drain()
+    run.close()
+    monkeypatch.undo()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 1}
     again.close()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from zcompile.errors import TierFull
+from zcompile.errors import DiskUnusable, TierFull
 from zcompile.runtime.checksums import BEST, SUMS
 from zcompile.runtime.durable_files import DurableFiles
 from zcompile.runtime.ticket import Countdown, Promise
@@ -84,7 +84,7 @@ class DurableTier:
             versions = self._versions[extent.file]
             try:
                 working = self._working(versions, extent)
-            except TierFull as error:
+            except (TierFull, DiskUnusable) as error:
                 whole.finish(error)
                 return whole
             versions.fresh.add(begin, end)

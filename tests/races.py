@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zcompile.schedule import (
+    Borrow,
     Fetch,
     Free,
     Instruction,
@@ -107,7 +108,7 @@ def _registers(schedule: Schedule) -> Iterator[str]:
     defined = {*range(schedule.inputs), *(register for register, _ in schedule.constants)}
     for i, row in enumerate(schedule.instructions):
         match row:
-            case Wait():
+            case Wait() | Borrow():
                 defined.add(row.register)
             case Run():
                 yield from (f"{i} reads nothing" for r in row.inputs if r not in defined)

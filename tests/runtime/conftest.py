@@ -18,8 +18,12 @@ OpenStore = Callable[..., Store]
 
 @pytest.fixture
 def own_threads() -> Callable[[], list[str]]:
-    """Names of the threads that stores of this process run."""
-    return lambda: [t.name for t in threading.enumerate() if t.name.startswith("zinf-")]
+    """Names of the threads that stores opened in this test run; those of forgotten models of other
+    tests may end at any time."""
+    others = set(threading.enumerate())
+    return lambda: [
+        t.name for t in threading.enumerate() if t.name.startswith("zinf-") and t not in others
+    ]
 
 
 @pytest.fixture

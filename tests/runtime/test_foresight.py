@@ -33,6 +33,12 @@ def test_a_fetch_over_used_bytes_starts_when_they_are_given_back():
     assert list(handover(one_use(LOW), one_use(LOW)).starts) == [3]
 
 
+def test_what_is_still_written_is_not_brought_before():
+    then = one_use(HIGH)
+    (fetch,) = then.fetches()
+    assert list(handover(one_use(LOW), then, {fetch.ticket: 2}).starts) == [2]
+
+
 def test_only_what_opens_the_next_call_is_handed_over():
     then = schedule(
         fetch(LOW, 0), wait(LOW, 0, 1), run(1, out=(2,)), fetch(HIGH, 1), wait(HIGH, 1, 3),

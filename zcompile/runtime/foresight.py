@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.runtime.copies import source_of
@@ -39,20 +40,24 @@ class Call:
         lasting = (e.key for e in self.entries if e.kind.lasting)
         return self.schedule.serial, tuple(lasting)
 
-    @cached_property
-    def last_writes(self) -> Mapping[int, int]:
-        """Key of an entry that this call writes -> the instruction after which it is written."""
-        written: dict[int, int] = {}
-        if self.schedule.phase is Phase.STEP:
-            last_run = 0
-            for index in range(len(self.schedule.instructions) - 1, -1, -1):
-                x = self.schedule.instructions[index]
-                if isinstance(x, Run):
-                    last_run = index
-                elif isinstance(x, Leave) or (isinstance(x, Borrow) and x.writes):
-                    at = index if isinstance(x, Leave) else last_run
-                    written.setdefault(self.entries[x.entry].key, at)
-        return written
+    def written_in(self, before: "Call") -> Mapping[int, int]:
+        """Ticket of a fetch of this call -> the instruction of `before` after which what it brings
+        is written; for what `before` writes at all, which only a step does."""
+        if before.schedule.phase is not Phase.STEP:
+            return {}
+        last_run, written = 0, dict[int, int]()
+        for index, x in reversed(list(enumerate(before.schedule.instructions))):
+            if isinstance(x, Run):
+                last_run = index
+            elif isinstance(x, Leave) or (isinstance(x, Borrow) and x.writes):
+                at = index if isinstance(x, Leave) else last_run
+                written.setdefault(before.entries[x.entry].key, at)
+        return {
+            fetch.ticket: written[key]
+            for fetch in self.schedule.fetches()
+            if (fetch.cast is None or fetch.cast.narrow in self.entries[fetch.entry].copies)
+            and (key := source_of(fetch, self.entries).key) in written
+        }
 
 
 @dataclass
@@ -72,7 +77,7 @@ class Foresight:
         self._last: Identity | None = None
         self._handed: _Handed | None = None
         self._ready: dict[int, Sequence[Fetch]] = {}
-        self._plans: dict[tuple[int, int], Handover] = {}
+        self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
 
     def begin(self, call: Call) -> dict[int, Ticket]:
@@ -85,14 +90,16 @@ class Foresight:
         self._last = call.identity
         given = self._claim(call)
         self._next = self._followers.get(call.identity)
-        self._ready = dict(self._plan(call.schedule, self._next.schedule)) if self._next else {}
+        self._ready = dict(self._plan(call, self._next)) if self._next else {}
         return given
 
-    def _plan(self, now: Schedule, then: Schedule) -> Mapping[int, Sequence[Fetch]]:
-        pair = now.serial, then.serial
+    def _plan(self, now: Call, then: Call) -> Mapping[int, Sequence[Fetch]]:
+        pair = now.identity, then.identity
         if pair not in self._plans:
-            self._plans[pair] = handover(now, then)
+            self._plans[pair] = handover(now.schedule, then.schedule, then.written_in(now))
             self._store.meter.plan_device(self._plans[pair].peak_bytes)
+            if len(self._plans) > MEMORY:
+                self._plans.popitem(last=False)
         return self._plans[pair].starts
 
     def passed(self, call: Call, index: int) -> None:
@@ -110,10 +117,6 @@ class Foresight:
             if fetch.cast is not None and fetch.cast.narrow not in named.copies:
                 continue
             entry = source_of(fetch, self._next.entries)
-            written = call.last_writes.get(entry.key, -1)
-            if written > index:  # what came before would be stale
-                self._ready[written] = [*self._ready.get(written, ()), fetch]
-                continue
             arena, slot = self._store.arena, fetch.slot
             try:
                 arena.take_slot(slot.address, slot.nbytes)
@@ -164,11 +167,17 @@ class Handover:
     peak_bytes: int
 
 
-def handover(now: Schedule, then: Schedule) -> Handover:
+NOTHING_WRITTEN: Mapping[int, int] = MappingProxyType({})
+
+
+def handover(
+    now: Schedule, then: Schedule, written: Mapping[int, int] = NOTHING_WRITTEN
+) -> Handover:
     """After which instruction of `now` each opening fetch of `then` may start.
 
     Opening fetches are those before the first compute of `then`. Each starts after the last fetch
-    of `now`, so that it delays none, and after every slot of `now` under it was given back.
+    of `now`, so that it delays none, after every slot of `now` under it was given back, and after
+    `now` has written what it brings (`written`, by its ticket), since it would be stale before.
     Entries that are new in every call cannot be foreseen: a fetch of a gradient stays where it is.
     """
     last_fetch = max((i for i, x in enumerate(now.instructions) if isinstance(x, Fetch)), default=0)
@@ -176,7 +185,7 @@ def handover(now: Schedule, then: Schedule) -> Handover:
     ready: dict[int, list[Fetch]] = {}
     for fetch in _opening(then):
         under = [i for i, slot in frees if slot.overlaps(fetch.slot)]
-        at = max([last_fetch, *under])
+        at = max([last_fetch, written.get(fetch.ticket, 0), *under])
         if at < len(now.instructions):
             ready.setdefault(at, []).append(fetch)
     return Handover(ready, _joint_peak(now, ready))

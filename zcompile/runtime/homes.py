@@ -32,16 +32,14 @@ class Homes:
 
     def reserve(self, name: str, kind: Kind, nbytes: int) -> Place:
         """raises  TierFull"""
-        rows = []
         for tier in self._order(kind, nbytes):
             try:
                 extent = tier.reserve(nbytes, name)
             except TierFull:
-                rows.append(tier.usage())
                 continue
             self._account(tier, kind, extent, 1)
             return Place(nbytes, tier, extent)
-        raise TierFull(name, nbytes, rows)
+        raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
     def left(self, place: Place, kind: Kind) -> None:
         """The entry that `reserve` gave `place` to is dead."""

@@ -1,10 +1,15 @@
 """Durable training: what a commit holds, that nothing touches it, and that it comes back."""
 
+import errno
+import os
+import signal
+
 import pytest
 import torch
 from durable_runs import ON_DISK, ON_HOST, WIDTH, Net, Run, after_a_crash, plain, same
 
 import zcompile
+from zcompile.errors import CommitFailed
 from zcompile.offloading import session_behind
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
@@ -120,6 +125,47 @@ def test_between_commits_nothing_touches_what_the_last_one_names(tmp_path, monke
     assert again.resume() == {"step": 2}
     assert same(again.state(), Run().train(0, 2).state())
     again.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the switch", "after it"])
+def test_an_interrupt_during_a_commit_waits_for_its_end(tmp_path, monkeypatch, late):
+    expected = Run().train(0, 4).state()
+    run = Run(tmp_path).train(0, 2)
+    switch = run.ledger.files.switch
+
+    def interrupted(content):
+        if late:
+            switch(content)
+        os.kill(os.getpid(), signal.SIGINT)
+        if not late:
+            switch(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.ledger.files, "switch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(2, 3)
+    run.optimizer.zero_grad()
+    run.train(3, 4).close()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 4}
+    assert same(again.state(), expected)
+    again.close()
+
+
+def test_after_a_commit_that_failed_nothing_is_written_over_it(tmp_path, monkeypatch):
+    run = Run(tmp_path).train(0, 2)
+
+    def refused(directory):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("zcompile.runtime.index.sync_directory", refused)  # the rename was well
+    with pytest.raises(CommitFailed, match="step 3 was not committed"):
+        run.train(2, 3)
+    run.model.up.weight.data.mul_(2)
+    with pytest.raises(CommitFailed):
+        session_behind(run.model).drain()
+    run.close()
+    check_all(read_index(tmp_path)[0], [tmp_path])
 
 
 def test_what_was_written_in_part_is_committed_whole(tmp_path):

@@ -21,6 +21,7 @@ from torch import Tensor
 from zcompile.errors import CommitFailed, DurableHeld, TierFull
 from zcompile.runtime import index as rf
 from zcompile.runtime.checksums import BEST
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moving import Moving
 from zcompile.runtime.staging import Staging
 from zcompile.runtime.store import Entry, Store
@@ -99,6 +100,15 @@ class Ledger:
         for entry, _ in named.values():
             self._store.deferrals.settle(entry)
         self._store.drain()
+        with deferred_interrupts():  # there is no going on from half of a commit
+            try:
+                self._commit(named, smalls, meta, step)
+            finally:
+                if self._failed is not None:
+                    self.tier.freeze(self._failed)
+
+    def _commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
+                step: int) -> None:  # fmt: skip
         # Until the end nobody knows which copies and which index are good; nor after an error.
         self._failed = CommitFailed(self.files.home, step, self.step, _BROKEN_OFF)
         large, small = _sorted(named)

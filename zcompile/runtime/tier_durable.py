@@ -40,6 +40,7 @@ class DurableTier:
         self._keys = itertools.count(1)
         self._versions: dict[int, Versions] = {}
         self._dead: list[Extent] = []
+        self._frozen: BaseException | None = None
         if BEST == "crc32":
             logger.warning("xxhash is not installed: checksums are CRC-32, at a fifth of the speed")
         self._summing = Workers("zinf-sum", 1, crashed)
@@ -82,6 +83,9 @@ class DurableTier:
         whole = Countdown()
         with self._lock:
             versions = self._versions[extent.file]
+            if self._frozen is not None:
+                whole.finish(self._frozen)
+                return whole
             try:
                 working = self._working(versions, extent)
             except (TierFull, DiskUnusable) as error:
@@ -130,6 +134,11 @@ class DurableTier:
             dead, self._dead = self._dead, []
         for extent in dead:
             self.disk.release(extent)
+
+    def freeze(self, error: BaseException) -> None:
+        """Whether the index names what was written last is not known: fail all writes from now."""
+        with self._lock:
+            self._frozen = error
 
     def settle(self, versions: Versions) -> None:
         """The index names `working` now."""

@@ -1,6 +1,7 @@
 """How a store ends: closed, forgotten, or with its process; never with files or threads left."""
 
 import gc
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 
 from zcompile.config import Config
 from zcompile.runtime.store import Store
+from zcompile.runtime.transfers import Put
 from zcompile.specs import Kind
 from zcompile.units import MiB
 
@@ -91,3 +93,23 @@ def test_what_cannot_open_leaves_nothing(tmp_path, open_store, own_threads):
     assert own_threads() == during
     store.close()
     assert own_threads() == before
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_transfer_is_submitted_leaves_nothing_half_done(tmp_path, monkeypatch):
+    config = Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path)
+    store = Store(config)
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    prepare = Put.prepare
+
+    def interrupted(put):
+        signal.raise_signal(signal.SIGINT)
+        prepare(put)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Put, "prepare", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(entry, torch.ones(1 * MiB, dtype=torch.uint8))
+    store.drain()
+    assert entry.version == 1
+    store.close()

@@ -7,32 +7,43 @@ delivered when the walk has ended; a second one is delivered at once.
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+
+class _Handler:
+    """Notes the first interrupt; a second one goes where all went before."""
+
+    def __init__(self, usual: Callable[[int, FrameType | None], Any]) -> None:
+        self.usual = usual
+        self.noted: list[FrameType | None] = []
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.noted:
+            self.usual(number, frame)
+        self.noted.append(frame)
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold SIGINT back; outside the main thread, where it never arrives, nothing is done."""
+    """Hold SIGINT back; outside the main thread, where it never arrives, nothing is done.
+
+    Within another one it does nothing, and costs nothing either: the outer one delivers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     usual = signal.getsignal(signal.SIGINT)
-    if not callable(usual):
+    if not callable(usual) or isinstance(usual, _Handler):
         yield
         return
-    noted: list[FrameType | None] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
-            usual(number, frame)
-        noted.append(frame)
-
-    signal.signal(signal.SIGINT, note)
+    handler = _Handler(usual)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, usual)
-        if noted:
-            usual(signal.SIGINT, noted[0])
+        if handler.noted:
+            usual(signal.SIGINT, handler.noted[0])

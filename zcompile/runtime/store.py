@@ -20,6 +20,7 @@ from zcompile.errors import ParameterChanged, Unsupported, ValueUnset
 from zcompile.runtime.arena import Arena
 from zcompile.runtime.deferred import Deferrals, Deferred
 from zcompile.runtime.homes import Homes
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Backlog, marks_of
 from zcompile.runtime.place import Place
@@ -271,22 +272,24 @@ class Store:
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
-        self._mover.submit(transfer, after)
+        with deferred_interrupts():  # what was submitted and never started is waited for for ever
+            self._mover.submit(transfer, after)
         return transfer
 
     def _submit_write(self, entry: Entry, transfer: Transfer, source: Tensor,
                       after: Sequence[Ticket]) -> Transfer:  # fmt: skip
         nbytes = 0 if self.arena.holds(source) else source.numel()
-        self._backlog.enter(nbytes)
-        try:
-            self._submit(transfer, after)
-        except BaseException:  # an interrupt too: what never started takes no room
-            self._backlog.leave(nbytes)
-            raise
-        transfer.over.then(partial(self._backlog.leave, nbytes))
-        entry.version += 1
-        if entry.unset and entry.place.written.covers(0, entry.nbytes):
-            entry.unset = False
+        with deferred_interrupts():  # one between start and count would leave the version as it was
+            self._backlog.enter(nbytes)
+            try:
+                self._submit(transfer, after)
+            except BaseException:  # an interrupt too: what never started takes no room
+                self._backlog.leave(nbytes)
+                raise
+            transfer.over.then(partial(self._backlog.leave, nbytes))
+            entry.version += 1
+            if entry.unset and entry.place.written.covers(0, entry.nbytes):
+                entry.unset = False
         return transfer
 
 

@@ -121,6 +121,9 @@ def refused(*disks: Path) -> str:
         opened(*disks)
     after = [(path, path.stat().st_size) for disk in disks for path in sorted(disk.iterdir())]
     assert after == before, "files are left as they are"
+    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
+    assert not [path for path in held if path.startswith(str(disks[0].parent))], "nor held open"
     return str(caught.value)
 
 

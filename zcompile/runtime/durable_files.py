@@ -107,10 +107,15 @@ class DurableFiles:
             self._remove_uncommitted(directory)
         else:
             self._check_header(directory, header)
-        self.files.append(DurableFile(directory, header, found=self.index is not None))
+        file = DurableFile(directory, header, found=self.index is not None)
+        self.files.append(file)
         if number == len(self.directories) - 1 and self.index is not None:
-            self._reserve(self.index)
-        return self.files[-1]
+            try:
+                self._reserve(self.index)
+            except DurableDamaged:
+                file.close()  # whoever asked for it never gets it
+                raise
+        return file
 
     def sync(self) -> None:
         for file in self.files:

@@ -72,6 +72,18 @@ def test_a_save_without_the_optimizer_does_not_lose_what_was_resumed_of_it(tmp_p
     again.close()
 
 
+@pytest.mark.parametrize("extra", [{"hook": print}, {"step": 7}], ids=["a function", "step"])
+def test_what_cannot_be_kept_is_refused_and_does_not_stay_for_later_commits(tmp_path, extra):
+    run = Run(tmp_path).train(0, 1)
+    zcompile.save(tmp_path, run.model, run.optimizer, epoch=3)
+    with pytest.raises(Unsupported, match="|".join(extra)):
+        zcompile.save(tmp_path, run.model, run.optimizer, **extra)
+    run.train(1, 2).close()
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2, "epoch": 3}
+    again.close()
+
+
 def test_durable_needs_a_disk():
     with pytest.raises(ConfigInvalid, match="durable=True needs a disk"):
         zcompile.Config(device="cpu", durable=True)

@@ -95,15 +95,20 @@ def commit(
 
     extra   what the user adds; it stays in later commits until it is given again
     step    optimizer steps in this state; None: as many as in the last commit
-    raises  what `Ledger.commit` raises
+    raises  what `Ledger.commit` raises; Unsupported, for what cannot be kept
     """
-    if extra is not None:
-        ledger.extra = dict(extra)
+    if extra is not None and "step" in extra:
+        raise Unsupported(
+            "'step' is what zcompile.resume calls the optimizer steps of a commit",
+            "give it to zcompile.save over a durable directory by another name",
+        )
+    kept = ledger.extra if extra is None else dict(extra)
     if optimizer is None and ledger.optimizer is not None:
         optimizer = ledger.optimizer()
-    state = describe(model, optimizer, ledger.extra)
+    state = describe(model, optimizer, kept)
     named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
     ledger.commit(named, state.plain, state.meta, ledger.step if step is None else step)
+    ledger.extra = kept
 
 
 def resume_durable(

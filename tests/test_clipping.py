@@ -198,6 +198,16 @@ def test_an_interrupt_while_a_gradient_is_scaled_does_not_scale_it_twice(tmp_pat
     assert tiered == plain_ones
 
 
+def test_a_clipped_gradient_is_gathered_where_an_unclipped_one_is(tmp_path):
+    torch.manual_seed(0)
+    model = on_disk(nn.Linear(400, 400, bias=False), tmp_path)  # more than half of the arena
+    model(torch.ones(2, 400)).sum().backward()
+    grad = model.weight.grad
+    before = grad @ torch.ones(400, 1)
+    grad.mul_(0.5)
+    assert torch.equal(grad @ torch.ones(400, 1), before * 0.5)
+
+
 def test_a_norm_is_its_callers_own(tmp_path):
     def run(model, call):
         seen = []

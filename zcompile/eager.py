@@ -214,6 +214,9 @@ def _whole(cls: type, app: Application) -> Any:
     held: dict[int, tuple[Entry, Tensor]] = {}
     written = app.written()
     read = _keys(cls, [t for t in app.tensors() if not any(t is w for w in written)])
+    operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
+    for operand in operands:  # before any is gathered, since this takes room in the arena too
+        operand.entry.store.deferrals.settle(operand.entry)
 
     def full(value: Any) -> Any:
         if not isinstance(value, cls):

@@ -76,6 +76,7 @@ class Entry:
                dtype: torch.dtype) -> Tensor:  # fmt: skip
         """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
         store = self.store
+        store.deferrals.settle(self)  # which takes room in the arena too
         memory = store.arena.take(self.nbytes, self.name)
         store.fetch(self, memory, after=(store.device.mark(),)).join_compute()
         store.meter.count("gathers")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from durable_runs import Run, after_a_crash, same
 from pairs import assert_equal
 from small_models import mlp
 from torch import nn
@@ -74,6 +75,48 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     zcompile.save(tmp_path / "empty", mlp())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "home"]
+
+
+@pytest.mark.parametrize("at", ["c", "c/disk"])
+@pytest.mark.parametrize("name", ["zinf.lock", "zinf.tier", "zinf.index", "zinf-17-1.tier"])
+def test_a_checkpoint_beside_files_of_the_disk_tier_is_not_replaced(tmp_path, at, name):
+    zcompile.save(tmp_path / "c", mlp())
+    (tmp_path / at).mkdir(exist_ok=True)
+    (tmp_path / at / name).write_text("of a run")
+    before = (tmp_path / "c/model.safetensors").stat()
+    with pytest.raises(CheckpointUnwritable, match=r"is of the disk tier .*; name another path"):
+        zcompile.save(tmp_path / "c", other(mlp()))
+    assert (tmp_path / at / name).read_text() == "of a run"
+    assert (tmp_path / "c/model.safetensors").stat() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_run_that_begins_in_a_checkpoint_while_it_is_replaced_stays(tmp_path):
+    zcompile.save(tmp_path / "c", mlp())
+
+    def begin(done: int, total: int) -> None:
+        (tmp_path / "c/zinf.lock").touch()
+
+    with pytest.raises(CheckpointUnwritable, match="is of the disk tier"):
+        zcompile.save(tmp_path / "c", other(mlp()), progress=begin)
+    assert (tmp_path / "c/zinf.lock").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_durable_run_over_a_checkpoint_outlives_a_save_of_another_model(tmp_path):
+    zcompile.save(tmp_path, mlp())
+    run = Run(tmp_path).train(0, 1)
+    with pytest.raises(CheckpointUnwritable, match="is of the disk tier"):
+        zcompile.save(tmp_path, mlp())
+    run.train(1, 3)
+    expected = run.state()
+    run.close()
+    with pytest.raises(CheckpointUnwritable, match="is of the disk tier"):
+        zcompile.save(tmp_path, mlp())
+    again = after_a_crash(tmp_path)
+    again.resume()
+    assert same(again.state(), expected)
+    again.close()
 
 
 KILLED = """

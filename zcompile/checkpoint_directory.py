@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zcompile.errors import CheckpointUnwritable
+from zcompile.runtime.claim import LOCK_NAME, TIER_FILE
+from zcompile.runtime.index import DATA_NAME, INDEX_NAME
 
 STATE_FILE = "training.json"
 """Written last; a directory that has it is a checkpoint."""
@@ -60,6 +62,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         _bring_along(path, partial)
         sync(partial)
+        _check_no_disk(path)  # a model may have been offloaded to it since
         _take_place(partial, path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -127,6 +130,7 @@ def _bring_along(old: Path, new: Path) -> None:
 
 def _check_replaceable(path: Path) -> None:
     if path.is_dir() and ((path / STATE_FILE).exists() or not any(path.iterdir())):
+        _check_no_disk(path)
         return
     if path.exists():
         what = "a directory that holds no checkpoint" if path.is_dir() else "a file"
@@ -136,6 +140,19 @@ def _check_replaceable(path: Path) -> None:
             f"there is {what}",
             "name a path that does not exist, or a checkpoint to be replaced",
         )
+
+
+def _check_no_disk(path: Path) -> None:
+    """A run whose files are moved away goes on in files that nobody finds again."""
+    for folder, _, files in os.walk(path):
+        for name in files:
+            if name in (LOCK_NAME, DATA_NAME, INDEX_NAME) or TIER_FILE.match(name):
+                raise CheckpointUnwritable(
+                    errno.EEXIST,
+                    path,
+                    f"{Path(folder) / name} is of the disk tier of a model, which would lose it",
+                    "name another path",
+                )
 
 
 def _sweep(path: Path) -> None:

@@ -133,3 +133,9 @@ def test_torch_compile_may_change_plan_fields_only():
     with pytest.raises(UnknownOption, match="does not know 'max_leed'; did you mean 'max_lead'"):
         with_plan_options(config, {"max_leed": 1})
     assert set(PLAN_FIELDS) <= {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("disk", ["", [], 3, [""], [3], {"a": 1}])
+def test_a_disk_that_names_no_directory_is_refused(disk):
+    with pytest.raises(ConfigInvalid, match="disk"):
+        Config(disk=disk)

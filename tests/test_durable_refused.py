@@ -156,3 +156,20 @@ def test_resuming_is_told(tmp_path, caplog):
         run.resume()
     assert "resumed at step 1" in caplog.text
     run.close()
+
+
+def test_after_a_step_that_broke_off_nothing_is_committed(tmp_path):
+    run = Run(tmp_path).train(0, 2)
+    index = read_index(tmp_path)
+    hook = run.optimizer.register_step_pre_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(2, 3)
+    hook.remove()
+    with pytest.raises(Unsupported, match="a step of AdamW broke off, so that some parameters"):
+        run.train(2, 3)
+    run.close()
+    assert read_index(tmp_path) == index
+
+
+def _interrupted(*args, **kwargs):
+    raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from pairs import (
 from torch import nn
 
 import zcompile
-from zcompile.errors import DiskOwned, Unsupported, ValueUnset
+from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
 from zcompile.offloading import session_behind
 from zcompile.specs import Kind
 
@@ -205,3 +205,29 @@ def test_batches_are_the_same_each_time():
     first, second = list(batches(2)), list(batches(2))
     assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True)
                for a, b in zip(x, y, strict=True))  # fmt: skip
+
+
+def test_a_closed_model_gives_its_directory_back(tmp_path):
+    first = zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
+    loss = first(torch.randn(2, 16)).sum()  # keeps the parameters alive, as a notebook does
+    with pytest.raises(DiskOwned, match=r"call zcompile\.close on the other"):
+        zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
+    zcompile.close(first)
+    zcompile.close(first)
+    second = zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
+    assert_same(mlp(), second)
+    with pytest.raises(ParameterChanged, match="its store was closed"):
+        first(torch.randn(2, 16))
+    del loss
+
+
+def test_only_an_offloaded_model_can_be_closed():
+    with pytest.raises(Unsupported, match="no tiered parameters"):
+        zcompile.close(mlp())
+
+
+def test_after_a_step_that_broke_off_a_forward_is_not_taken_for_one(tmp_path, caplog):
+    model = zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
+    session_behind(model).begin_step("AdamW")
+    model(torch.randn(2, 16)).sum().backward()
+    assert "gathered whole" not in caplog.text

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from zcompile.checkpoint import load, resume, save
     from zcompile.config import Config
     from zcompile.errors import ZinfError
-    from zcompile.offloading import init, offload, stats
+    from zcompile.offloading import close, init, offload, stats
 
 __version__ = VERSION
 __all__ = [
     "Config",
     "ZinfError",
     "__version__",
+    "close",
     "init",
     "load",
     "offload",
@@ -34,6 +35,7 @@ __all__ = [
 _HOMES = {
     "Config": "zcompile.config",
     "ZinfError": "zcompile.errors",
+    "close": "zcompile.offloading",
     "init": "zcompile.offloading",
     "load": "zcompile.checkpoint",
     "offload": "zcompile.offloading",

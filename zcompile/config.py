@@ -125,7 +125,13 @@ class Config:
     def _disks(self) -> tuple[Path, ...]:
         if self.disk is None:
             return ()
-        given = (self.disk,) if isinstance(self.disk, str | Path) else tuple(self.disk)
+        given: Any = self.disk  # the types are a promise that a caller may not keep
+        if isinstance(given, str | Path):
+            given = (given,)
+        if not isinstance(given, tuple | list) or given == []:
+            raise ConfigInvalid("disk", self.disk, "names no directory; leave it out for no disk")
+        if not all(isinstance(path, str | Path) and path != "" for path in given):
+            raise ConfigInvalid("disk", self.disk, "must name directories")
         paths = tuple(Path(path) for path in given)
         for path in paths:
             if not path.exists():

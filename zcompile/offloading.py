@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import swap_tensors
 
 from zcompile import optimizers
 from zcompile.config import Config, build
-from zcompile.errors import ModelWrapped, Unsupported
+from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.fillings import write
 from zcompile.narrowing import make_copy
 from zcompile.runtime.session import Session, session_of
@@ -161,12 +161,32 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     return measured
 
 
+def close(model: nn.Module) -> None:
+    """Give back what an offloaded model holds: memory, threads, files, its directory.
+
+    Its parameters have no values afterwards, and its optimizer no states: save what is needed
+    before. What a durable model committed stays. A model that is dropped is closed by itself, once
+    nothing refers to its parameters any more, a loss included; a notebook often does.
+    raises  Unsupported, if the model was not offloaded
+    """
+    for param in model.parameters():
+        if isinstance(param, TieredTensor):
+            with suppress(ParameterChanged):  # closed already
+                session_of(param.entry).close()
+            return
+    raise _not_offloaded()
+
+
+def _not_offloaded() -> Unsupported:
+    return Unsupported("the model has no tiered parameters", "call zcompile.offload(model) first")
+
+
 def session_behind(model: nn.Module) -> Session:
     """raises  Unsupported, if no parameter of the model is tiered"""
     for param in model.parameters():
         if isinstance(param, TieredTensor):
             return session_of(param.entry)
-    raise Unsupported("the model has no tiered parameters", "call zcompile.offload(model) first")
+    raise _not_offloaded()
 
 
 def _check_model(model: nn.Module) -> None:

@@ -43,8 +43,8 @@ def _sessions(tiered: list[TieredTensor]) -> list[Session]:
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     tiered = _tiered_params(optimizer)
     for session in _sessions(tiered):
-        session.stepping = type(optimizer).__name__
         durable.check_step(session, optimizer)
+        session.begin_step(type(optimizer).__name__)
     for param in tiered:
         session = session_of(param.entry)
         session.gradients.adopt(param)
@@ -77,7 +77,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 value.entry.name = f"{param.entry.name}.{key}"
                 value.entry.kind = Kind.STATE
     for session in _sessions(tiered):
-        session.stepping = None
+        session.end_step()
         session.meter.count("steps")
         durable.commit_step(session, optimizer)
         session.norms.step_ended()

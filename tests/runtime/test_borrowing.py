@@ -1,4 +1,4 @@
-"""Compute reaches bytes where they rest: after what moves them, and with zeros where all is blank."""
+"""Compute reaches bytes where they rest: after what moves them, with zeros where all is blank."""
 
 import pytest
 import torch

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zcompile.config import Config
+from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
@@ -24,6 +25,7 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
+from zcompile.torch_private import current_pass
 
 logger = logging.getLogger("zcompile.runtime.session")
 
@@ -40,7 +42,7 @@ class Session(Store):
         self.on_gradient = self.gradients.receive
         self.executor = Executor(self, self.gradients)
         self.stepping: str | None = None
-        """The class of the optimizer whose step is running."""
+        """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
@@ -52,9 +54,30 @@ class Session(Store):
         disk, ring = self.durable, self._means.staging
         self.ledger = None if disk is None else Ledger(self, disk, ring)
 
+    def begin_step(self, optimizer: str) -> None:
+        """A step of an optimizer of this class begins.
+
+        raises  Unsupported, if the model is durable and a step broke off in the middle
+        """
+        if self.stepping is not None and self.ledger is not None:
+            raise Unsupported(
+                f"a step of {self.stepping} broke off, so that some parameters are updated and "
+                "others are not, and a commit would keep that",
+                "build both again and call zcompile.resume: the last commit is whole",
+            )
+        self.stepping = optimizer
+
+    def end_step(self) -> None:
+        self.stepping = None
+
     def note_whole(self, op: str) -> None:
-        """An op gathers whole tensors; inside an optimizer's step this is told once."""
-        if self.stepping is not None and self.stepping not in self._told:
+        """An op gathers whole tensors; inside an optimizer's step this is told once.
+
+        A step runs without gradients and outside of backward; what follows one that broke off
+        does not.
+        """
+        inside = not torch.is_grad_enabled() and current_pass() < 0
+        if self.stepping is not None and inside and self.stepping not in self._told:
             self._told.add(self.stepping)
             logger.warning(
                 "%s uses %s, which is not elementwise: its operands are gathered whole, one tensor "

@@ -55,6 +55,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     if ledger is None:
         return
     ledger.check(_changing(session, optimizer))
+    _check_resumed(ledger)
     known = ledger.optimizer() if ledger.optimizer is not None else None
     if known is not None and known is not optimizer:
         raise Unsupported(
@@ -63,6 +64,17 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
             "durable=False and zcompile.save",
         )
     ledger.optimizer = weakref.ref(optimizer)
+
+
+def _check_resumed(ledger: Ledger) -> None:
+    """raises  Unsupported, if the next commit would lose the states of an optimizer"""
+    if ledger.unresumed is not None:
+        home = str(ledger.files.home)
+        raise Unsupported(
+            f"disk={home!r} was resumed without an optimizer, and the commit holds states of an "
+            f"optimizer ({ledger.unresumed}), which the next one would lose",
+            f"build the model again and call zcompile.resume({home!r}, model, optimizer)",
+        )
 
 
 def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
@@ -102,6 +114,7 @@ def commit(
             "'step' is what zcompile.resume calls the optimizer steps of a commit",
             "give it to zcompile.save over a durable directory by another name",
         )
+    _check_resumed(ledger)
     kept = ledger.extra if extra is None else dict(extra)
     if optimizer is None and ledger.optimizer is not None:
         optimizer = ledger.optimizer()
@@ -135,8 +148,16 @@ def resume_durable(
     ledger.resume(found, adopter.left())
     ledger.extra = extra
     ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
+    ledger.unresumed = _optimizer_in(found) if optimizer is None else None
     logger.info("%s: resumed at step %d", ledger.files.home, found.step)
     return {**extra, "step": found.step}
+
+
+def _optimizer_in(found: Index) -> str | None:
+    """Class of the optimizer whose states a commit holds."""
+    kept: Any = found.meta["optimizer"]
+    holds = kept is not None and (kept["states"] or kept["shared"])
+    return kept["class"] if holds else None
 
 
 def is_durable(path: str | os.PathLike[str]) -> bool:

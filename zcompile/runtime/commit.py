@@ -59,7 +59,9 @@ class Ledger:
     resumed  what the directory held when it was opened was put back, or there was nothing
     adopting   entries have begun to take it over
     optimizer  whose states are committed
+    unresumed  class of the optimizer whose states the commit holds, and which was not resumed
     extra      what the user adds to each commit
+    extra_step   when that was given
     """
 
     def __init__(self, store: Store, tier: DurableTier, staging: Staging) -> None:
@@ -71,7 +73,9 @@ class Ledger:
         self.resumed = self.files.index is None
         self.adopting = False
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.unresumed: str | None = None
         self.extra: dict[str, Any] = {}
+        self.extra_step = 0
         self._copies: dict[int, _Copy] = {}
         self._failed: CommitFailed | None = None
         """Whether the index was switched may not be known then, so nothing is written after it."""

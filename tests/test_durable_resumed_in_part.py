@@ -1,0 +1,51 @@
+"""Resuming a durable training without all of it: the optimizer left out, `extra` of earlier."""
+
+from functools import partial
+
+import pytest
+import torch
+from durable_runs import Run, after_a_crash, plain, same
+
+import zcompile
+from zcompile.errors import Unsupported
+from zcompile.runtime.index import read_index
+
+SGD = partial(torch.optim.SGD, momentum=0.0)
+
+
+def test_a_step_that_would_lose_the_states_of_an_optimizer_is_refused_before_it_writes(tmp_path):
+    Run(tmp_path).train(0, 2).close()
+    index = read_index(tmp_path)
+    run = after_a_crash(tmp_path)
+    zcompile.resume(tmp_path, run.model)
+    before = [plain(param) for param in run.model.parameters()]
+    with pytest.raises(Unsupported, match=r"holds states of an optimizer \(AdamW\).*build the mod"):
+        run.train(2, 3)
+    assert same([plain(param) for param in run.model.parameters()], before)
+    assert not run.optimizer.state
+    for optimizer in (None, run.optimizer):
+        with pytest.raises(Unsupported, match="holds states of an optimizer"):
+            zcompile.save(tmp_path, run.model, optimizer)
+    run.close()
+    assert read_index(tmp_path) == index
+    again = after_a_crash(tmp_path)
+    assert again.resume() == {"step": 2}
+    again.train(2, 3).close()
+
+
+def test_an_optimizer_without_states_need_not_be_resumed(tmp_path):
+    Run(tmp_path, SGD).train(0, 1).close()
+    run = after_a_crash(tmp_path, SGD)
+    zcompile.resume(tmp_path, run.model)
+    run.train(1, 2).close()
+    assert read_index(tmp_path)[0].step == 2
+
+
+def test_what_is_committed_without_an_optimizer_is_resumed_without_one(tmp_path):
+    run = Run(tmp_path)
+    zcompile.save(tmp_path, run.model)
+    run.close()
+    run = after_a_crash(tmp_path)
+    zcompile.resume(tmp_path, run.model)
+    run.train(0, 1).close()
+    assert read_index(tmp_path)[0].step == 1

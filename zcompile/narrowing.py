@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,10 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         column_of(copy, EntryIndex(1), cast.narrow, writes=True),
     )
     row = Row(numel, columns, (), Narrowing(((0, 1),)))
-    schedule = lower_step(
-        f"{copy.name}", [row], 0, 2, session.device_budget, session.device.chunk_bytes
-    )
-    session.meter.plan_device(schedule.peak_bytes)
-    session.executor.run(schedule, [], [entry, copy])
+    build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.device_budget,
+                    session.device.chunk_bytes)  # fmt: skip
+    kind = ("copy", numel, cast, tuple(column.resident for column in columns))
+    session.executor.run(session.step(kind, build), [], [entry, copy])
     entry.copies[cast.narrow] = (copy, version)
 
 

@@ -186,17 +186,9 @@ def stream(
     session = session_of(call.entries[0])
     key = tuple(call.signature)
     name = func._schema.name.removeprefix("aten::")
-    if key not in session.steps:
-        session.steps[key] = lower_step(
-            name,
-            rows,
-            len(call.inputs),
-            len(call.entries),
-            session.device_budget,
-            session.device.chunk_bytes,
-        )
-        session.meter.plan_device(session.steps[key].peak_bytes)
-    _run_easing(session, session.steps[key], call.inputs, call.entries, call.easing)
+    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries),
+                    session.device_budget, session.device.chunk_bytes)  # fmt: skip
+    _run_easing(session, session.step(key, build), call.inputs, call.entries, call.easing)
     for entry, dtype in call.copying:
         entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
 
@@ -215,13 +207,12 @@ def apply_deferred(entry: Entry) -> None:
     session, layout = session_of(entry), entry.deferred[0].layout
     changes = tuple((0, n, replace(c, operand=None)) for n, c in enumerate(entry.deferred))
     operands = [change.operand for change in entry.deferred]
-    column = Column(EntryIndex(0), 0, layout.dtype, True, False, entry.name)
+    column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient")
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
-    name = f"what was deferred of {entry.name}"
-    chunk_bytes = session.device.chunk_bytes
-    schedule = lower_step(name, [row], len(operands), 1, session.device_budget, chunk_bytes)
-    session.meter.plan_device(schedule.peak_bytes)
+    build = partial(lower_step, "what was deferred", [row], len(operands), 1,
+                    session.device_budget, session.device.chunk_bytes)  # fmt: skip
+    schedule = session.step(("deferred", changes), build)
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 
 

@@ -6,7 +6,7 @@ handles.
 
 import logging
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -53,6 +53,13 @@ class Session(Store):
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
         self.ledger = None if disk is None else Ledger(self, disk, ring)
+
+    def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
+        """The step schedule of `key`, which says all that `build` depends on; built once."""
+        if key not in self.steps:
+            self.steps[key] = build()
+            self.meter.plan_device(self.steps[key].peak_bytes)
+        return self.steps[key]
 
     def begin_step(self, optimizer: str) -> None:
         """A step of an optimizer of this class begins.

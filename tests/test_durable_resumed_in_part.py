@@ -1,10 +1,12 @@
 """Resuming a durable training without all of it: the optimizer left out, `extra` of earlier."""
 
+import gc
+import logging
 from functools import partial
 
 import pytest
 import torch
-from durable_runs import Run, after_a_crash, plain, same
+from durable_runs import Net, Run, after_a_crash, plain, same
 
 import zcompile
 from zcompile.errors import Unsupported
@@ -49,3 +51,31 @@ def test_what_is_committed_without_an_optimizer_is_resumed_without_one(tmp_path)
     zcompile.resume(tmp_path, run.model)
     run.train(0, 1).close()
     assert read_index(tmp_path)[0].step == 1
+
+
+def test_extra_that_is_older_than_the_commit_is_told_once_and_returned(tmp_path, caplog):
+    run = Run(tmp_path).train(0, 1)
+    zcompile.save(tmp_path, run.model, run.optimizer, epoch=7)
+    run.train(1, 2).close()
+    run = after_a_crash(tmp_path)
+    assert run.resume() == {"epoch": 7, "step": 2}
+    told = [record.getMessage() for record in caplog.records if "extra" in record.getMessage()]
+    assert len(told) == 1
+    assert "extra (epoch) is of step 1, the commit is step 2" in told[0]
+    run.train(2, 3).close()
+    del run
+    gc.collect()
+    model = Net()
+    assert zcompile.resume(tmp_path, model) == {"epoch": 7, "step": 3}
+    assert "extra (epoch) is of step 1, the commit is step 3" in caplog.text
+
+
+def test_extra_of_the_last_step_is_not_told(tmp_path, caplog):
+    run = Run(tmp_path).train(0, 2)
+    zcompile.save(tmp_path, run.model, run.optimizer, epoch=7)
+    run.close()
+    run = after_a_crash(tmp_path)
+    with caplog.at_level(logging.WARNING, "zcompile"):
+        assert run.resume() == {"epoch": 7, "step": 2}
+    run.train(2, 3).close()
+    assert "extra (" not in caplog.text

@@ -30,6 +30,9 @@ from zcompile.training_state import describe, restore
 
 Optimizer = torch.optim.Optimizer
 
+EXTRA_STEP = "extra_step"
+"""In the meta of a commit: after which step `extra` was given."""
+
 logger = logging.getLogger("zcompile.durable")
 
 
@@ -118,10 +121,12 @@ def commit(
     kept = ledger.extra if extra is None else dict(extra)
     if optimizer is None and ledger.optimizer is not None:
         optimizer = ledger.optimizer()
+    step = ledger.step if step is None else step
+    given = ledger.extra_step if extra is None else step
     state = describe(model, optimizer, kept)
     named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
-    ledger.commit(named, state.plain, state.meta, ledger.step if step is None else step)
-    ledger.extra = kept
+    ledger.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
+    ledger.extra, ledger.extra_step = kept, given
 
 
 def resume_durable(
@@ -146,10 +151,11 @@ def resume_durable(
     source = DurableSource(ledger.files.home, found, ledger.files.smalls, adopter)
     extra = restore(source, model, optimizer)
     ledger.resume(found, adopter.left())
-    ledger.extra = extra
+    ledger.extra, ledger.extra_step = extra, _extra_step(found)
     ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
     ledger.unresumed = _optimizer_in(found) if optimizer is None else None
     logger.info("%s: resumed at step %d", ledger.files.home, found.step)
+    _tell_age(ledger.files.home, extra, found)
     return {**extra, "step": found.step}
 
 
@@ -158,6 +164,21 @@ def _optimizer_in(found: Index) -> str | None:
     kept: Any = found.meta["optimizer"]
     holds = kept is not None and (kept["states"] or kept["shared"])
     return kept["class"] if holds else None
+
+
+def _extra_step(found: Index) -> int:
+    """After which step `extra` was given; earlier versions did not say, and nothing is told."""
+    given = found.meta.get(EXTRA_STEP)
+    return given if isinstance(given, int) else found.step
+
+
+def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
+    if extra and (given := _extra_step(found)) < found.step:
+        logger.warning(
+            "%s: extra (%s) is of step %d, the commit is step %d: bring it up to date, or call "
+            "zcompile.save(%r, model, optimizer, ...) with it after each step",
+            directory, ", ".join(extra), given, found.step, str(directory),
+        )  # fmt: skip
 
 
 def is_durable(path: str | os.PathLike[str]) -> bool:
@@ -184,7 +205,9 @@ def resume_copy(
             stack.callback(Claim(other, reclaiming=False).release)
         check_all(index, directories)
         source = DurableSource(directory, index, smalls, Copier(directories))
-        return {**restore(source, model, optimizer), "step": index.step}
+        extra = restore(source, model, optimizer)
+        _tell_age(directory, extra, index)
+        return {**extra, "step": index.step}
 
 
 def _model_of(session: Session) -> nn.Module:

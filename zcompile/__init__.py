@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zcompile.version import VERSION
 
 if TYPE_CHECKING:
+    from zcompile import errors
     from zcompile.checkpoint import load, resume, save
     from zcompile.config import Config
     from zcompile.errors import ZinfError
@@ -24,6 +25,7 @@ __all__ = [
     "ZinfError",
     "__version__",
     "close",
+    "errors",
     "init",
     "load",
     "offload",
@@ -46,6 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("zcompile.errors")
     if name not in _HOMES:
         raise AttributeError(f"module 'zcompile' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)

@@ -146,6 +146,32 @@ def test_gc_gives_back_what_no_tensor_takes_and_the_commit_stays_sound(zinf, dis
     assert zinf("disk", "verify", disk)[0] == 0
 
 
+def untouched(directory: Path) -> list[tuple[str, int, int]]:
+    found = [(path.name, path.stat()) for path in sorted(directory.iterdir())]
+    return [(name, stat.st_size, stat.st_blocks) for name, stat in found]
+
+
+def test_an_index_that_is_gone_is_a_finding_and_nothing_is_freed(zinf, disk):
+    (disk / "zinf.index").unlink()
+    (disk / "zinf-99999-1.tier").write_bytes(bytes(8192))
+    before = untouched(disk)
+    for verb in ("verify", "gc"):
+        code, out, err = zinf("disk", verb, disk)
+        assert (code, out) == (1, "")
+        assert f"{disk}/zinf.index: the index is gone; {disk}/zinf.tier belongs to a comm" in err
+    assert untouched(disk) == before
+
+
+@pytest.mark.parametrize("left", [0, 4096, 200_000], ids=["empty", "header", "part"])
+def test_gc_touches_nothing_of_a_truncated_data_file(zinf, disk, left):
+    os.truncate(disk / "zinf.tier", left)
+    before = untouched(disk)
+    code, out, err = zinf("disk", "gc", disk)
+    assert (code, out) == (1, "")
+    assert "zinf disk verify" in err
+    assert untouched(disk) == before
+
+
 def test_gc_removes_what_a_dead_process_left(zinf, tmp_path):
     (tmp_path / "zinf-99999-1.tier").write_bytes(bytes(8192))
     code, out, _ = zinf("disk", "gc", tmp_path)

@@ -22,6 +22,7 @@ from zcompile.runtime.claim import Claim
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
 from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.reclaim import check_original
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
@@ -201,7 +202,8 @@ def resume_copy(
             raise NothingCommitted(directory, "holds no commit")
         index, smalls = found
         directories = [directory, *map(Path, index.directories[1:])]
-        for other in directories[1:]:
+        for number, other in enumerate(directories[1:], 1):
+            check_original(directory, index, number, other)
             stack.callback(Claim(other, reclaiming=False).release)
         check_all(index, directories)
         source = DurableSource(directory, index, smalls, Copier(directories))

@@ -21,7 +21,15 @@ from zcompile.runtime.index import (
     checked,
     read_index,
 )
-from zcompile.runtime.reclaim import committed_elsewhere, free_ranges, remove_all, trim
+from zcompile.runtime.reclaim import (
+    check_original,
+    committed_elsewhere,
+    free_ranges,
+    index_gone,
+    own_directories,
+    remove_all,
+    trim,
+)
 from zcompile.units import show_size
 
 
@@ -104,8 +112,7 @@ def verify(directory: Path) -> Answer:
     with _claimed([directory]):
         index = _index(directory)
         if index is None:
-            verdict = Verdict(str(directory), None, 0, ())
-            return Answer(f"{directory}: no commit, nothing to verify", verdict)
+            return _unverified(directory)
         places = _directories(index, directory)
         with _claimed(places[1:]):
             read, damages = _verified(index, directory, places)
@@ -122,14 +129,15 @@ def gc(directory: Path, everything: bool) -> Answer:
     with _claimed([directory]):
         index = _readable(directory) if everything else _index(directory)
         places = _directories(index, directory) if index else [directory]
+        if index is not None and everything:
+            places = own_directories(directory, index, places)
         with _claimed(places[1:]):
+            if not everything:  # nothing is touched where something is wrong
+                _check_sound(index, directory, places)
             removed = [path.name for place in places for path in scratch_files(place)]
             freed = sum(reclaim(place) for place in places)
             if index is not None and not everything:
-                _check_headers(index, directory, places)
                 freed += sum(trim(index, number, place) for number, place in enumerate(places))
-            elif not everything:
-                _check_uncommitted(directory)
             if index is None or everything:
                 removed += [name for place in places for name in (INDEX_NAME, DATA_NAME)
                             if (place / name).exists()]  # fmt: skip
@@ -141,8 +149,7 @@ def gc(directory: Path, everything: bool) -> Answer:
 
 def _verified(index: Index, directory: Path,
               places: Sequence[Path]) -> tuple[int, tuple[str, ...]]:  # fmt: skip
-    _check_headers(index, directory, places)
-    checked(index, directory / INDEX_NAME, [data_bytes(place) for place in places])
+    _check_sound(index, directory, places)
     read, damages = 0, []
     with DataReader(places) as data:
         for tensor in index.tensors:
@@ -155,19 +162,40 @@ def _verified(index: Index, directory: Path,
     return read, tuple(damages)
 
 
+def _unverified(directory: Path) -> Answer:
+    """There is no index. raises DurableDamaged, if there has to be one"""
+    other = committed_elsewhere(directory)
+    if other is None:
+        _check_uncommitted(directory)
+        told = "no commit, nothing to verify"
+    else:
+        told = f"a file of the run in {other.first}: `zinf disk verify {other.first}` reads it"
+    return Answer(f"{directory}: {told}", Verdict(str(directory), None, 0, ()))
+
+
+def _check_sound(index: Index | None, directory: Path, places: Sequence[Path]) -> None:
+    """All but the checksums of the data. raises DurableHeld, DurableDamaged, DiskUnusable"""
+    if index is None:
+        _check_uncommitted(directory)
+        return
+    _check_headers(index, directory, places)
+    checked(index, directory / INDEX_NAME, [data_bytes(place) for place in places])
+
+
 def _check_uncommitted(directory: Path) -> None:
     """raises  DurableHeld, DurableDamaged, if the data file belongs to a commit"""
     if (header := committed_elsewhere(directory)) is not None:
         raise DurableHeld(directory, f"holds a file of the run in {header.first}")
     found = read_header(directory)
     if found is not None and found.committed:
-        raise DurableDamaged(Path(found.first) / INDEX_NAME, "the index", "is gone; "
-                             f"{directory / DATA_NAME} belongs to a commit")  # fmt: skip
+        raise index_gone(directory, found)
 
 
 def _check_headers(index: Index, directory: Path, places: Sequence[Path]) -> None:
     for number, place in enumerate(places):
         header = read_header(place)
+        if number > 0:
+            check_original(directory, index, number, place)
         if header is None or (header.run, header.number) != (index.run, number):
             raise DurableDamaged(place / DATA_NAME, "the data file", "is gone, or of another run "
                                  f"than {directory / INDEX_NAME}")  # fmt: skip

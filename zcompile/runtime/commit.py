@@ -191,7 +191,7 @@ class Ledger:
         tensors = tuple(_resting(name, entry, layout, versions[name])
                         for name, (entry, layout) in named.items())  # fmt: skip
         index = rf.Index(self.files.run, step, self.serial, time.strftime("%F %T"),
-                         self.tier.granule, tuple(map(str, self.files.directories)), tensors,
+                         self.tier.granule, self.files.named, tensors,
                          rows, meta)  # fmt: skip
         return rf.encode(index, raw)
 

@@ -27,7 +27,7 @@ from zcompile.runtime.index import (
     switch_index,
     sync_directory,
 )
-from zcompile.runtime.reclaim import committed_elsewhere
+from zcompile.runtime.reclaim import check_original, committed_elsewhere, index_gone
 from zcompile.runtime.tier_file import TierFile
 
 logger = logging.getLogger("zcompile.runtime.durable_files")
@@ -78,11 +78,13 @@ class DurableFile(TierFile):
 class DurableFiles:
     """The data files of one run over `directories`, whose claims are held when `open` is called.
 
+    named  the directories, as files name them to others
     index, smalls  the last commit and the bytes of its small tensors; None if there was none
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.directories = tuple(directories)
+        self.named = tuple(str(directory.absolute()) for directory in directories)
         self.index: Index | None = None
         self.smalls = b""
         self.run = os.urandom(8).hex()
@@ -107,6 +109,8 @@ class DurableFiles:
             self._remove_uncommitted(directory)
         else:
             self._check_header(directory, header)
+            if number > 0:
+                check_original(self.home, self.index, number, directory)
         file = DurableFile(directory, header, found=self.index is not None)
         self.files.append(file)
         if number == len(self.directories) - 1 and self.index is not None:
@@ -141,7 +145,7 @@ class DurableFiles:
         self._marked = True
 
     def _header(self, number: int, committed: bool) -> DataHeader:
-        return DataHeader(self.run, number, len(self.directories), str(self.home), committed)
+        return DataHeader(self.run, number, len(self.directories), self.named[0], committed)
 
     def _find_index(self) -> None:
         (self.home / f"{INDEX_NAME}.new").unlink(missing_ok=True)  # a commit that did not happen
@@ -177,8 +181,7 @@ class DurableFiles:
             raise DurableHeld(directory, f"holds file {found.number} of the run that is committed "
                               f"in {found.first}, which has to be given first")  # fmt: skip
         if found.committed:
-            raise DurableDamaged(Path(found.first) / INDEX_NAME, "the index", "is gone; "
-                                 f"{directory / DATA_NAME} belongs to a commit")  # fmt: skip
+            raise index_gone(directory, found)
         logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
                        "is removed", directory, DATA_NAME)  # fmt: skip
         (directory / DATA_NAME).unlink()

@@ -119,6 +119,23 @@ def test_a_durable_run_over_a_checkpoint_outlives_a_save_of_another_model(tmp_pa
     again.close()
 
 
+def test_arguments_in_another_order_are_told_with_the_right_one(tmp_path):
+    model, optimizer = mlp(), torch.optim.SGD(mlp().parameters())
+    with pytest.raises(Unsupported, match=r"call zcompile\.save\(path, model, optimizer\)"):
+        zcompile.save(model, tmp_path / "c", optimizer)
+    with pytest.raises(Unsupported, match=r"call zcompile\.resume\(path, model, optimizer\)"):
+        zcompile.resume(tmp_path, optimizer, model)
+    with pytest.raises(Unsupported, match=r"call zcompile\.load\(model, paths\)"):
+        zcompile.load(tmp_path, model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_not_resumed(tmp_path):
+    zcompile.save(tmp_path, mlp())
+    with pytest.raises(CheckpointInvalid, match=r"is a file, .*zcompile\.load reads weights"):
+        zcompile.resume(tmp_path / "model.safetensors", mlp())
+
+
 KILLED = """
 import os, signal, sys
 import torch, zcompile

@@ -9,7 +9,7 @@ import torch
 from durable_runs import Net, Run, after_a_crash, plain, same
 
 import zcompile
-from zcompile.errors import Unsupported
+from zcompile.errors import CheckpointInvalid, Unsupported
 from zcompile.runtime.index import read_index
 
 SGD = partial(torch.optim.SGD, momentum=0.0)
@@ -79,3 +79,22 @@ def test_extra_of_the_last_step_is_not_told(tmp_path, caplog):
         assert run.resume() == {"epoch": 7, "step": 2}
     run.train(2, 3).close()
     assert "extra (" not in caplog.text
+
+
+def test_a_checkpoint_in_the_directory_of_a_run_without_a_commit_is_not_passed_over(tmp_path):
+    zcompile.save(tmp_path, Net())
+    run = Run(tmp_path)
+    with pytest.raises(Unsupported, match=r"but a checkpoint .*; give another directory as disk"):
+        run.resume()
+    run.close()
+
+
+def test_weights_of_a_durable_directory_are_got_by_resume(tmp_path):
+    run = Run(tmp_path).train(0, 1)
+    expected = list(map(plain, run.model.state_dict().values()))
+    run.close()
+    model = Net()
+    with pytest.raises(CheckpointInvalid, match=r"durable run.*zcompile\.resume\('.*', model\)"):
+        zcompile.load(model, tmp_path)
+    zcompile.resume(tmp_path, model)
+    assert same(list(model.state_dict().values()), expected)

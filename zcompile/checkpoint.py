@@ -26,7 +26,12 @@ from torch import nn
 from zcompile.checkpoint_directory import STATE_FILE, replacing, standing, sync
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
 from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
-from zcompile.errors import CheckpointMismatch, CheckpointUnwritable
+from zcompile.errors import (
+    CheckpointInvalid,
+    CheckpointMismatch,
+    CheckpointUnwritable,
+    Unsupported,
+)
 from zcompile.model_state import Held, fact_of, held_by
 from zcompile.runtime.session import session_of
 from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
@@ -74,6 +79,7 @@ def save(
               `scheduler=scheduler.state_dict()`
     raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
     """
+    _check_order("save(path, model, optimizer)", path, model)
     if (ledger := ledger_over(path, model)) is not None:
         commit(ledger, model, optimizer, extra)
         return
@@ -122,11 +128,16 @@ def resume(
 
     raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
     """
+    _check_order("resume(path, model, optimizer)", path, model)
     if (ledger := ledger_over(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
     if is_durable(path):
         return resume_copy(path, model, optimizer)
     directory = standing(Path(path))
+    if directory.is_file():
+        raise CheckpointInvalid(directory, "is a file, and a checkpoint is a directory",
+                                "name the one that zcompile.save wrote; zcompile.load reads "
+                                "weights from files")  # fmt: skip
     with Loader() as loader:
         return restore(CheckpointSource(directory, loader), model, optimizer)
 
@@ -144,6 +155,7 @@ def load(
     raises  CheckpointInvalid; CheckpointMismatch for shapes too, whatever `strict`; then nothing
             has changed
     """
+    _check_order("load(model, paths)", paths, model)
     found = places(_files(paths))
     held = held_by(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
@@ -163,6 +175,15 @@ def load(
             if first in held.tensors and (name == first or first not in found):
                 loader.fill(place.path, name, place.row, held.tensors[first].detach())
     return Loaded(missing, unexpected)
+
+
+def _check_order(call: str, path: object, model: object) -> None:
+    """raises  Unsupported, if the model is not where `call` has it"""
+    if isinstance(path, nn.Module) or not isinstance(model, nn.Module):
+        raise Unsupported(
+            f"{type(model).__name__} was given as the model, {type(path).__name__} as the path",
+            f"call zcompile.{call}",
+        )
 
 
 def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
@@ -212,6 +233,10 @@ def _files(paths: Paths) -> list[Path]:
     """The files themselves. raises CheckpointInvalid"""
     files: list[Path] = []
     for path in _listed(paths):
+        if is_durable(path) and not any(path.glob("model*.safetensors*")):
+            raise CheckpointInvalid(path, "is the directory of a durable run, and holds no "
+                                    "safetensors files", f"zcompile.resume({str(path)!r}, model) "
+                                    "reads its last commit")  # fmt: skip
         files += read_index(standing(path), "model") if not path.is_file() else [path]
     return files
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zcompile.checkpoint_directory import STATE_FILE
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported
 from zcompile.model_state import Fact
 from zcompile.runtime.adopting import Adopter, Copier
@@ -146,7 +147,7 @@ def resume_durable(
             "process",
         )
     if found is None:
-        raise NothingCommitted(ledger.files.home, "holds no commit")
+        raise _nothing_in(ledger.files.home)
     check_all(found, ledger.files.directories)
     adopter = Adopter(ledger, found)
     source = DurableSource(ledger.files.home, found, ledger.files.smalls, adopter)
@@ -158,6 +159,17 @@ def resume_durable(
     logger.info("%s: resumed at step %d", ledger.files.home, found.step)
     _tell_age(ledger.files.home, extra, found)
     return {**extra, "step": found.step}
+
+
+def _nothing_in(directory: Path) -> NothingCommitted | Unsupported:
+    if not (directory / STATE_FILE).exists():
+        return NothingCommitted(directory, "holds no commit")
+    return Unsupported(  # whoever trains on after NothingCommitted would not go on from it
+        f"disk={str(directory)!r} holds no commit, but a checkpoint that zcompile.save wrote, and "
+        "a durable run does not continue from one in its own directory",
+        f"give another directory as disk, and call zcompile.resume({str(directory)!r}, model, "
+        "optimizer) to continue from the checkpoint",
+    )
 
 
 def _optimizer_in(found: Index) -> str | None:

@@ -173,3 +173,35 @@ def test_after_a_step_that_broke_off_nothing_is_committed(tmp_path):
 
 def _interrupted(*args, **kwargs):
     raise KeyboardInterrupt
+
+
+def test_what_a_commit_would_not_hold_is_refused_before_it_is_changed(tmp_path):
+    run = Run(tmp_path)
+    head = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.AdamW([*run.model.parameters(), *head.parameters()])
+    head(run.model(torch.ones(8, WIDTH))).sum().backward()
+    before = head.weight.detach().clone()
+    with pytest.raises(Unsupported, match=r"2 of [0-9]+ parameters that are not those"):
+        optimizer.step()
+    assert torch.equal(head.weight, before)
+    run.close()
+
+
+def test_two_modules_of_one_init_are_not_half_committed(tmp_path):
+    with zcompile.init(device="cpu", disk=tmp_path, durable=True):
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    second(first(torch.ones(2, 4))).sum().backward()
+    with pytest.raises(Unsupported, match="make one module of all that is trained"):
+        optimizer.step()
+    zcompile.close(first)
+
+
+def test_extra_is_kept_as_it_was_given(tmp_path):
+    run, extra = Run(tmp_path).train(0, 1), {"seen": [1]}
+    zcompile.save(tmp_path, run.model, run.optimizer, data=extra)
+    extra["seen"].append(2)
+    run.train(1, 2).close()
+    found = Run(tmp_path)
+    assert found.resume()["data"] == {"seen": [1]}
+    found.close()

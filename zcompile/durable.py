@@ -4,6 +4,7 @@ What a step commits is what `training_state` describes; where the bytes lie is t
 runtime. Resuming moves nothing that rests on disk: entries take the extents that the index names.
 """
 
+import copy
 import logging
 import os
 import weakref
@@ -59,6 +60,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
     ledger = session.ledger
     if ledger is None:
         return
+    _check_trained(_model_of(session), optimizer)
     ledger.check(_changing(session, optimizer))
     _check_resumed(ledger)
     known = ledger.optimizer() if ledger.optimizer is not None else None
@@ -69,6 +71,20 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
             "durable=False and zcompile.save",
         )
     ledger.optimizer = weakref.ref(optimizer)
+
+
+def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
+    """raises  Unsupported, if the optimizer changes what a commit of `model` would not hold"""
+    held = set(map(id, model.parameters()))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    others = [param for param in params if id(param) not in held]
+    if others:
+        raise Unsupported(
+            f"{type(optimizer).__name__} trains {len(others)} of {len(params)} parameters that are "
+            f"not those of the durable {type(model).__name__}, and a commit would lose them",
+            "make one module of all that is trained, and offload that, or build it as one under "
+            "zcompile.init",
+        )
 
 
 def _check_resumed(ledger: Ledger) -> None:
@@ -120,7 +136,7 @@ def commit(
             "give it to zcompile.save over a durable directory by another name",
         )
     _check_resumed(ledger)
-    kept = ledger.extra if extra is None else dict(extra)
+    kept = ledger.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     if optimizer is None and ledger.optimizer is not None:
         optimizer = ledger.optimizer()
     step = ledger.step if step is None else step

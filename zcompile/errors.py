@@ -93,11 +93,9 @@ class DiskOwned(ZinfError, RuntimeError):
     """Another store holds the directory."""
 
     def __init__(self, path: Path, owner: str) -> None:
-        ours = owner.startswith("another model")
-        todo = "call zcompile.close on the other" if ours else "end that process"
         super().__init__(
             f"disk={str(path)!r} is in use by {owner}; give each model a directory of its own, "
-            f"or {todo}"
+            "or end that process, or call zcompile.close on the other model"
         )
 
 

@@ -273,3 +273,13 @@ def test_an_optimizer_of_ones_own_works_tensor_by_tensor_and_is_told_once(tmp_pa
 def test_a_streamed_optimizer_is_told_nothing(tmp_path, caplog):
     both(tmp_path, lambda m: optim.AdamW(m.parameters(), fused=True))
     assert not [r for r in caplog.records if "gathered whole" in r.message]
+
+
+def test_an_optimizer_that_is_told_nothing_chooses_as_for_plain_tensors(tmp_path, monkeypatch):
+    """On CUDA it takes list kernels, which round otherwise than the loop does."""
+    from torch.optim import optimizer
+
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    for model in (mlp(), on_disk(mlp(), tmp_path)):
+        params = list(model.parameters())
+        assert optimizer._default_to_fused_or_foreach(params, False) == (False, True)

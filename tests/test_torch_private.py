@@ -89,11 +89,13 @@ def is_traced() -> None:
 
 @contract
 def support_foreach() -> None:
+    from torch.optim import optimizer
     from torch.utils._foreach_utils import _foreach_supported_types
 
     private.support_foreach(TieredTensor)
-    assert _foreach_supported_types.count(TieredTensor) == 1
-    assert Tensor in _foreach_supported_types
+    for types in (_foreach_supported_types, optimizer._foreach_supported_types):
+        assert types.count(TieredTensor) == 1
+        assert Tensor in types
 
 
 @contract

@@ -19,8 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
-from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zcompile.errors import TorchUnsupported
@@ -77,10 +78,12 @@ def support_foreach(cls: type[Tensor]) -> None:
     """Let stock optimizers choose for `cls` what they choose for plain tensors.
 
     Without it `foreach=None` means the for-loop for a subclass and the fused list kernels for a
-    plain tensor on CUDA, which round differently. DTensor registers itself in the same way.
+    plain tensor on CUDA, which round differently. Optimizers ask one list of types, clipping asks
+    another.
     """
-    if cls not in _foreach_supported_types:
-        _foreach_supported_types.append(cls)
+    for types in (_foreach_lists, _foreach_optimizers):
+        if cls not in types:
+            types.append(cls)
 
 
 def aot_backend(

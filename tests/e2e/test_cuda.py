@@ -42,9 +42,8 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-def train(model, run, steps, foreach):
-    fused = None if foreach else True
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=foreach)
+def train(model, run, steps, form):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **form)
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(2)
     losses = []
@@ -60,10 +59,11 @@ def train(model, run, steps, foreach):
     return losses
 
 
-@pytest.mark.parametrize("foreach", [None, True], ids=["fused", "foreach"])
+@pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}],
+                         ids=["fused", "foreach", "default"])  # fmt: skip
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
 @pytest.mark.parametrize("host", ["2MiB", "256MiB"], ids=["disk", "host"])
-def test_every_bit_is_that_of_eager_on_the_same_gpu(host, breaks, foreach, tmp_path):
+def test_every_bit_is_that_of_eager_on_the_same_gpu(host, breaks, form, tmp_path):
     torch._dynamo.reset()
     torch.manual_seed(0)
     plain = Model(breaks=breaks).cuda()
@@ -71,7 +71,7 @@ def test_every_bit_is_that_of_eager_on_the_same_gpu(host, breaks, foreach, tmp_p
     model = Model(breaks=breaks)
     zcompile.offload(model, device="cuda", device_memory="8MiB", host_memory=host, disk=tmp_path)
     run = torch.compile(model, backend=zinf)
-    assert train(model, run, 6, foreach) == train(plain, plain, 6, foreach)
+    assert train(model, run, 6, form) == train(plain, plain, 6, form)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.detach().cpu(), q.detach().cpu()), name
     stats = zcompile.stats(model)

@@ -44,7 +44,7 @@ SENTENCES = {
     errors.DiskOwned: (
         (DISK, "process 12"),
         "disk='/data' is in use by process 12; give each model a directory of its own, "
-        "or end that process",
+        "or end that process, or call zcompile.close on the other model",
     ),
     errors.IOFault: (
         (28, "write", DISK / "tier.bin", "a.weight", 4096, 512, 8192, "No space left on device"),

@@ -133,7 +133,7 @@ def test_a_range_is_taken_once(ranges):
         free = not wanted & taken and offset + length <= 16
         assert extents.take_at(offset, length) == free
         taken |= wanted if free else set()
-    assert [at for low, high in extents.holes() for at in range(low, high)] == sorted(
+    assert [at for low, high in extents._free for at in range(low, high)] == sorted(
         set(range(16)) - taken
     )
     assert extents.used_bytes == len(taken)

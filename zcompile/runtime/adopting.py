@@ -12,7 +12,6 @@ from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.index import Index, Resting
 from zcompile.runtime.store import Entry
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Extent
 from zcompile.runtime.versions import Versions
 
@@ -57,7 +56,7 @@ class Adopter(Copier):
         self._ledger.adopting = True
         versions = Versions(committed=_extent(kept), pieces=Pieces(kept.pieces), step=kept.step)
         written = [(begin, end) for begin, end in kept.written]
-        if isinstance(entry.place.tier, HostTier):
+        if entry.place.tier.in_memory:
             entry.store.zero(entry)
             with DataReader(self._directories) as data:
                 for begin, end in written:

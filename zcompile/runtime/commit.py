@@ -26,7 +26,6 @@ from zcompile.runtime.moving import Moving
 from zcompile.runtime.staging import Staging
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.tier_durable import DurableTier
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Extent
 from zcompile.runtime.versions import Versions
 from zcompile.specs import Layout
@@ -155,14 +154,14 @@ class Ledger:
         return lying
 
     def _extent_of(self, entry: Entry) -> Extent | None:
-        if not isinstance(entry.place.tier, HostTier):
+        if not entry.place.tier.in_memory:
             return entry.place.extent
         copy = self._copies.get(entry.key)
         return None if copy is None else copy.extent
 
     def _saved(self, name: str, entry: Entry, moving: "Moving") -> Extent:
         """Where the durable tier holds the entry; what rests on the host is sent there."""
-        if not isinstance(entry.place.tier, HostTier):
+        if not entry.place.tier.in_memory:
             return entry.place.extent
         copy = self._copies.get(entry.key)
         if copy is None:
@@ -221,14 +220,14 @@ def _sorted(named: Named) -> tuple[Named, Mapping[str, Tensor]]:
 
 
 def _small(entry: Entry, layout: Layout) -> bool:
-    on_host = isinstance(entry.place.tier, HostTier)
+    on_host = entry.place.tier.in_memory
     return on_host and entry.nbytes <= MOST_SMALL_BYTES and layout.offset == 0
 
 
 def _value(entry: Entry, layout: Layout) -> Tensor:
     """Of a small entry on the host; nothing is under way on it."""
     tier, place = entry.place.tier, entry.place
-    assert isinstance(tier, HostTier)
+    assert tier.in_memory
     pieces = list(tier.pieces(place.extent, 0, entry.nbytes))
     if len(pieces) == 1 and place.written.covers(0, entry.nbytes):
         return layout.view(pieces[0][1])

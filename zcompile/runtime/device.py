@@ -79,9 +79,6 @@ class Device(Protocol):
     def stamp(self) -> Stamp:
         """This moment of compute, for a stopwatch."""
 
-    def elapsed(self, begin: Stamp, end: Stamp) -> float:
-        """Seconds between two stamps; blocks until compute has passed both."""
-
     def close(self) -> None:
         """Stop copying and let go of host memory; idempotent."""
 

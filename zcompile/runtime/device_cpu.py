@@ -104,9 +104,6 @@ class CpuDevice:
     def stamp(self) -> Stamp:
         return CpuStamp(time.perf_counter())
 
-    def elapsed(self, begin: Stamp, end: Stamp) -> float:
-        return begin.until(end)
-
     def close(self) -> None:
         for pace in self._paces.values():
             pace.open()

@@ -148,9 +148,6 @@ class CudaDevice:
         event.record(_CUDA.current_stream(self.torch_device))
         return CudaStamp(event)
 
-    def elapsed(self, begin: Stamp, end: Stamp) -> float:
-        return begin.until(end)
-
     def close(self) -> None:
         for workers in (*self._reapers.values(), self._host):
             workers.stop()

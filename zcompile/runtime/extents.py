@@ -49,10 +49,6 @@ class Extents:
         self.used_bytes += end - offset
         return True
 
-    def holes(self) -> list[tuple[int, int]]:
-        """The free ranges, (begin, end), ordered."""
-        return list(self._free)
-
     def give(self, offset: int, nbytes: int) -> None:
         """Take back what `take` returned."""
         nbytes = self.aligned(nbytes)

@@ -16,7 +16,6 @@ from zcompile.runtime.place import Place
 from zcompile.runtime.staging import Staging
 from zcompile.runtime.ticket import Countdown, Promise
 from zcompile.runtime.tier_durable import DurableTier
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Buffer, Extent
 from zcompile.runtime.versions import Versions
 
@@ -76,9 +75,7 @@ class Moving:
 
     def _write(self, place: Place, extent: Extent, begin: int, end: int,
                buffer: Buffer) -> Promise:  # fmt: skip
-        host = place.tier
-        assert isinstance(host, HostTier)
-        for at, memory in host.pieces(place.extent, begin, min(end, place.extent.nbytes)):
+        for at, memory in place.tier.pieces(place.extent, begin, min(end, place.extent.nbytes)):
             copy_bytes(buffer.memory[at - begin :], memory, memory.numel())
         return self._tier.write(extent, begin, buffer.part(0, end - begin))
 

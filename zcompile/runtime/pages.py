@@ -39,7 +39,7 @@ def give_back_freed_blocks() -> None:
 
 
 def trim_heap() -> None:
-    """Give what malloc keeps free back to the system: after a compilation 100 MiB were measured."""
+    """Give what malloc keeps free back to the system; a compilation leaves much of that behind."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

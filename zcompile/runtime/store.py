@@ -27,7 +27,6 @@ from zcompile.runtime.place import Place
 from zcompile.runtime.plant import closed_error, open_plant, shut
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Stretch
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
@@ -150,11 +149,13 @@ class Store:
         return self._submit(fetch, after)
 
     def lendable(self, entry: Entry) -> bool:
-        """Whether compute can reach the bytes of `entry` where they rest: on the host, for the
-        emulated device, unless its links are throttled so that they show."""
-        device, tier = self.device, entry.place.tier
-        reach = device.torch_device.type == "cpu" and device.straight("h2d")
-        return reach and device.straight("d2h") and isinstance(tier, HostTier) and tier.whole
+        """Whether compute can reach the bytes of `entry` where they rest, in one piece: on the
+        host, for the emulated device, unless its links are throttled so that they show."""
+        device, place = self.device, entry.place
+        if device.torch_device.type != "cpu" or not place.tier.in_memory:
+            return False
+        unseen = device.straight("h2d") and device.straight("d2h")
+        return unseen and sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> Tensor:
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
@@ -164,9 +165,8 @@ class Store:
         """
         self._enter(entry.name)
         self._settle(entry)
-        tier = entry.place.tier
-        assert isinstance(tier, HostTier), "only what rests on the host can be lent"
-        ((_, memory),) = tier.pieces(entry.place.extent, begin, begin + nbytes)
+        place = entry.place
+        ((_, memory),) = place.tier.pieces(place.extent, begin, begin + nbytes)
         self._mover.borrow(entry.place, begin, memory, writes)
         entry.version += int(writes)
         return memory

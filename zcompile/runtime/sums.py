@@ -13,7 +13,6 @@ from torch import Tensor
 from zcompile.runtime.pages import clear_bytes
 from zcompile.runtime.place import Place
 from zcompile.runtime.ticket import Countdown, Ticket
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Buffer
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.transfers import LeftChunk, Put
@@ -41,7 +40,7 @@ class Add(Put):
         both = Countdown()
         both.then(partial(self._sum_later, begin, end, buffer))
         low, high = self.place.blocks(begin, end)
-        if not isinstance(self.place.tier, HostTier) and self.was.touches(low, high):
+        if not self.place.tier.in_memory and self.was.touches(low, high):
             both.hold()
             self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(both.drop)
         self.means.device.copy("d2h", buffer.memory[half : half + end - begin],
@@ -58,7 +57,7 @@ class Add(Put):
             return
         new = buffer.memory[buffer.nbytes // 2 :]
         tier, extent = self.place.tier, self.place.extent
-        if isinstance(tier, HostTier):
+        if tier.in_memory:
             for at, memory in tier.pieces(extent, begin, end):
                 self._add(memory, new[at - begin : at - begin + memory.numel()], at)
             self.written(buffer, None)

@@ -8,9 +8,11 @@ know of it. When the index has been switched (`commit.py`), the old extents are 
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+
+from torch import Tensor
 
 from zcompile.errors import DiskUnusable, TierFull
 from zcompile.runtime.checksums import BEST, SUMS
@@ -30,6 +32,7 @@ class DurableTier:
     """
 
     name = "disk"
+    in_memory = False
 
     def __init__(self, disk: TierIO, files: DurableFiles,
                  crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
@@ -56,6 +59,9 @@ class DurableTier:
     def adopt(self, versions: Versions, nbytes: int, name: str) -> Extent:
         """An extent with the versions that another one had, or that a commit names."""
         return self._enter(versions, nbytes, name)
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return iter(())
 
     def release(self, extent: Extent) -> None:
         with self._lock:

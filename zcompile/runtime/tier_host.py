@@ -34,10 +34,10 @@ class HostTier:
     name = "host"
     alignment = 64  # of every dtype and of a cache line
     granule = 1
+    in_memory = True
 
     def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
                  in_use: Gauge, whole: bool = False) -> None:  # fmt: skip
-        self.whole = whole
         self._block_bytes = max(budget_bytes, 1) if whole else BLOCK_BYTES
         self._extents = Extents(self.alignment, budget_bytes)
         self._make_block = make_block

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from zcompile.errors import DiskUnusable, ParameterChanged, TierFull
 from zcompile.runtime import ring_choice
 from zcompile.runtime.claim import Claim
@@ -42,6 +44,7 @@ class DiskTier:
 
     name = "disk"
     alignment = ALIGNMENT
+    in_memory = False
 
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],
@@ -85,6 +88,9 @@ class DiskTier:
                 raise TierFull(name, nbytes, [self.usage()])
             self._measure()
             return extent
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return iter(())
 
     def release(self, extent: Extent) -> None:
         with self._lock:

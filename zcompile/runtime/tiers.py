@@ -5,7 +5,7 @@ order things happen, and how bytes reach the device is known to others.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,11 +66,16 @@ class TierIO(Protocol):
     name: str
     alignment: int
     """Extents begin and end at multiples of this."""
+    in_memory: bool
+    """Whether copies, and compute where it can reach them, may touch the bytes where they rest."""
 
     @property
     def granule(self) -> int:
         """Memory address, `begin` and size of every read and write are multiples of this, which
         divides `alignment`."""
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Bytes [begin, end) as (where it begins, memory), in order; nothing, if not in memory."""
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         """Room for `nbytes`, rounded up to the alignment; its content is anything.

@@ -16,7 +16,6 @@ from torch import Tensor
 from zcompile.runtime.device import Arriving, Direction, Landing
 from zcompile.runtime.pages import clear_bytes, copy_bytes
 from zcompile.runtime.ticket import Callback
-from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Buffer
 from zcompile.runtime.transfer import Transfer
 
@@ -30,7 +29,7 @@ class Fetch(Transfer):
             if not held:
                 self.hold(1)
                 self.clear(self.part(begin, end))
-            elif isinstance(self.place.tier, HostTier):
+            elif self.place.tier.in_memory:
                 for at, memory in self.place.tier.pieces(self.place.extent, begin, end):
                     self.hold(1)
                     self.copy(self.part(at, at + memory.numel()), memory, self)
@@ -110,7 +109,7 @@ class Put(Transfer):
     writes = True
 
     def _issue(self) -> None:
-        if not isinstance(self.place.tier, HostTier):
+        if not self.place.tier.in_memory:
             self._to_disk()
             return
         for at, memory in self.place.tier.pieces(self.place.extent, self.begin, self.end):

@@ -2,10 +2,13 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from zcompile.cli import main
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported; without a GPU its kernels are interpreted.
@@ -24,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            # What only a GPU can show is shown on one; everywhere else it is seen to be skipped.
+            # What only a GPU can show is shown on one; the same code paths are tested on the CPU
+            # device, so nothing is unseen without a GPU but CUDA itself. The skip says so, visibly.
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
@@ -56,3 +60,15 @@ def golden(request: pytest.FixtureRequest) -> str | Accepting:
     if not path.exists():
         pytest.fail(f"there is no {path.relative_to(TESTS)}; write it with pytest --accept")
     return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def zinf(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of a command."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = main([str(arg) for arg in argv])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

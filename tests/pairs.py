@@ -119,3 +119,20 @@ def entries(model: nn.Module, kind: Kind | None = None) -> list[str]:
     store = session_behind(model)
     store._enter("a test")
     return sorted(e.name for e in store._entries.values() if kind in (None, e.kind))
+
+
+def other(model: nn.Module) -> nn.Module:
+    """The same kind of model, with other values."""
+    torch.manual_seed(99)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            value.copy_(torch.ones(()).expand(value.shape))
+    return model
+
+
+def assert_alike(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        plain = theirs[name].cpu() if hasattr(theirs[name], "entry") else theirs[name]
+        assert_equal(plain, ours[name])

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from durable_runs import Run, after_a_crash, same
-from pairs import assert_equal
+from pairs import assert_alike, assert_equal, other
 from small_models import mlp
 from torch import nn
 
@@ -22,23 +22,6 @@ from zcompile.errors import (
     IOFault,
     Unsupported,
 )
-
-
-def other(model: nn.Module) -> nn.Module:
-    """The same kind of model, with other values."""
-    torch.manual_seed(99)
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            value.copy_(torch.ones(()).expand(value.shape))
-    return model
-
-
-def assert_alike(a: nn.Module, b: nn.Module) -> None:
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert list(ours) == list(theirs)
-    for name in ours:
-        plain = theirs[name].cpu() if hasattr(theirs[name], "entry") else theirs[name]
-        assert_equal(plain, ours[name])
 
 
 def test_a_checkpoint_is_replaced_and_what_others_keep_there_stays(tmp_path):

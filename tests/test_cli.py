@@ -24,18 +24,6 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def zinf(capsys):
-    """Exit code, stdout and stderr of a command."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main([str(arg) for arg in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-@pytest.fixture
 def installed(monkeypatch):
     """As after `pip install`, also where the tests run from a bare checkout."""
     monkeypatch.setattr("zcompile.cli.doctor._backends", lambda: {"zinf"})

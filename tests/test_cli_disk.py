@@ -11,23 +11,10 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.cli import main
 from zcompile.offloading import session_behind
 from zcompile.runtime.index import read_index
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def zinf(capsys):
-    """Exit code, stdout and stderr of a command."""
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = main([str(arg) for arg in argv])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def train(*disks: Path, steps: int = 2) -> nn.Module:

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from offloaded import SMALL
-from pairs import assert_equal, on_disk
+from pairs import assert_alike, assert_equal, on_disk, other
 from small_models import GPT, mlp
 from torch import nn
 
@@ -40,28 +40,11 @@ class Layouts(nn.Module):
         self.register_buffer("scratch", torch.randn(3), persistent=False)
 
 
-def other(model: nn.Module) -> nn.Module:
-    """The same kind of model, with other values."""
-    torch.manual_seed(99)
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            value.copy_(torch.ones(()).expand(value.shape))
-    return model
-
-
 def train(model: nn.Module, optimizer, steps: int = 2) -> None:
     for _ in range(steps):
         model(torch.randint(0, 32, (2, 6))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_alike(a: nn.Module, b: nn.Module) -> None:
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert list(ours) == list(theirs)
-    for name in ours:
-        plain = theirs[name].cpu() if hasattr(theirs[name], "entry") else theirs[name]
-        assert_equal(plain, ours[name])
 
 
 @pytest.mark.parametrize("size", [5, 300_001])

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,6 @@ from zcompile.tensor_bytes import TensorBytes, bytes_of
 
 Told = Callable[[int], None]
 """Told how many more bytes have been written."""
-
-
-class Source(Protocol):
-    """What a part of a file is made of."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]: ...
 
 
 class Piece(NamedTuple):

@@ -172,7 +172,8 @@ class ValueUnset(ZinfError, RuntimeError):
 class Unsupported(ZinfError, NotImplementedError):
     """Something that cannot be done exactly, so it is not done at all.
 
-    A `NotImplementedError` too, which is what torch raises for an op it does not have.
+    A `NotImplementedError` too, on purpose: torch raises that for an op that a kind of tensor does
+    not have, and callers that have another way then take it.
     """
 
     def __init__(self, what: str, todo: str) -> None:

@@ -54,11 +54,14 @@ class Moment(NamedTuple):
 class Variant:
     """fields    of `zcompile.offload`; None trains plainly, in memory
     autocast  whether forward runs under torch.autocast in bf16
+    on_disk   built in memory and offloaded then, so that all room on the host is kept for
+              gradients, and weights and states rest on disk; else the host fills as it is built
     """
 
     name: str
     fields: dict[str, Any] | None
     autocast: bool = False
+    on_disk: bool = False
 
 
 @dataclass
@@ -112,6 +115,9 @@ def built(variant: Variant, disk: str) -> tuple[nn.Module, Callable[..., torch.T
     if variant.fields is None:
         model: nn.Module = GPT(SHAPE)
         return model, model
+    if variant.on_disk:
+        model = zcompile.offload(GPT(SHAPE), device="cpu", disk=disk, **variant.fields)
+        return model, torch.compile(model, backend="zinf")
     with zcompile.init(device="cpu", disk=disk, **variant.fields):
         model = GPT(SHAPE)
     return model, torch.compile(model, backend="zinf")
@@ -202,6 +208,8 @@ def variants_of(args: argparse.Namespace) -> list[Variant]:
     for host in args.host_memory:
         fields = {"device_memory": args.device_memory, "host_memory": host}
         found.append(Variant(f"zinf, host {host}", fields))
+        if host == args.host_memory[0]:
+            found.append(Variant(f"zinf, host {host}, weights on disk", fields, on_disk=True))
     if args.autocast:
         fields = {"device_memory": args.device_memory, "host_memory": args.host_memory[0]}
         narrow = fields | {"param_dtype": torch.bfloat16}

@@ -33,9 +33,11 @@ FLOORS = (
     {"zcompile.regions"},
     {"zcompile.printer", "zcompile.runs"},
     {"zcompile.liveness", "zcompile.packing"},
+    {"zcompile.steps"},
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
     {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file"},
+    {"zcompile.machine"},
     {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels"},
 )
 """Top to bottom. A room is a module, or a package with all its modules."""

@@ -176,7 +176,12 @@ class _Lowering:
             drop = self.last_reader.get(grad) is node
             self.instructions.append(
                 Reduce(
-                    self.registers[grad], self.handles[handle], self._mark(), drop, str(spec.name)
+                    self.registers[grad],
+                    self.handles[handle],
+                    self._mark(),
+                    drop,
+                    str(spec.name),
+                    spec.layout.nbytes,
                 )
             )
 

@@ -127,6 +127,7 @@ class Reduce:
     after: tuple[Ticket, ...] = ()
     drop: bool = True
     name: str = ""
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

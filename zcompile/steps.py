@@ -1,0 +1,82 @@
+"""A training step as it was seen: which schedules ran, in order, on which entries.
+
+Pure data, recorded in a real step or in one on paper; all planning of a whole step starts here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zcompile.schedule import Borrow, Fetch, Reduce, Schedule
+from zcompile.schedule import Store as StoreHome
+from zcompile.specs import Kind, Phase
+
+
+@dataclass(frozen=True)
+class EntryFact:
+    """One entry of the store, in the step that was recorded.
+
+    key     stands for the same entry in every call; a gradient's is that of its parameter, negated
+    nbytes  of the whole entry
+    home    tier it rested on: "device", "host" or "disk"
+    """
+
+    key: int
+    name: str
+    kind: Kind
+    nbytes: int
+    home: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """How one call uses one entry: bytes its compute reads and writes."""
+
+    key: int
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One walk of a schedule. `entries`: key of the entry behind each of its entry indices."""
+
+    schedule: Schedule
+    entries: tuple[int, ...]
+
+    @property
+    def phase(self) -> Phase:
+        return self.schedule.phase
+
+    def uses(self) -> Iterator[Use]:
+        """What compute needs of each entry, however the schedule at hand brings it."""
+        read: dict[int, int] = {}
+        written: dict[int, int] = {}
+        for x in self.schedule.instructions:
+            if isinstance(x, Fetch):
+                key = self.entries[x.entry]
+                read[key] = read.get(key, 0) + x.nbytes
+            elif isinstance(x, Borrow):
+                key = self.entries[x.entry]
+                read[key] = read.get(key, 0) + x.layout.nbytes
+                if x.writes:
+                    written[key] = written.get(key, 0) + x.layout.nbytes
+            elif isinstance(x, StoreHome):
+                key = self.entries[x.entry]
+                written[key] = written.get(key, 0) + x.nbytes
+            elif isinstance(x, Reduce):
+                key = -self.entries[x.entry]
+                written[key] = written.get(key, 0) + x.nbytes
+        for key in dict.fromkeys((*read, *written)):
+            yield Use(key, read.get(key, 0), written.get(key, 0))
+
+
+@dataclass(frozen=True)
+class Step:
+    """All calls from one end of an optimizer's step to the next, in order.
+
+    micro_batches  backward passes that fed it
+    """
+
+    calls: tuple[StepCall, ...]
+    facts: Mapping[int, EntryFact] = field(default_factory=dict)
+    micro_batches: int = 1

@@ -1,0 +1,205 @@
+"""A schedule arranged anew for a placement: what rests on the device is not moved any more.
+
+The passes plan a graph as if every parameter came from afar, since a graph does not know which
+entries a call will be about. Once a placement says what rests on the device, the same list is
+arranged for it: resident parameters are borrowed where they lie, and the fetches that are left
+start as early as the arena's window allows.
+
+        fetch a -> [0, 4K)                        fetch b -> [0, 8K)
+        fetch b -> [4K, 12K)                      borrow a
+        wait a                                    run 0
+        run 0                           ->        wait b
+        free a                                    run 1
+        wait b                                    free b
+        run 1
+        free b
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zcompile.packing import Block, aligned, pack
+from zcompile.passes.schedule_prefetch import Need, choose_starts
+from zcompile.schedule import (
+    SERIALS,
+    Borrow,
+    EntryIndex,
+    Fetch,
+    Free,
+    Instruction,
+    Reduce,
+    Run,
+    Schedule,
+    Slot,
+    Ticket,
+    Wait,
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A parameter in the arena: its three instructions, and the first and last run that read it."""
+
+    fetch: Fetch
+    wait: Wait
+    free: Free
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A schedule taken apart. `reduces[n]`: the gradients that leave after run n."""
+
+    runs: tuple[Run, ...]
+    values: tuple[Value, ...]
+    reduces: tuple[tuple[Reduce, ...], ...]
+
+
+def arrange(
+    schedule: Schedule,
+    resident: frozenset[EntryIndex],
+    budget_bytes: int | None,
+    max_lead: int,
+) -> Schedule:
+    """`schedule` (forward or backward) for a call whose `resident` entries rest on the device.
+
+    budget_bytes  of the arena, for what is fetched
+    max_lead      runs that a fetch may start ahead of its first reader
+    raises  BudgetExceeded, if what one run reads does not fit
+    """
+    stages = take_apart(schedule)
+    moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
+    needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
+    starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
+    blocks = [Block(s, v.last, v.fetch.nbytes) for s, v in zip(starts, moved, strict=True)]
+    slots = [
+        Slot(address, aligned(block.nbytes))
+        for address, block in zip(pack(blocks), blocks, strict=True)
+    ]
+    placed = [_placed(*each) for each in zip(moved, slots, strict=True)]
+    still = [v for v in stages.values if v not in moved]
+    instructions = tuple(_Assembly(stages, placed, starts, still).instructions())
+    return replace(
+        schedule,
+        instructions=instructions,
+        serial=next(SERIALS),
+        arena_bytes=max((slot.end for slot in slots), default=0),
+        peak_bytes=peak_of(instructions),
+        budget_bytes=budget_bytes,
+    )
+
+
+def take_apart(schedule: Schedule) -> Stages:
+    """Runs, what they read, and what leaves after them."""
+    runs: list[Run] = []
+    reduces: list[list[Reduce]] = [[]]
+    fetches: dict[Ticket, Fetch] = {}
+    waits: dict[int, tuple[Wait, int]] = {}
+    values = []
+    for x in schedule.instructions:
+        match x:
+            case Run():
+                runs.append(x)
+                reduces.append([])
+            case Fetch():
+                fetches[x.ticket] = x
+            case Wait():
+                waits[x.register] = (x, len(runs))
+            case Free():
+                wait, first = waits.pop(x.register)
+                last = max(first, len(runs) - 1)
+                values.append(Value(fetches[wait.ticket], wait, x, first, last))
+            case Reduce():
+                reduces[-1].append(x)
+            case _:
+                raise AssertionError(f"{x} in a schedule of a graph")
+    values.sort(key=lambda v: v.first)
+    return Stages(tuple(runs), tuple(values), tuple(tuple(r) for r in reduces))
+
+
+def peak_of(instructions: Sequence[Instruction]) -> int:
+    """The largest sum of slots taken at once, in bytes."""
+    now = peak = 0
+    for instruction in instructions:
+        if isinstance(instruction, Fetch):
+            now += instruction.slot.nbytes
+            peak = max(peak, now)
+        elif isinstance(instruction, Free):
+            now -= instruction.slot.nbytes
+    return peak
+
+
+def _placed(value: Value, slot: Slot) -> Value:
+    return replace(
+        value,
+        fetch=replace(value.fetch, slot=slot),
+        wait=replace(value.wait, slot=slot),
+        free=replace(value.free, slot=slot),
+    )
+
+
+class _Assembly:
+    """Writes the list down again; tickets say what a slot's next fetch must wait for."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        moved: Sequence[Value],
+        starts: Sequence[int],
+        still: Sequence[Value],
+    ) -> None:
+        self._stages = stages
+        self._starting: dict[int, list[Value]] = {}
+        self._arriving: dict[int, list[Value]] = {}
+        self._leaving: dict[int, list[Value]] = {}
+        self._borrowed: dict[int, list[Value]] = {}
+        for value, start in zip(moved, starts, strict=True):
+            self._starting.setdefault(start, []).append(value)
+            self._arriving.setdefault(value.first, []).append(value)
+            self._leaving.setdefault(value.last, []).append(value)
+        for value in still:
+            self._borrowed.setdefault(value.first, []).append(value)
+        given = [r.ticket for r in stages.runs if r.ticket is not None]
+        given += [v.fetch.ticket for v in stages.values]
+        self._next = max(given, default=-1) + 1
+        self._tickets = [run.ticket for run in stages.runs]
+        self._busy: list[tuple[Slot, int]] = []
+
+    def instructions(self) -> Iterator[Instruction]:
+        after = self._afters()
+        for n, run in enumerate(self._stages.runs):
+            yield from (replace(v.fetch, after=after[v.fetch.ticket])
+                        for v in self._starting.get(n, ()))  # fmt: skip
+            yield from (v.wait for v in self._arriving.get(n, ()))
+            yield from (_borrow(v) for v in self._borrowed.get(n, ()))
+            yield replace(run, ticket=self._tickets[n])
+            yield from (v.free for v in self._leaving.get(n, ()))
+            yield from self._stages.reduces[n + 1]
+
+    def _afters(self) -> dict[Ticket, tuple[Ticket, ...]]:
+        """What each fetch must come after: the last run that read what lay in its bytes."""
+        after: dict[Ticket, tuple[Ticket, ...]] = {}
+        for n in range(len(self._stages.runs)):
+            for value in self._starting.get(n, ()):
+                slot = value.fetch.slot
+                last = max((r for old, r in self._busy if old.overlaps(slot)), default=None)
+                after[value.fetch.ticket] = () if last is None else (self._ticket(last),)
+                self._busy = [
+                    (old, r) for old, r in self._busy
+                    if not (slot.address <= old.address and old.end <= slot.end)
+                ]  # fmt: skip
+            self._busy += [(v.free.slot, n) for v in self._leaving.get(n, ())]
+        return after
+
+    def _ticket(self, run: int) -> Ticket:
+        found = self._tickets[run]
+        if found is None:
+            found = self._tickets[run] = Ticket(self._next)
+            self._next += 1
+        return found
+
+
+def _borrow(value: Value) -> Borrow:
+    wait = value.wait
+    return Borrow(value.fetch.entry, 0, wait.layout, wait.register, False, wait.name)

@@ -6,23 +6,17 @@ computes, chunk k+1 arrives and chunk k-1 goes home. What rests where compute ca
 updated in place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-import torch
 
 from zcompile.errors import BudgetExceeded
 from zcompile.packing import aligned
 from zcompile.schedule import (
     SERIALS,
     Borrow,
-    EntryIndex,
     Fetch,
     Free,
     Instruction,
-    Region,
     Register,
     Run,
     Schedule,
@@ -32,6 +26,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, Phase
+from zcompile.step_rows import ChunkFunction, Column, Row, chunk_region
 from zcompile.units import MiB
 
 CHUNK_BYTES = 32 * MiB
@@ -41,40 +36,6 @@ CHUNK_ELEMENTS = 1024
 """Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 DEPTH = 3
 """Chunks in the arena at once: one arrives, one computes, one leaves."""
-
-ChunkFunction = Callable[[int, int, Sequence[Any]], None]
-"""(first element, one past the last, operand values): compute, in place, on that range."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A tiered operand of a row: `numel` elements from `begin` bytes into its entry on.
-
-    writes         whether the chunk is stored back
-    lasting        the entry outlives the step (a gradient does not)
-    resident       it is computed with where it rests; nothing moves
-    """
-
-    entry: EntryIndex
-    begin: int
-    dtype: torch.dtype
-    writes: bool
-    lasting: bool
-    name: str
-    resident: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """One elementwise computation over `numel` elements.
-
-    plains  input registers that every chunk is handed whole, after the columns
-    """
-
-    numel: int
-    columns: tuple[Column, ...]
-    plains: tuple[Register, ...]
-    compute: ChunkFunction
 
 
 def lower_step(
@@ -94,7 +55,7 @@ def lower_step(
     """
     depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name)
     lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
-    builder = _Builder(inputs, depth, lane_bytes)
+    builder = _Builder(name, inputs, depth, lane_bytes)
     for row, elements in zip(rows, sizes, strict=True):
         builder.add(row, elements)
     builder.finish()
@@ -172,7 +133,8 @@ class _Chunk:
 class _Builder:
     """Emits chunks as a software pipeline over `depth` lanes of the arena, taken in turn."""
 
-    def __init__(self, inputs: int, depth: int, lane_bytes: int) -> None:
+    def __init__(self, name: str, inputs: int, depth: int, lane_bytes: int) -> None:
+        self._name = name
         self._depth = depth
         self._lane_bytes = lane_bytes
         self._chunks = 0
@@ -241,11 +203,7 @@ class _Builder:
     def _compute(self, chunk: _Chunk) -> None:
         registers = [self._operand(chunk, n) for n in range(len(chunk.fetches))]
         done = self._ticket()
-        region = Region(
-            "step",
-            f"chunk [{chunk.first}, {chunk.last})",
-            partial(_call, chunk.row.compute, chunk.first, chunk.last),
-        )
+        region = chunk_region(self._name, chunk.row, chunk.first, chunk.last)
         self.instructions.append(
             Run(region, (*registers, *chunk.row.plains), (), ticket=done, names=())
         )
@@ -292,6 +250,4 @@ class _Builder:
         self._taken -= fetch.slot.nbytes
 
 
-def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:
-    compute(first, last, values)
-    return ()
+__all__ = ["ChunkFunction", "Column", "Row", "lower_step"]

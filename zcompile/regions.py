@@ -15,6 +15,7 @@ from torch import fx
 
 from zcompile.printer import target_of
 from zcompile.schedule import Region
+from zcompile.work import work_of
 
 Compiled = MutableMapping[str, Region]
 """Regions compiled so far, by structure."""
@@ -36,7 +37,7 @@ def compile_region(nodes: Sequence[fx.Node], compiled: Compiled) -> Region:
     """The region these nodes form, from `compiled` if one of equal structure is there."""
     key = structure(nodes)
     if key not in compiled:
-        compiled[key] = Region(key, _summary(nodes), _eager(nodes))
+        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes))
     return compiled[key]
 
 

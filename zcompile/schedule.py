@@ -39,17 +39,40 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a region does, counted and not measured; a dynamic size as it was when traced.
+
+    flops         of its matrix products, convolutions and attention
+    dense_nbytes  read and written by those
+    nbytes        read and written by all other ops; a view touches nothing
+    dtype         that most of `flops` are done in: "float32", "bfloat16", ...
+    ops           kernels: its ops without views
+    """
+
+    flops: int = 0
+    dense_nbytes: int = 0
+    nbytes: int = 0
+    dtype: str = "float32"
+    ops: int = 0
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
 class Region:
     """Compute between our ops, compiled once per structure.
 
     key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
     text  its ops, for people
     call  positional values in, a tuple of values out
+    work  what it computes and touches, from which its seconds can be predicted
     """
 
     key: str
     text: str
     call: Callable[..., tuple[Any, ...]]
+    work: Work = NO_WORK
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pairs import Holder, on_disk, plain_of
 from torch import nn
 from written import HIGH, LOW, fetch, free, run, schedule, wait
 
+from zcompile.handover import handover
 from zcompile.offloading import session_behind
-from zcompile.runtime.foresight import handover
 
 
 @pytest.fixture(autouse=True)

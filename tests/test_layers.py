@@ -36,7 +36,8 @@ FLOORS = (
     {"zcompile.steps", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
-    {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file"},
+    {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file",
+     "zcompile.machine_file"},
     {"zcompile.machine"},
     {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels"},
 )

@@ -4,7 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile.units import GiB, KiB, MiB, TiB, parse_rate, parse_size, show_size
+from zcompile.units import (
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    parse_flops,
+    parse_rate,
+    parse_size,
+    show_flops,
+    show_rate,
+    show_size,
+    write_flops,
+    write_rate,
+    write_size,
+)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [
@@ -86,3 +100,46 @@ def test_a_shown_size_is_read_back_within_its_digits(nbytes):
 def test_an_int_of_bytes_is_itself(nbytes):
     assert parse_size(nbytes) == parse_size(str(nbytes)) or nbytes >= 1 << 53
     assert parse_size(nbytes) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "flops_per_s"), [("70TFLOP/s", 70e12), ("1.5 gflop / s", 1.5e9), (3, 3.0)]
+)
+def test_a_rate_of_flops_is_read_as_written(text, flops_per_s):
+    assert parse_flops(text) == flops_per_s
+
+
+@pytest.mark.parametrize("text", ["70TFLOPS", "70TFLOP", "70TB/s", "70/s", "", None, True, 0, -1.0])
+def test_what_is_no_rate_of_flops_is_said_to_be_none(text):
+    with pytest.raises(ValueError, match="is not a rate"):
+        parse_flops(text)
+
+
+@pytest.mark.parametrize(("write", "value", "text"), [
+    (write_size, 20 * GiB, "20GiB"),
+    (write_size, 1792 * GiB, "1792GiB"),
+    (write_size, 80 * 10**9, "80GB"),
+    (write_size, 4097, 4097),
+    (write_rate, 3.25e9, "3.25GB/s"),
+    (write_rate, 1 / 3, 1 / 3),
+    (write_flops, 70e12, "70TFLOP/s"),
+    (write_flops, 1e12 / 3, 1e12 / 3),
+])  # fmt: skip
+def test_a_number_is_written_as_one_says_it_where_that_is_exact(write, value, text):
+    assert write(value) == text
+
+
+@given(st.integers(1, 1 << 70), st.floats(1e-3, 1e20))
+def test_what_is_written_is_read_back(nbytes, rate):
+    assert parse_size(write_size(nbytes)) == nbytes
+    assert parse_rate(write_rate(rate)) == parse_flops(write_flops(rate)) == rate
+
+
+@pytest.mark.parametrize(("show", "value", "text"), [
+    (show_rate, 3.254e9, "3.25 GB/s"),
+    (show_rate, 12, "12.0 B/s"),
+    (show_flops, 70e12, "70.0 TFLOP/s"),
+    (show_flops, 0.5, "0.50 FLOP/s"),
+])  # fmt: skip
+def test_a_rate_is_shown_with_three_digits(show, value, text):
+    assert show(value) == text

@@ -5,6 +5,7 @@ place where "20GiB" and "300MB/s" become numbers, and numbers become text.
 """
 
 import re
+from collections.abc import Callable, Mapping
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -16,6 +17,8 @@ _FACTORS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB,
 }  # fmt: skip
+_FLOPS = {"FLOP": 1, "KFLOP": 10**3, "MFLOP": 10**6, "GFLOP": 10**9,
+          "TFLOP": 10**12, "PFLOP": 10**15}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _RATE = re.compile(r"(.*?)\s*/\s*s\s*\Z")
 
@@ -54,6 +57,67 @@ def parse_rate(text: float | str) -> float:
     if text <= 0:
         raise ValueError(f"{text!r} is not a rate: it must be more than zero bytes per second")
     return float(text)
+
+
+def parse_flops(text: float | str) -> float:
+    """FLOPs per second from a number or from "70TFLOP/s".
+
+    raises  ValueError with a sentence, if the text is not such a rate or not positive
+    """
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
+        raise ValueError(f"{text!r} is not a rate; write FLOPs per second or '70TFLOP/s'")
+    rate = _RATE.match(text) if isinstance(text, str) else None
+    match = _SIZE.match(rate[1]) if rate else None
+    if isinstance(text, str) and (match is None or match[2].upper() not in _FLOPS):
+        raise ValueError(f"{text!r} is not a rate; write it like '70TFLOP/s'")
+    flops = float(text) if match is None else float(match[1]) * _FLOPS[match[2].upper()]
+    if flops <= 0:
+        raise ValueError(f"{text!r} is not a rate: it must be more than zero FLOPs per second")
+    return flops
+
+
+def write_size(nbytes: int) -> int | str:
+    """The shortest text that `parse_size` reads as exactly `nbytes`; the number if none does."""
+    units = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB")
+    factors = {unit: _FACTORS[unit.upper()] for unit in units}
+    texts = [f"{nbytes // n}{unit}" for unit, n in factors.items() if nbytes % n == 0]
+    exact = [text for text in texts if parse_size(text) == nbytes]
+    return min(exact, key=len, default=nbytes)
+
+
+def write_rate(bytes_per_s: float) -> float | str:
+    """A text that `parse_rate` reads as exactly `bytes_per_s`; the number if there is none."""
+    units = {unit: _FACTORS[unit] for unit in ("TB", "GB", "MB", "KB")}
+    return _written(bytes_per_s, units, parse_rate)
+
+
+def write_flops(flops_per_s: float) -> float | str:
+    """A text that `parse_flops` reads as exactly `flops_per_s`; the number if there is none."""
+    return _written(flops_per_s, dict(reversed(_FLOPS.items())), parse_flops)
+
+
+def _written(value: float, units: Mapping[str, int], parse: Callable[[str], float]) -> float | str:
+    for unit, factor in units.items():
+        text = f"{value / factor:.6g}{unit}/s"
+        if value >= factor and "e" not in text and parse(text) == value:
+            return text
+    return value
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """A rate for people: three digits and a decimal unit, as "3.25 GB/s"."""
+    return _shown(bytes_per_s, ("TB", "GB", "MB", "KB", "B"), _FACTORS)
+
+
+def show_flops(flops_per_s: float) -> str:
+    """A rate for people: three digits, as "70.0 TFLOP/s"."""
+    return _shown(flops_per_s, tuple(reversed(_FLOPS)), _FLOPS)
+
+
+def _shown(value: float, units: tuple[str, ...], factors: Mapping[str, int]) -> str:
+    unit = next((unit for unit in units if value >= factors[unit]), units[-1])
+    scaled = value / factors[unit]
+    return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {unit}/s"
 
 
 def show_size(nbytes: float) -> str:

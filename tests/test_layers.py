@@ -30,16 +30,18 @@ FLOORS = (
     {"zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
-    {"zcompile.regions"},
+    {"zcompile.proof"},
+    {"zcompile.regions", "zcompile.walks"},
     {"zcompile.printer", "zcompile.runs"},
-    {"zcompile.liveness", "zcompile.packing"},
-    {"zcompile.steps", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
+    {"zcompile.liveness", "zcompile.packing", "zcompile.home_bytes", "zcompile.happens_before"},
+    {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
     {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file",
      "zcompile.machine_file"},
     {"zcompile.machine"},
-    {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels"},
+    {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels",
+     "zcompile.byte_ranges"},
 )
 """Top to bottom. A room is a module, or a package with all its modules."""
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
@@ -29,6 +30,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.foresight = Foresight(store)
+        self.clocks = Clocks(store.device)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
         self.make_copy: MakeCopy | None = None
@@ -82,6 +84,7 @@ class _Walk:
         self.foresight = executor.foresight
         self.taken: set[Slot] = set()
         self.given: dict[int, Ticket] = {}
+        self.watch = executor.clocks.watch(schedule)
 
     def go(self) -> None:
         device, meter = self.store.device, self.store.meter
@@ -92,13 +95,16 @@ class _Walk:
             self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
             for index, instruction in enumerate(self.schedule.instructions):
+                self.watch.begins(index)
                 self._step(instruction)
+                self.watch.ends(index)
                 self.foresight.passed(self.call, index)
         except BaseException:
             self._abandon()
             self.foresight.abandon()
             raise
         meter.span(self._account, self.lap, device.stamp())
+        self.watch.over()
 
     @property
     def _account(self) -> str:

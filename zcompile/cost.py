@@ -1,0 +1,148 @@
+"""What things cost: seconds of a region, of an instruction, of a transfer; and whether to replan.
+
+Measured where something has run, predicted from work and machine where nothing may. Pure: what was
+measured comes in as data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from zcompile.machine import Compute, Link, Machine
+from zcompile.schedule import Fetch, Instruction, Reduce, Region, Schedule, Store, Work
+from zcompile.units import MiB
+
+NOTHING: Mapping[Any, float] = MappingProxyType({})
+
+WEIGHT = 0.25
+"""Of a new measurement in a link's moving estimate: four steps after a link has changed for good,
+two thirds of the change are believed; a single odd step moves it by a quarter."""
+LEAST_MEASURED_BYTES = 8 * MiB
+"""Less traffic than this says more about starting transfers than about the link."""
+LEAST_GAIN = 0.03
+"""Of a step: less is what steps differ by themselves, and replanning would never end."""
+STEPS_TO_PAY = 50
+"""Planning again must be earned back within so many steps."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How bytes travel in the runtime that is predicted.
+
+    asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
+    straight_read   a file is read into the arena without a buffer between, on no link but the disk
+    straight_write  slots of the arena are written to a file likewise
+    chunk_bytes     of the staging ring, through which all else goes between disk and device
+    ring_bytes      of all its chunks
+    backlog_bytes   of gradients on their way, at most, before the next waits for one to leave
+    """
+
+    asynchronous: bool = False
+    straight_read: bool = False
+    straight_write: bool = False
+    chunk_bytes: int = 4 * MiB
+    ring_bytes: int = 256 * MiB
+    backlog_bytes: int = 256 * MiB
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Machine and measurements together.
+
+    regions   region key -> seconds of compute
+    launches  region key -> seconds of the host to start it, where compute runs beside it
+    issues    (instruction class, `issued_bytes`) -> seconds of the host
+    gaps      (`call_name` of one call, of the next) -> seconds of the host between them
+    """
+
+    machine: Machine
+    ways: Ways = Ways()
+    regions: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    launches: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    issues: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    gaps: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+
+    def region_seconds(self, region: Region) -> float:
+        """Measured if it has run, else predicted."""
+        known = self.regions.get(region.key)
+        return predicted_seconds(region.work, self.machine.compute) if known is None else known
+
+    def launch_seconds(self, region: Region) -> float:
+        """Of the host, which starts a region and goes on."""
+        known = self.launches.get(region.key)
+        return region.work.ops * self.machine.compute.launch_s if known is None else known
+
+    def issue_seconds(self, instruction: Instruction) -> float:
+        """Of the host, when it need not wait; 0 if none of its kind was measured."""
+        return issue_seconds(self.issues, type(instruction), issued_bytes(instruction))
+
+    def gap_seconds(self, before: Schedule, after: Schedule) -> float:
+        """Of the host between two calls; 0 if they were not seen to follow each other."""
+        return self.gaps.get((call_name(before), call_name(after)), 0.0)
+
+    def link(self, name: str) -> Link | None:
+        """None: the machine has no such link, so it cannot be slow."""
+        return self.machine.links.get(name)
+
+
+def predicted_seconds(work: Work, compute: Compute) -> float:
+    """Dense ops by FLOPs or bytes, whichever takes longer; the others by bytes; and their starts.
+
+    A dtype whose rate is not known counts at the lowest that is.
+    """
+    dense = work.dense_nbytes / compute.memory_bytes_per_s
+    if work.flops:
+        rate = compute.flops_per_s.get(work.dtype) or min(compute.flops_per_s.values())
+        dense = max(dense, work.flops / rate)
+    return dense + work.nbytes / compute.memory_bytes_per_s + work.ops * compute.launch_s
+
+
+def call_name(schedule: Schedule) -> str:
+    """Names what a schedule computes, however it is planned."""
+    return f"{schedule.phase.value} {schedule.name}"
+
+
+def issued_bytes(instruction: Instruction) -> int:
+    """What the host's part in an instruction depends on: its bytes, where it handles them."""
+    return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store) else 0
+
+
+def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float:
+    """That of the same kind and size, else of the size that is nearest."""
+    if (known := issues.get((kind, nbytes))) is not None:
+        return known
+    sizes = [(abs(size - nbytes), seconds) for (k, size), seconds in issues.items() if k is kind]
+    return min(sizes)[1] if sizes else 0.0
+
+
+def measured(link: Link, nbytes: int, busy_s: float) -> Link:
+    """`link` after `nbytes` took it `busy_s`: a moving estimate of its rate."""
+    if nbytes < LEAST_MEASURED_BYTES or busy_s <= 0:
+        return link
+    seconds_per_byte = (1 - WEIGHT) / link.bytes_per_s + WEIGHT * busy_s / nbytes
+    return replace(link, bytes_per_s=1 / seconds_per_byte)
+
+
+def remeasured(machine: Machine, nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> Machine:
+    """`machine` after a step that moved so much, in so many busy seconds, over each link."""
+    links = {
+        name: measured(link, nbytes.get(name, 0), busy_s.get(name, 0.0))
+        for name, link in machine.links.items()
+    }
+    return replace(machine, links=links)
+
+
+def replan_pays(
+    step_s: float, replanned_step_s: float, planning_s: float, steps_left: int | None = None
+) -> bool:
+    """Whether to plan again, since costs are not what the plan was made for.
+
+    step_s            a step of the present plan, at costs as they are now
+    replanned_step_s  a step of the new plan, at the same costs
+    planning_s        what replacing it takes, once: planning, and moving what rests elsewhere
+    steps_left        None: not known
+    """
+    gain_s = step_s - replanned_step_s
+    horizon = STEPS_TO_PAY if steps_left is None else min(STEPS_TO_PAY, steps_left)
+    return gain_s > LEAST_GAIN * step_s and gain_s * horizon > planning_s

@@ -26,7 +26,8 @@ FLOORS = (
     {"zcompile.streaming", "zcompile.clipping"},
     {"zcompile.unbacked"},
     {"zcompile.rows", "zcompile.narrowing"},
-    {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump", "zcompile.block_files"},
+    {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump",
+     "zcompile.block_files"},
     {"zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
@@ -34,6 +35,7 @@ FLOORS = (
     {"zcompile.regions", "zcompile.walks"},
     {"zcompile.printer", "zcompile.runs"},
     {"zcompile.liveness", "zcompile.packing", "zcompile.home_bytes", "zcompile.happens_before"},
+    {"zcompile.linear_program"},
     {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
     {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},

@@ -114,6 +114,22 @@ class Arena:
         memory = self._whole()[begin : begin + nbytes]
         return self._device.lend(memory, partial(self._returned.append, begin))
 
+    def hold(self, begin: int, nbytes: int, name: str) -> None:
+        """Planned room for what will rest here. raises BudgetExceeded if something lies there"""
+        self._settle()
+        with self._lock:
+            self._reap()
+            for low, high in self._held():
+                if low < begin + nbytes and begin < high:
+                    raise self._crowded(nbytes, f"room at {begin} for {name!r}, which is to rest "
+                                        "on the device,")  # fmt: skip
+            self._lent[begin] = (begin + nbytes, name)
+            self._in_use.change(nbytes)
+
+    def let_go(self, begin: int) -> None:
+        """Nothing rests any more in the room held from `begin` on."""
+        self._returned.append(begin)
+
     def _settle(self) -> None:
         """Before giving up: a transfer may still hold a range, or a dead reference cycle."""
         self._transfers_over()

@@ -117,7 +117,8 @@ class Gradients:
         self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
     ) -> tuple[Entry, Tensor]:
         layout = Layout.of(grad)
-        entry = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes)
+        of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
+        entry = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=of)
         self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
 

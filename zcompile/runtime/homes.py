@@ -1,14 +1,16 @@
 """Where a new entry will rest: on the host while there is room, else on disk.
 
 Where there is a disk, room on the host is kept for gradients: a gradient that rests there is
-neither written to disk nor read back, and it comes anew in every step.
+neither written to disk nor read back, and it comes anew in every step. Once a whole step has been
+planned, a gradient goes where that plan wants it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zcompile.errors import TierFull
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.place import Place
+from zcompile.runtime.tier_device import DeviceTier
 from zcompile.runtime.tiers import Extent, TierIO
 from zcompile.specs import Kind
 from zcompile.units import KiB
@@ -21,18 +23,24 @@ costs as much as the bytes of one that is much larger."""
 class Homes:
     """The tiers of a store, host first. Called by one thread at a time."""
 
-    def __init__(self, tiers: Sequence[TierIO], meter: Meter) -> None:
+    def __init__(self, tiers: Sequence[TierIO], device: DeviceTier, meter: Meter) -> None:
         self._tiers = tiers
+        self.device = device
         self._meter = meter
+        self.wanted: Mapping[int, str] = {}
+        """Parameter -> the tier its gradient is to rest on, by their keys."""
         self._kept_bytes = self._gradient_bytes = 0
 
     def keep_for_gradients(self, nbytes: int) -> None:
         """So many bytes more of the host are for gradients, as far as there is a disk instead."""
         self._kept_bytes += nbytes
 
-    def reserve(self, name: str, kind: Kind, nbytes: int) -> Place:
-        """raises  TierFull"""
-        for tier in self._order(kind, nbytes):
+    def reserve(self, name: str, kind: Kind, nbytes: int, of: int | None = None) -> Place:
+        """`of`: key of the parameter that it is the gradient of. raises TierFull"""
+        if of is not None and self.device.has_berth(-of, nbytes):
+            return Place(nbytes, self.device, self.device.berth(-of))
+        wanted = None if of is None else self.wanted.get(of)
+        for tier in sorted(self._order(kind, nbytes), key=lambda tier: tier.name != wanted):
             try:
                 extent = tier.reserve(nbytes, name)
             except TierFull:
@@ -42,8 +50,27 @@ class Homes:
         raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
     def left(self, place: Place, kind: Kind) -> None:
-        """The entry that `reserve` gave `place` to is dead."""
+        """The entry that has `place` is dead."""
         self._account(place.tier, kind, place.extent, -1)
+
+    def move(self, place: Place, key: int, kind: Kind, home: str) -> TierIO | None:
+        """`place` is to be on the tier `home` from here on, blank; its old tier, or None if `home`
+        has no room. Its old extent is for the caller to release."""
+        old, before = place.tier, place.extent
+        tiers = {tier.name: tier for tier in self._tiers}
+        if home == "device":
+            if not self.device.has_berth(key, place.nbytes):
+                return None
+            place.tier, place.extent = self.device, self.device.berth(key)
+        else:
+            try:
+                extent = tiers[home].reserve(place.nbytes, place.name)
+            except (KeyError, TierFull):
+                return None
+            place.tier, place.extent = tiers[home], extent
+            self._account(place.tier, kind, extent, 1)
+        self._account(old, kind, before, -1)
+        return old
 
     def _order(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
         """The tiers in the order in which an entry is offered to them."""
@@ -55,6 +82,8 @@ class Homes:
         return (*others, host)
 
     def _account(self, tier: TierIO, kind: Kind, extent: Extent, sign: int) -> None:
+        if tier.on_device:
+            return
         on_host = tier.name == "host"
         planned: Gauge = self._meter.planned_host if on_host else self._meter.planned_disk
         planned.change(sign * extent.nbytes)

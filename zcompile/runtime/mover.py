@@ -81,8 +81,10 @@ class Mover:
             blocker.home.wait()
         with self._idle:
             for low, high, held in place.written.pieces(begin, end):
-                if not held:
+                if not held and memory.is_cpu:
                     clear_bytes(memory[low - begin :], high - low)
+                elif not held:
+                    memory[low - begin : high - begin].zero_()
             if writes:
                 place.written.add(begin, end)
 

@@ -5,6 +5,7 @@ Knows nothing of the store, so that it can be shut after the store has died.
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,10 @@ class Plant:
         return next((tier for tier in self.tiers if isinstance(tier, DurableTier)), None)
 
 
+Opening = Callable[[Config, Meter], Plant]
+"""`open_plant`, or what stands for it on paper."""
+
+
 def open_plant(config: Config, meter: Meter) -> Plant:
     """Opens what `config` asks for.
 
@@ -89,6 +94,12 @@ def shut(plant: Plant) -> None:
     for tier in plant.tiers:
         tier.close()
     plant.mover.abandon(error)
+
+
+def forked_error(name: str, pid: int) -> ParameterChanged:
+    return ParameterChanged(name, f"rests in process {pid}, this is a child that was forked from "
+                            "it", "use the model in its own process, or start the child with "
+                            "'spawn'")  # fmt: skip
 
 
 def closed_error(name: str) -> ParameterChanged:

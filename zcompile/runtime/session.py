@@ -17,11 +17,13 @@ from torch import Tensor
 from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.runtime import near
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
 from zcompile.runtime.norms import Norms
+from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
@@ -33,8 +35,8 @@ logger = logging.getLogger("zcompile.runtime.session")
 class Session(Store):
     """`wrap` makes a tiered tensor over an entry; it is given from above."""
 
-    def __init__(self, config: Config, wrap: Wrap) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, wrap: Wrap, opening: Opening = open_plant) -> None:
+        super().__init__(config, opening)
         self.wrap = wrap
         self._departures = Departures()
         self.norms = Norms()
@@ -96,21 +98,33 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.fetch`, after whatever still leaves from the bytes of `target`."""
         after = [*after, *self._departures.under(target)]
+        if near.is_near(entry):
+            return near.fetch(self, entry, target, begin, after)
         return super().fetch(entry, target, begin=begin, after=after)
 
     def put(
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
+        if near.is_near(entry):
+            return near.put(self, entry, source, begin, after)
         ticket = super().put(entry, source, begin=begin, after=after)
         self._departures.leave(source, ticket)
         return ticket
 
     def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
+        if near.is_near(entry):
+            return near.add(self, entry, source, after)
         ticket = super().add(entry, source, after=after)
         self._departures.leave(source, ticket)
         return ticket
+
+    def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
+        """As `Store.read`, also from the device."""
+        if near.is_near(entry):
+            return near.read(self, entry, target, begin)
+        return super().read(entry, target, begin=begin)
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

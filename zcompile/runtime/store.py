@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zcompile import handles
 from zcompile.config import Config
-from zcompile.errors import ParameterChanged, Unsupported, ValueUnset
+from zcompile.errors import Unsupported, ValueUnset
 from zcompile.runtime.arena import Arena
 from zcompile.runtime.deferred import Deferrals, Deferred
 from zcompile.runtime.homes import Homes
@@ -24,9 +24,10 @@ from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Backlog, marks_of
 from zcompile.runtime.place import Place
-from zcompile.runtime.plant import closed_error, open_plant, shut
+from zcompile.runtime.plant import Opening, closed_error, forked_error, open_plant, shut
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.tier_device import DeviceTier
 from zcompile.runtime.tiers import Stretch
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
@@ -38,7 +39,8 @@ class Entry:
 
     born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
-    home     name of the tier it rests on, "host" or "disk"
+    home     name of the tier it rests on: "device", "host" or "disk"
+    of       key of the parameter that it is the gradient of
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter whose gradient this is, if it is one
     deferred what is still to be done to the bytes; whoever reads finds it done
@@ -53,6 +55,7 @@ class Entry:
         self.store = store
         self.place = place
         self.unset = unset
+        self.of: int | None = None
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.deferred: tuple[Deferred, ...] = ()
@@ -94,12 +97,12 @@ class Store:
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, opening: Opening = open_plant) -> None:
         self.key = handles.new_key()
         self.config = config
         self.meter = Meter()
         self.on_gradient: Callable[[Entry, Tensor], None] = _nobody_takes_gradients
-        plant = open_plant(config, self.meter)
+        plant = opening(config, self.meter)
         self.device = plant.means.device
         self.device_budget = plant.device_budget
         self.host_budget = plant.host_budget
@@ -108,8 +111,7 @@ class Store:
         self._means = plant.means
         self._mover = plant.mover
         self.durable = plant.durable
-        self._tiers = plant.tiers
-        self.homes = Homes(plant.tiers, self.meter)
+        self.homes = Homes(plant.tiers, DeviceTier(self.arena), self.meter)
         self._backlog = Backlog(plant.staging_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
@@ -117,10 +119,12 @@ class Store:
         self._pid = plant.pid
         self._close = weakref.finalize(self, shut, plant)
 
-    def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False) -> Entry:
-        """A new, blank entry, where `Homes` sends it. raises TierFull"""
+    def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
+               of: int | None = None) -> Entry:  # fmt: skip
+        """A new, blank entry, where `Homes` sends it; `of`: as in `Entry`. raises TierFull"""
         self._enter(name)
-        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes), unset)
+        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of), unset)
+        entry.of = of
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry
@@ -150,10 +154,10 @@ class Store:
 
     def lendable(self, entry: Entry) -> bool:
         """Whether compute can reach the bytes of `entry` where they rest, in one piece: on the
-        host, for the emulated device, unless its links are throttled so that they show."""
+        device, or on the host for the emulated one, unless throttled links must show."""
         device, place = self.device, entry.place
-        if device.torch_device.type != "cpu" or not place.tier.in_memory:
-            return False
+        if place.tier.on_device or device.torch_device.type != "cpu" or not place.tier.in_memory:
+            return place.tier.on_device
         unseen = device.straight("h2d") and device.straight("d2h")
         return unseen and sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
@@ -251,9 +255,7 @@ class Store:
     def _enter(self, name: str) -> None:
         """The door of every verb: the store is this process's, and open; the dead are buried."""
         if os.getpid() != self._pid:
-            raise ParameterChanged(name, f"rests in process {self._pid}, this is a child that was "
-                                   "forked from it", "use the model in its own process, or start "
-                                   "the child with 'spawn'")  # fmt: skip
+            raise forked_error(name, self._pid)
         if not self._close.alive:
             raise closed_error(name)
         while self._dead:
@@ -295,5 +297,4 @@ class Store:
 
 
 def _nobody_takes_gradients(entry: Entry, grad: Tensor) -> None:
-    raise Unsupported(f"a gradient of {entry.name!r} arrived at a store without an optimizer side",
-                      "set store.on_gradient")  # fmt: skip
+    raise Unsupported(f"a gradient of {entry.name!r} arrived", "set store.on_gradient")

@@ -33,6 +33,7 @@ class DurableTier:
 
     name = "disk"
     in_memory = False
+    on_device = False
 
     def __init__(self, disk: TierIO, files: DurableFiles,
                  crashed: Callable[[BaseException], None]) -> None:  # fmt: skip

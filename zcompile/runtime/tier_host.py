@@ -35,6 +35,7 @@ class HostTier:
     alignment = 64  # of every dtype and of a cache line
     granule = 1
     in_memory = True
+    on_device = False
 
     def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
                  in_use: Gauge, whole: bool = False) -> None:  # fmt: skip

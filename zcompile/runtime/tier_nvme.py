@@ -45,6 +45,7 @@ class DiskTier:
     name = "disk"
     alignment = ALIGNMENT
     in_memory = False
+    on_device = False
 
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],

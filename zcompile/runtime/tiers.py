@@ -69,6 +69,9 @@ class TierIO(Protocol):
     in_memory: bool
     """Whether copies, and compute where it can reach them, may touch the bytes where they rest."""
 
+    on_device: bool
+    """Whether they rest in the device's own memory: then only compute moves them."""
+
     @property
     def granule(self) -> int:
         """Memory address, `begin` and size of every read and write are multiples of this, which

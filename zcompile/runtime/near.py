@@ -1,0 +1,55 @@
+"""Entries that rest on the device: compute itself moves their bytes, in its own order.
+
+No transfer, no link, no thread: what was submitted before is over when compute gets there, and what
+comes after is behind it. The tickets say "compute has come this far".
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zcompile.runtime.store import Entry, Store
+from zcompile.runtime.ticket import Ready, Ticket
+
+
+def is_near(entry: Entry) -> bool:
+    return entry.place.tier.on_device
+
+
+def fetch(
+    store: Store, entry: Entry, target: Tensor, begin: int, after: Sequence[Ticket]
+) -> Ticket:
+    """As `Store.fetch`, from the device to itself."""
+    for ticket in after:
+        ticket.join_compute()
+    target.copy_(store.borrow(entry, begin, target.numel(), False))
+    return store.device.mark()
+
+
+def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
+    """As `Store.put`, to the device; `source` may lie on the host."""
+    for ticket in after:
+        ticket.join_compute()
+    if source.numel() == entry.nbytes:
+        entry.deferred = ()
+        entry.unset = False
+    store.borrow(entry, begin, source.numel(), True).copy_(source)
+    return store.device.mark()
+
+
+def add(store: Store, entry: Entry, source: Tensor, after: Sequence[Ticket]) -> Ticket:
+    """As `Store.add`: `Tensor.add_` on the device."""
+    for ticket in after:
+        ticket.join_compute()
+    memory = store.borrow(entry, 0, source.nbytes, True)
+    memory.view(source.dtype).add_(source.to(memory.device))
+    return store.device.mark()
+
+
+def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
+    """As `Store.read`: blocks until compute has come this far."""
+    target.copy_(store.borrow(entry, begin, target.numel(), False))
+    return Ready()
+
+
+__all__ = ["add", "fetch", "is_near", "put", "read"]

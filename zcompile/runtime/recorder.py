@@ -1,0 +1,50 @@
+"""Writes down a training step as it happens: which schedules ran, on which entries.
+
+What is recorded is as pure as what a plan on paper starts from (`steps.py`): no entry, no tensor.
+"""
+
+from collections.abc import Sequence
+
+from zcompile.runtime.store import Entry
+from zcompile.schedule import Reduce, Schedule
+from zcompile.specs import Kind, Phase
+from zcompile.steps import EntryFact, Step, StepCall
+
+
+class Recorder:
+    """The calls since the last optimizer's step ended; one that is not `on` costs nothing."""
+
+    def __init__(self) -> None:
+        self.on = True
+        self._calls: list[StepCall] = []
+        self._facts: dict[int, EntryFact] = {}
+
+    def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+        """A schedule is about to run."""
+        if not self.on:
+            return
+        for entry in entries:
+            key = key_of(entry)
+            self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
+        for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
+            if isinstance(x, Reduce):
+                param = entries[x.entry]
+                fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
+                self._facts.setdefault(fact.key, fact)
+        self._calls.append(StepCall(schedule, tuple(key_of(e) for e in entries)))
+
+    def end(self) -> Step | None:
+        """The step that has just ended; None, if nothing of it was recorded."""
+        calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
+        return Step(calls, facts, _micro_batches(calls)) if calls else None
+
+
+def _micro_batches(calls: Sequence[StepCall]) -> int:
+    """How often the backward of the most walked piece ran."""
+    serials = [call.schedule.serial for call in calls if call.phase is Phase.BACKWARD]
+    return max((serials.count(serial) for serial in set(serials)), default=1)
+
+
+def key_of(entry: Entry) -> int:
+    """Of the entry in a record: a gradient goes by its parameter, since it is new in each step."""
+    return -entry.of if entry.of is not None else entry.key

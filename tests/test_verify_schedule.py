@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from races import faults
+from test_verify_handover import BROKEN_PAIRS, STEP
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 
-from zcompile import verify_schedule as module
+from zcompile import proof, walks
+from zcompile import verify_schedule as door
 from zcompile.errors import ScheduleInvalid
 from zcompile.schedule import (
     EntryIndex,
@@ -20,6 +22,7 @@ from zcompile.schedule import (
     Reduce,
     Register,
     Schedule,
+    Slot,
     Ticket,
 )
 from zcompile.specs import Layout, Phase
@@ -28,9 +31,6 @@ from zcompile.verify_schedule import verify_schedule
 SAFE = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), free(LOW, 1),
         fetch(LOW, 2, 1), wait(LOW, 2, 3), run(2, 3, out=(4,), ticket=3, drops=(2,)),
         Reduce(Register(4), EntryIndex(0), (Ticket(3),), True, "w"), free(LOW, 3))  # fmt: skip
-STEP = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, ticket=1), store(LOW, 2, 1), free(LOW, 1),
-        fetch(LOW, 3, 1, 2), wait(LOW, 3, 2), run(0, 2, ticket=4), store(LOW, 5, 4),
-        free(LOW, 2))  # fmt: skip
 
 
 def but(rows: tuple[Instruction, ...], at: int, *instead: Instruction) -> tuple[Instruction, ...]:
@@ -50,6 +50,14 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(*but(SAFE, 0, fetch(LOW, 0, nbytes=513))),
         "'w' brings 513 bytes into 512",
     ),
+    "a slot that a read of whole granules would leave": (
+        lambda: schedule(*but(SAFE, 0, fetch(Slot(0, 500), 0, nbytes=500))),
+        "'w' brings 500 bytes into 500",
+    ),
+    "a slot between the multiples that slots lie at": (
+        lambda: schedule(fetch(Slot(256, 512), 0), *SAFE[1:]),
+        "the slot of 'w' begins at 256, between two multiples of 512",
+    ),
     "a slot beyond the arena": (
         lambda: replace(schedule(*SAFE), arena_bytes=511),
         "the slot of 'w' ends beyond the arena",
@@ -62,6 +70,11 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(*but(SAFE, 4, fetch(LOW, 2))),
         "the fetch of 'w' does not wait for the compute that reads 'w' in the same bytes",
     ),
+    "a fetch that does not wait for the fetch before it": (
+        lambda: schedule(fetch(LOW, 0), wait(LOW, 0, 1), free(LOW, 1),
+                         fetch(LOW, 2), wait(LOW, 2, 3), free(LOW, 3)),
+        "the fetch of 'w' does not wait for the fetch of 'w' into the same bytes",
+    ),
     "a slot refetched before its store is over": (
         lambda: schedule(*but(STEP, 5, fetch(LOW, 3, 1)), phase=Phase.STEP),
         "the fetch of 'w' does not wait for the store of 'w' from the same bytes",
@@ -69,6 +82,20 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a store that does not wait for the optimizer's compute": (
         lambda: schedule(*but(STEP, 3, store(LOW, 2)), phase=Phase.STEP),
         "the store of 'w' does not wait for the compute that writes it",
+    ),
+    "a store that does not wait for its fetch": (
+        lambda: schedule(fetch(LOW, 0), wait(LOW, 0, 1), store(LOW, 2), free(LOW, 1)),
+        "the store of 'w' does not wait for its fetch",
+    ),
+    "what was brought before it was changed": (
+        lambda: schedule(STEP[0], fetch(HIGH, 6), *STEP[1:4], wait(HIGH, 6, 3),
+                         run(0, 3, ticket=7), free(HIGH, 3), STEP[4], phase=Phase.STEP),
+        "'w' was brought before what earlier compute made of it",
+    ),
+    "a store that comes too late for who reads it": (
+        lambda: schedule(STEP[0], fetch(HIGH, 6), *STEP[1:3], wait(HIGH, 6, 3),
+                         run(0, 3, ticket=7), STEP[3], free(HIGH, 3), STEP[4], phase=Phase.STEP),
+        "'w' goes home after later compute read it from there",
     ),
     "compute on bytes that are on their way home": (
         lambda: schedule(*STEP[:4], run(0, 1, ticket=9), *STEP[4:], phase=Phase.STEP),
@@ -106,6 +133,14 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(*but(SAFE, 7, Reduce(Register(4), EntryIndex(0), (), True, "w"))),
         "the gradient of 'w' leaves before it is computed",
     ),
+    "a gradient that nothing made": (
+        lambda: schedule(*but(SAFE, 7, replace(SAFE[7], value=Register(9)))),
+        "register 9 is sent home, and nothing made it",
+    ),
+    "a gradient that came with the call, and waits for nothing": (
+        lambda: schedule(Reduce(Register(0), EntryIndex(0), (), True, "w")),
+        "the gradient of 'w' leaves before it is computed",
+    ),
     "a store before the wait": (
         lambda: schedule(fetch(LOW, 0), store(LOW, 2), *STEP[1:3], free(LOW, 1)),
         "'w' is stored before its fetch is waited for",
@@ -129,6 +164,14 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a peak that is not true": (
         lambda: replace(schedule(*SAFE), peak_bytes=511),
         "the peak is 512 bytes, the schedule says 511",
+    ),
+    "an arena that is not true": (
+        lambda: replace(schedule(*SAFE), arena_bytes=1024),
+        "the slots end at 512, the schedule says 1024",
+    ),
+    "an arena with holes that is larger than the budget": (
+        lambda: schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1), budget=512),
+        "the slots end at 1024, the budget is 512",
     ),
 }  # fmt: skip
 
@@ -164,15 +207,17 @@ def test_what_they_were_broken_from_is_safe(rows):
 
 def test_every_sentence_has_a_case():
     """Read from the source: the words of each `fail(...)` that do not vary."""
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(module)))
+    calls = [n for module in (proof, walks, door)
+             for n in ast.walk(ast.parse(inspect.getsource(module)))
              if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "fail"]  # fmt: skip
     said = [sentence for _, sentence in BROKEN.values()]
+    said += [sentence for _, _, sentence in BROKEN_PAIRS.values()]
     for call in calls:
         (text,) = call.args
         parts = text.values if isinstance(text, ast.JoinedStr) else [text]
         words = [re.escape(p.value) if isinstance(p, ast.Constant) else ".*" for p in parts]
         assert any(re.fullmatch("".join(words), sentence) for sentence in said), ast.unparse(text)
-    assert len(calls) >= 15
+    assert len(calls) >= 30
 
 
 def test_the_offending_instruction_is_marked():

@@ -33,6 +33,7 @@ class Ways:
     asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
     straight_read   a file is read into the arena without a buffer between, on no link but the disk
     straight_write  slots of the arena are written to a file likewise
+    granule         of the disk: what moves there is whole ones
     chunk_bytes     of the staging ring, through which all else goes between disk and device
     ring_bytes      of all its chunks
     backlog_bytes   of gradients on their way, at most, before the next waits for one to leave
@@ -41,6 +42,7 @@ class Ways:
     asynchronous: bool = False
     straight_read: bool = False
     straight_write: bool = False
+    granule: int = 512
     chunk_bytes: int = 4 * MiB
     ring_bytes: int = 256 * MiB
     backlog_bytes: int = 256 * MiB
@@ -80,10 +82,6 @@ class Costs:
     def gap_seconds(self, before: Schedule, after: Schedule) -> float:
         """Of the host between two calls; 0 if they were not seen to follow each other."""
         return self.gaps.get((call_name(before), call_name(after)), 0.0)
-
-    def link(self, name: str) -> Link | None:
-        """None: the machine has no such link, so it cannot be slow."""
-        return self.machine.links.get(name)
 
 
 def predicted_seconds(work: Work, compute: Compute) -> float:

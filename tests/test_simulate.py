@@ -1,0 +1,261 @@
+"""Simulated steps: small ones worked out by hand, and what must hold of any."""
+
+from dataclasses import replace
+
+import pytest
+from written import FLOATS, HIGH, LOW, schedule
+
+from zcompile.cost import Costs, Ways
+from zcompile.errors import Unsupported
+from zcompile.machine import Compute, Link, Machine
+from zcompile.schedule import (
+    Borrow,
+    EntryIndex,
+    Fetch,
+    Free,
+    Reduce,
+    Region,
+    Register,
+    Run,
+    Store,
+    Ticket,
+    Wait,
+    Work,
+)
+from zcompile.simulate import simulate
+from zcompile.specs import Kind, Phase
+from zcompile.steps import EntryFact, Step, StepCall
+
+ONE, TWO = 1000, 2000
+"""Bytes. A link of the machine below moves 1000 in a second."""
+
+
+def machine(latency_s=0.0, half_duplex=False, **rates):
+    """Every link at 1000 bytes/s, or as `rates` say."""
+    shares = {"disk_read": "disk_write", "disk_write": "disk_read"} if half_duplex else {}
+    links = {
+        name: Link(name, float(rates.get(name, 1000)), latency_s, shares.get(name))
+        for name in ("h2d", "d2h", "disk_read", "disk_write")
+    }
+    return Machine("paper", {"device": 1 << 30}, links, Compute({"float32": 1e3}, 1e3))
+
+
+def computing(seconds, ticket=None):
+    """A region that takes so long, by its FLOPs."""
+    region = Region(f"{seconds} s", "work", tuple, Work(flops=int(seconds * 1000)))
+    return Run(region, (), (), ticket=None if ticket is None else Ticket(ticket))
+
+
+def fetching(entry, ticket, *after, nbytes=ONE, slot=LOW, begin=0, lasting=True):
+    return Fetch(EntryIndex(entry), begin, nbytes, slot, Ticket(ticket), after, "w", lasting)
+
+
+def storing(entry, ticket, *after, nbytes=ONE, slot=LOW, begin=0):
+    return Store(EntryIndex(entry), begin, nbytes, slot, Ticket(ticket), after)
+
+
+def waiting(ticket, slot=LOW):
+    return Wait(Ticket(ticket), slot, FLOATS, Register(1))
+
+
+def reducing(entry, nbytes=ONE, after=()):
+    return Reduce(Register(1), EntryIndex(entry), after, nbytes=nbytes)
+
+
+def freeing(slot=LOW):
+    return Free(slot, Register(1))
+
+
+def a_call(*rows, phase=Phase.FORWARD, entries=(1, 2, 3, 4)):
+    return StepCall(schedule(*rows, phase=phase), entries)
+
+
+def step_of(*calls, home="host", kinds=(Kind.PARAM,) * 4):
+    facts = {key: EntryFact(key, f"w{key}", kind, 4096, home)
+             for key, kind in zip((1, 2, 3, 4), kinds, strict=True)}  # fmt: skip
+    return Step(calls, facts)
+
+
+def first(step, costs=None, **ways):
+    """The first step, which finds nothing ahead."""
+    return simulate(step, costs or Costs(machine(), Ways(**ways)), repeats=1)
+
+
+def times(timeline, kind):
+    """Begin and end of each instruction of a kind."""
+    return [(m.begin_s, m.end_s) for m in timeline.moments if isinstance(m.instruction, kind)]
+
+
+def travelled(timeline):
+    return [(m.sent_s, m.arrived_s) for m in timeline.moments if m.sent_s is not None]
+
+
+LOADED = a_call(fetching(0, 0), waiting(0), computing(3), freeing())
+
+
+def test_compute_waits_for_its_fetch():
+    found = first(step_of(LOADED))
+    assert travelled(found) == [(0.0, 1.0)]
+    assert times(found, Run) == [(1.0, 4.0)]
+    assert (found.step_s, found.compute_s, found.stall_s) == (4.0, 3.0, 1.0)
+
+
+def test_bytes_and_busy_seconds_are_those_of_one_step():
+    found = simulate(step_of(LOADED), Costs(machine()))
+    assert (found.nbytes["h2d"], found.busy_s["h2d"]) == (ONE, 1.0)
+
+
+def test_the_first_fetch_of_the_next_step_hides_behind_this_one():
+    low = (fetching(0, 0), waiting(0), computing(3), freeing())
+    high = (fetching(1, 1, slot=HIGH), waiting(1, HIGH), computing(3), freeing(HIGH))
+    over = a_call(*low, *high)
+    cold, warm = first(step_of(over)), simulate(step_of(over), Costs(machine()))
+    assert (cold.step_s, warm.step_s) == (8.0, 7.0)
+    assert warm.stall_s == 1.0
+    assert min(sent for sent, _ in travelled(warm)) < 0
+
+
+def test_a_fetch_that_is_early_enough_costs_nothing():
+    found = first(step_of(a_call(fetching(0, 0), computing(3), waiting(0), computing(1))))
+    assert (found.step_s, found.stall_s) == (4.0, 0.0)
+
+
+def test_one_link_carries_one_transfer_after_the_other():
+    found = first(
+        step_of(a_call(fetching(0, 0), fetching(1, 1, slot=HIGH), waiting(1), computing(1)))
+    )
+    assert travelled(found) == [(0.0, 1.0), (1.0, 2.0)]
+
+
+def test_latency_delays_a_transfer_and_not_those_behind_it():
+    costs = Costs(machine(latency_s=0.5))
+    found = first(step_of(a_call(fetching(0, 0), fetching(1, 1, slot=HIGH), waiting(1))), costs)
+    assert travelled(found) == [(0.0, 1.5), (1.0, 2.5)]
+
+
+def test_a_fetch_waits_for_the_compute_that_it_names():
+    found = first(step_of(a_call(computing(2), computing(1, 7), fetching(0, 0, 7), waiting(0))))
+    assert travelled(found) == [(3.0, 4.0)]
+
+
+def test_from_the_disk_bytes_pass_both_links_chunk_by_chunk():
+    fetched = step_of(a_call(fetching(0, 0, nbytes=4 * ONE), waiting(0), computing(1)), home="disk")
+    assert first(fetched, chunk_bytes=ONE).stall_s == 5.0
+    assert first(fetched, chunk_bytes=4 * ONE).stall_s == 8.0
+    assert first(fetched, Costs(machine(h2d=500), Ways(chunk_bytes=ONE))).stall_s == 9.0
+
+
+def test_straight_from_the_disk_they_take_its_link_only():
+    fetched = step_of(a_call(fetching(0, 0), waiting(0), computing(1)), home="disk")
+    costs = Costs(machine(h2d=10), Ways(straight_read=True, granule=500))
+    assert first(fetched, costs).stall_s == 1.0
+    found = simulate(fetched, costs)
+    assert (found.nbytes["disk_read"], found.nbytes["h2d"], found.busy_s["h2d"]) == (ONE, ONE, 0)
+
+
+def test_what_rests_on_the_device_is_there():
+    found = simulate(step_of(LOADED), Costs(machine()), {1: "device"})
+    assert (found.step_s, found.nbytes["h2d"]) == (3.0, 0)
+
+
+def test_disk_traffic_is_counted_in_whole_granules():
+    fetched = step_of(a_call(fetching(0, 0, begin=100, nbytes=600), waiting(0)), home="disk")
+    assert simulate(fetched, Costs(machine())).nbytes["disk_read"] == 1024
+
+
+def test_half_duplex_links_take_turns_and_reads_go_first():
+    late = fetching(2, 0, slot=HIGH, lasting=False)
+    rows = (storing(0, 5), storing(1, 6), late, waiting(0), computing(1))
+    stored = step_of(a_call(*rows, phase=Phase.STEP), home="disk")
+    ways = Ways(straight_read=True, straight_write=True)
+    assert first(stored, Costs(machine(), ways)).stall_s == 1.0
+    found = first(stored, Costs(machine(half_duplex=True), ways))
+    assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (1.0, 2.0)]
+
+
+def test_a_slot_that_is_still_leaving_is_not_overwritten():
+    rows = (fetching(0, 0), waiting(0), computing(1, 3), storing(0, 4, 3), freeing())
+    after = a_call(fetching(1, 0), waiting(0), computing(1), freeing())
+    found = first(step_of(a_call(*rows, phase=Phase.STEP), after))
+    assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (3.0, 4.0)]
+
+
+def test_a_value_is_read_back_once_it_is_home():
+    before = a_call(computing(1, 3), storing(0, 4, 3, slot=HIGH), phase=Phase.STEP)
+    found = first(step_of(before, LOADED, home="disk"), straight_read=True)
+    sent, arrived = travelled(found)
+    assert sent == (1.0, 3.0), "down to the host, then to the disk"
+    assert arrived == (3.0, 4.0)
+
+
+def test_a_gradient_leaves_while_backward_goes_on():
+    rows = (computing(1, 0), reducing(0, after=(0,)), computing(2, 1), reducing(1, after=(1,)))
+    found = first(step_of(a_call(*rows, phase=Phase.BACKWARD)))
+    assert travelled(found) == [(1.0, 2.0), (3.0, 4.0)]
+    assert (found.step_s, found.stall_s) == (3.0, 0.0)
+
+
+def test_a_second_gradient_on_disk_is_added_to_the_first():
+    grads = {-1: "disk"}
+    once = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
+    found = simulate(step_of(once, once), Costs(machine()), grads, repeats=1)
+    assert (found.nbytes["disk_read"], found.nbytes["disk_write"]) == (1024, 2048)
+
+
+def test_gradients_that_pile_up_make_backward_wait():
+    rows = [computing(1, 0), *(reducing(n, after=(0,)) for n in range(4)), computing(1)]
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    assert first(step, backlog_bytes=4 * ONE).stall_s == 0.0
+    assert first(step, backlog_bytes=2 * ONE).stall_s == 2.0
+
+
+def test_compute_on_an_entry_waits_for_what_moves_it():
+    lent = Borrow(EntryIndex(0), 0, FLOATS, Register(1), False)
+    rows = (computing(1, 0), storing(0, 4, 0), lent, computing(1))
+    assert first(step_of(a_call(*rows, phase=Phase.STEP))).stall_s == 1.0
+
+
+def test_what_a_step_makes_anew_is_not_brought():
+    rows = (fetching(0, 0), waiting(0), computing(1), freeing())
+    step = step_of(a_call(*rows, phase=Phase.STEP), kinds=(Kind.COPY,) + (Kind.PARAM,) * 3)
+    assert first(step).nbytes["h2d"] == 0
+
+
+def test_the_peak_is_what_is_taken_at_once_and_what_stays():
+    found = simulate(step_of(LOADED), Costs(machine()), {2: "device"})
+    assert found.peak_bytes == LOW.nbytes + 4096
+
+
+def test_seconds_are_told_by_phase():
+    step = step_of(LOADED, a_call(computing(2), phase=Phase.BACKWARD),
+                   a_call(computing(4), phase=Phase.STEP))  # fmt: skip
+    found = first(step)
+    assert found.phases == {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0, Phase.STEP: 4.0}
+    assert sum(found.phases.values()) == found.step_s
+
+
+def test_beside_the_host_compute_lags_and_transfers_start_early():
+    rows = (computing(5), fetching(0, 0), waiting(0), computing(1))
+    assert first(step_of(a_call(*rows))).step_s == 7.0
+    found = first(step_of(a_call(*rows)), asynchronous=True)
+    assert travelled(found) == [(0.0, 1.0)]
+    assert (found.step_s, found.stall_s) == (6.0, 0.0)
+
+
+def test_what_was_measured_counts_before_what_is_predicted():
+    known = {"3 s": 0.5}
+    found = first(step_of(LOADED), Costs(machine(), regions=known, issues={(Fetch, ONE): 0.25}))
+    assert times(found, Run) == [(1.25, 1.75)]
+    gaps = {("forward test", "forward test"): 2.0}
+    assert first(step_of(LOADED), Costs(machine(), gaps=gaps)).step_s == 6.0
+
+
+def test_a_link_that_is_not_there_is_named():
+    bare = replace(machine(), links={})
+    with pytest.raises(Unsupported, match="over 'h2d', which 'paper' does not have"):
+        first(step_of(LOADED), Costs(bare))
+
+
+def test_the_same_step_takes_the_same_time_again():
+    step = step_of(LOADED, a_call(computing(2), phase=Phase.BACKWARD))
+    assert simulate(step, Costs(machine())) == simulate(step, Costs(machine()))

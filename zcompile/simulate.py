@@ -1,0 +1,275 @@
+"""A step without a device: the instructions of the executor, walked on a clock.
+
+The host starts what comes next and waits where the executor would; compute goes on in order, on the
+host's own thread or beside it; transfers travel as `traffic.py` says. A step is walked several
+times in a row, since what one begins with was started while the one before still ran, and the last
+walk is the answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from zcompile.cost import Costs
+from zcompile.handover import Handover, handover, last_writes
+from zcompile.packing import aligned
+from zcompile.routes import Routes
+from zcompile.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Reduce,
+    Run,
+    Slot,
+    Store,
+    Ticket,
+    Wait,
+)
+from zcompile.specs import Phase
+from zcompile.steps import Step, StepCall
+from zcompile.timeline import Timeline
+from zcompile.told import Task, Told, later
+from zcompile.traffic import Journey, Traffic
+
+REPEATS = 3
+"""Walks of a step. The first begins with idle links and nothing ahead; by the third what one step
+leaves behind for the next is what it was left itself."""
+
+
+def simulate(
+    step: Step, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+) -> Timeline:
+    """What a step will take, in the middle of a long run of the same.
+
+    homes   key of an entry -> "device", "host" or "disk"; where it is silent, as it was recorded
+    raises  Unsupported, if a transfer needs a link that the machine does not have
+    """
+    walk = _Steps(step, costs, homes or {})
+    for _ in range(repeats - 1):
+        walk.step()
+    return walk.timeline()
+
+
+_Done = tuple[Task | None, Journey | None]
+"""The compute and the transfer that an instruction started."""
+NOTHING_STARTED: _Done = (None, None)
+
+
+class _Flying(NamedTuple):
+    """A transfer under way on bytes [begin, end) of an entry."""
+
+    begin: int
+    end: int
+    writes: bool
+    journey: Journey
+
+
+class _Steps:
+    """Host, compute and arena while step after step is walked. Times in seconds."""
+
+    def __init__(self, step: Step, costs: Costs, homes: Mapping[int, str]) -> None:
+        self._calls = step.calls
+        self._costs = costs
+        self._beside = costs.ways.asynchronous
+        self._routes = Routes(step, costs, homes)
+        ways = costs.ways
+        self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes * 3 // 4)
+        self._ahead = self._handovers()
+        self._act: dict[type, Any] = {
+            Run: self._run, Fetch: self._fetch, Wait: self._wait, Free: self._free,
+            Reduce: self._reduce, Store: self._store, Borrow: self._borrow,
+        }  # fmt: skip
+        self._issues: dict[tuple[type, int], float] = {}
+        self._host = 0.0
+        self._compute = self._begun = Journey(0)
+        self._traffic.start(self._compute, 0.0)
+        self._flying: dict[int, list[_Flying]] = {}
+        self._leaving: list[tuple[Slot, Journey]] = []
+        self._backlog: list[Journey] = []
+        self._given: dict[Ticket, Journey] = {}
+        self._taken = sum(map(aligned, self._routes.resident("device")))
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is counted per step starts anew."""
+        self._routes.begin()
+        self._peak = self._taken
+        self._sent: list[Journey] = []
+        self._told: list[Told] = []
+
+    def _handovers(self) -> list[Handover]:
+        found, routes = [], self._routes
+        for now, then in zip(self._calls, (*self._calls[1:], self._calls[0]), strict=True):
+            writes = last_writes(now.schedule, now.entries.__getitem__)
+            keys = {f.ticket: routes.source(then, f) for f in then.schedule.fetches()}
+            written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
+            found.append(handover(now.schedule, then.schedule, written))
+        return found
+
+    def timeline(self) -> Timeline:
+        """Walk once more, and say what it took."""
+        before = self._end()
+        ends = self.step()
+        self._traffic.finish()
+        begun = since = before()
+        phases = dict.fromkeys(Phase, 0.0)
+        for call, end in zip(self._calls, ends, strict=True):
+            phases[call.phase] += end() - since
+            since = end()
+        moments = tuple(told.moment(begun) for told in self._told)
+        nbytes, busy_s = self._routes.totals(self._sent)
+        return Timeline(
+            step_s=since - begun,
+            compute_s=sum(m.end_s - m.begin_s for m in moments if isinstance(m.instruction, Run)),
+            stall_s=sum(m.stall_s for m in moments),
+            phases=phases,
+            nbytes=nbytes,
+            busy_s=busy_s,
+            peak_bytes=self._peak,
+            moments=moments,
+        )
+
+    def step(self) -> list[Callable[[], float]]:
+        """Walk all calls; what says when each ended, once all traffic has."""
+        self._begin()
+        ends, before = [], self._calls[-1]
+        for number, call in enumerate(self._calls):
+            self._host += self._costs.gap_seconds(before.schedule, call.schedule)
+            self._walk(number, call)
+            ends.append(self._end())
+            before = call
+        return ends
+
+    def _end(self) -> Callable[[], float]:
+        """When host and compute have both come to here."""
+        return partial(later, self._compute, self._host)
+
+    def _walk(self, number: int, call: StepCall) -> None:
+        self._call, self._begun = call, self._compute
+        self._done: dict[Ticket, Journey] = self._given
+        self._given = {}
+        then = self._calls[(number + 1) % len(self._calls)]
+        starts = self._ahead[number].starts
+        for index, x in enumerate(call.schedule.instructions):
+            self._waited, begin = 0.0, self._host
+            task, sent = self._act[type(x)](x)
+            self._told.append(Told(number, index, x, begin, self._host, self._waited, task, sent))
+            for fetch in starts.get(index, ()):
+                self._given[fetch.ticket] = self._bring(then, fetch, self._compute)
+
+    def _work(self, seconds: float, *after: Journey) -> Task:
+        """Compute goes on for so long, after all before it and `after`."""
+        task = Journey(0, seconds=seconds)
+        before, self._compute = self._compute, task
+        issued = self._host
+        self._traffic.advance(self._host)
+        self._traffic.start(task, self._host, (before, *after))
+        if not self._beside:
+            self._host = self._traffic.until(task, "over_s")
+        return Task(before, issued, task)
+
+    def _run(self, run: Run) -> _Done:
+        task = self._work(self._costs.region_seconds(run.region))
+        if self._beside:
+            self._host += self._costs.launch_seconds(run.region)
+        if run.ticket is not None:
+            self._done[run.ticket] = task.task
+        return task, None
+
+    def _fetch(self, fetch: Fetch) -> _Done:
+        if fetch.ticket not in self._done:
+            self._done[fetch.ticket] = self._bring(self._call, fetch, self._begun, fetch.after)
+        return None, self._done[fetch.ticket]
+
+    def _bring(
+        self, call: StepCall, fetch: Fetch, mark: Journey, after: Sequence[Ticket] = ()
+    ) -> Journey:
+        """Start a fetch: after `mark` of compute, and after whatever still leaves its slot."""
+        self._issue(fetch, fetch.nbytes)
+        journey = self._routes.fetch(call, fetch)
+        self._leaving = [row for row in self._leaving if row[1].over_s is None]
+        under = [j for slot, j in self._leaving if slot.overlaps(fetch.slot)]
+        key = self._routes.source(call, fetch)
+        self._start(journey, key, fetch.begin, fetch.nbytes, False, after, (mark, *under))
+        self._taken += fetch.slot.nbytes
+        self._peak = max(self._peak, self._taken)
+        return journey
+
+    def _wait(self, wait: Wait) -> _Done:
+        journey = self._done[wait.ticket]
+        if self._beside:
+            self._host = max(self._host, self._traffic.until(journey, "queued_s"))
+        task = self._work(0.0, journey)
+        self._issue(wait, 0)
+        return task, None
+
+    def _free(self, free: Free) -> _Done:
+        self._issue(free, 0)
+        self._taken -= free.slot.nbytes
+        return NOTHING_STARTED
+
+    def _reduce(self, reduce: Reduce) -> _Done:
+        before = self._host
+        self._make_room(reduce.nbytes)
+        self._waited = self._host - before
+        key, journey = -self._call.entries[reduce.entry], self._routes.reduce(self._call, reduce)
+        mark = () if reduce.after else (self._compute,)
+        self._start(journey, key, 0, reduce.nbytes, True, reduce.after, mark)
+        self._backlog.append(journey)
+        self._issue(reduce, reduce.nbytes)
+        return None, journey
+
+    def _store(self, store: Store) -> _Done:
+        self._issue(store, store.nbytes)
+        key, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
+        self._start(journey, key, store.begin, store.nbytes, True, store.after)
+        self._done[store.ticket] = journey
+        self._leaving.append((store.slot, journey))
+        return None, journey
+
+    def _borrow(self, borrow: Borrow) -> _Done:
+        end = borrow.begin + borrow.layout.nbytes
+        before, key = self._host, self._call.entries[borrow.entry]
+        for journey in self._blockers(key, borrow.begin, end, borrow.writes):
+            self._host = max(self._host, self._traffic.until(journey, "home_s"))
+        self._waited = self._host - before
+        self._issue(borrow, 0)
+        return NOTHING_STARTED
+
+    def _start(
+        self, journey: Journey, key: int, begin: int, nbytes: int, writes: bool,
+        after: Sequence[Ticket], follows: Sequence[Journey] = (),
+    ) -> None:  # fmt: skip
+        """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
+        self._traffic.advance(self._host)
+        blockers = self._blockers(key, begin, begin + nbytes, writes)
+        self._flying.setdefault(key, []).append(_Flying(begin, begin + nbytes, writes, journey))
+        self._traffic.start(journey, self._host, (*follows, *(self._done[t] for t in after)),
+                            blockers)  # fmt: skip
+        self._sent.append(journey)
+
+    def _blockers(self, key: int, begin: int, end: int, writes: bool) -> list[Journey]:
+        """What moves those bytes of the entry now, if either side writes."""
+        rows = self._flying.get(key)
+        if not rows:
+            return []
+        self._flying[key] = rows = [row for row in rows if row.journey.home_s is None]
+        return [row.journey for row in rows
+                if row.begin < end and begin < row.end and (row.writes or writes)]  # fmt: skip
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until what is on its way out, with `nbytes` more, is within the backlog."""
+        self._traffic.advance(self._host)
+        most = self._costs.ways.backlog_bytes
+        while True:
+            self._backlog = [j for j in self._backlog if j.over_s is None]
+            if not self._backlog or sum(j.nbytes for j in self._backlog) + nbytes <= most:
+                return
+            over = self._traffic.until(self._backlog[0], "over_s")
+            self._host = max(self._host, over)
+
+    def _issue(self, instruction: Any, nbytes: int) -> None:
+        key = type(instruction), nbytes
+        if key not in self._issues:
+            self._issues[key] = self._costs.issue_seconds(instruction)
+        self._host += self._issues[key]

@@ -1,0 +1,248 @@
+"""Transfers over links in simulated time: first come, first served, none before what it follows.
+
+A transfer is cut into pieces, and each piece passes its links one after the other, so that while
+one is copied the next is read. A link carries one piece at a time; two that share a lane take
+turns, reads first. What a transfer that is not over keeps of the staging ring, others lack. Compute
+is a journey that takes its time and no link.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from zcompile.machine import Link
+
+MOST_PIECES = 16
+"""Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
+link alone: with 16 pieces at most a sixteenth, and less where the ring's chunks are larger."""
+
+
+class Journey:
+    """One transfer: `nbytes` over the links of `route`.
+
+    over_after  how many links until its memory on the device is free, or filled
+    begin_s     when its first piece set out; None before
+    queued_s    when the last piece set out on the link to, or from, the device
+    over_s      when its memory was free or filled
+    home_s      when all of it was done
+    disk_nbytes what a disk moves for it: whole granules
+    unseen      a link that it passes in no time
+    seconds     what it takes, if it is compute; it follows other compute by being told so
+    """
+
+    __slots__ = ("_after_home", "_after_over", "_blockers", "_home_left", "_over_left", "begin_s",
+                 "disk_nbytes", "home_s", "nbytes", "over_after", "over_s", "queued_s", "route",
+                 "seconds", "unseen")  # fmt: skip
+
+    def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
+                 seconds: float = 0.0) -> None:  # fmt: skip
+        self.seconds = seconds
+        self.nbytes = self.disk_nbytes = nbytes
+        self.unseen: str | None = None
+        self.route = route
+        self.over_after = over_after
+        self.begin_s: float | None = None
+        self.queued_s: float | None = None
+        self.over_s: float | None = None
+        self.home_s: float | None = None
+        self._blockers = 1
+        self._over_left = self._home_left = 0
+        self._after_over: list[Journey] = []
+        self._after_home: list[Journey] = []
+
+
+class _Piece:
+    __slots__ = ("at", "journey", "last", "nbytes")
+
+    def __init__(self, journey: Journey, nbytes: int, last: bool) -> None:
+        self.journey = journey
+        self.nbytes = nbytes
+        self.last = last
+        self.at = 0
+
+
+class _Lane:
+    """What one piece at a time may use; `queues` by urgency."""
+
+    __slots__ = ("busy", "queues")
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.queues: tuple[deque[_Piece], deque[_Piece]] = (deque(), deque())
+
+
+class _Pool:
+    """Bytes of the staging ring that one direction may hold; who waits is served in order."""
+
+    __slots__ = ("held", "most", "waiting")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held = 0
+        self.waiting: deque[_Piece] = deque()
+
+    def has_room(self, nbytes: int) -> bool:
+        return not self.held or self.held + nbytes <= self.most
+
+
+class Traffic:
+    """All transfers; `now` never goes back.
+
+    chunk_bytes  of the staging ring
+    lane_bytes   of the ring that reads, or writes, may hold at once
+    """
+
+    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, lane_bytes: int) -> None:
+        self.now = 0.0
+        self._chunk_bytes = chunk_bytes
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._count = 0
+        self._lanes: dict[str, _Lane] = {}
+        for name, link in links.items():
+            shared = self._lanes.get(link.shares) if link.shares else None
+            self._lanes[name] = shared or _Lane()
+        self._pools = {True: _Pool(lane_bytes), False: _Pool(lane_bytes)}
+
+    def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),
+              after_home: Iterable[Journey] = ()) -> None:  # fmt: skip
+        """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
+        `after_home` is all done."""
+        for other in after:
+            if other.over_s is None:
+                other._after_over.append(journey)
+                journey._blockers += 1
+        for other in after_home:
+            if other.home_s is None:
+                other._after_home.append(journey)
+                journey._blockers += 1
+        self._at(max(at_s, self.now), self._unblock, journey)
+
+    def advance(self, to_s: float) -> None:
+        """Let everything happen until then."""
+        events = self._events
+        while events and events[0][0] <= to_s:
+            self._next()
+        self.now = max(self.now, to_s)
+
+    def until(self, journey: Journey, moment: str) -> float:
+        """Let things happen until `journey` has that one of its times; which it is."""
+        while (time_s := getattr(journey, moment)) is None:
+            assert self._events, "what is waited for was never started"
+            self._next()
+        return float(time_s)
+
+    def finish(self) -> float:
+        """Let everything happen; the time it is then."""
+        while self._events:
+            self._next()
+        return self.now
+
+    def _next(self) -> None:
+        self.now, _, act, what = heappop(self._events)
+        act(what)
+
+    def _at(self, time_s: float, act: Callable[[Any], None], what: object) -> None:
+        self._count += 1
+        heappush(self._events, (time_s, self._count, act, what))
+
+    def _unblock(self, journey: Journey) -> None:
+        journey._blockers -= 1
+        if not journey._blockers:
+            self._set_out(journey)
+
+    def _set_out(self, journey: Journey) -> None:
+        if not journey.route or not journey.nbytes:
+            journey.begin_s = journey.queued_s = self.now
+            if journey.seconds:
+                self._at(self.now + journey.seconds, self._end, journey)
+            else:
+                self._end(journey)
+            return
+        sizes = self._cut(journey)
+        journey._over_left = journey._home_left = len(sizes)
+        for number, nbytes in enumerate(sizes, 1):
+            piece = _Piece(journey, nbytes, number == len(sizes))
+            if len(journey.route) == 1:
+                self._queue(piece)
+            else:
+                pool = self._pool_of(journey)
+                pool.waiting.append(piece)
+                self._admit(pool)
+
+    def _cut(self, journey: Journey) -> list[int]:
+        if len(journey.route) == 1:
+            return [journey.nbytes]
+        chunks = -(-journey.nbytes // self._chunk_bytes)
+        size = -(-chunks // MOST_PIECES) * self._chunk_bytes
+        size = max(self._chunk_bytes, min(size, self._pools[True].most // 4))
+        whole, rest = divmod(journey.nbytes, size)
+        return [size] * whole + [rest] * bool(rest)
+
+    def _pool_of(self, journey: Journey) -> _Pool:
+        return self._pools[journey.over_after == len(journey.route)]
+
+    def _admit(self, pool: _Pool) -> None:
+        while pool.waiting and pool.has_room(pool.waiting[0].nbytes):
+            piece = pool.waiting.popleft()
+            pool.held += piece.nbytes
+            self._queue(piece)
+
+    def _queue(self, piece: _Piece) -> None:
+        name = piece.journey.route[piece.at].name
+        lane = self._lanes[name]
+        lane.queues[name == "disk_write"].append(piece)
+        if not lane.busy:
+            self._carry(lane)
+
+    def _carry(self, lane: _Lane) -> None:
+        """The lane is free: the next piece sets out, if there is one."""
+        lane.busy = False
+        queue = lane.queues[0] or lane.queues[1]
+        if not queue:
+            return
+        piece, lane.busy = queue.popleft(), True
+        journey = piece.journey
+        link = journey.route[piece.at]
+        if journey.begin_s is None:
+            journey.begin_s = self.now
+        if piece.last and piece.at + 1 == journey.over_after:
+            journey.queued_s = self.now
+        free_s = self.now + piece.nbytes / link.bytes_per_s
+        self._at(free_s, self._carry, lane)
+        self._at(free_s + link.latency_s, self._arrive, piece)
+
+    def _arrive(self, piece: _Piece) -> None:
+        journey = piece.journey
+        piece.at += 1
+        if piece.at == journey.over_after:
+            journey._over_left -= 1
+            if not journey._over_left:
+                self._over(journey)
+        if piece.at < len(journey.route):
+            self._queue(piece)
+            return
+        if len(journey.route) > 1:
+            pool = self._pool_of(journey)
+            pool.held -= piece.nbytes
+            self._admit(pool)
+        journey._home_left -= 1
+        if not journey._home_left:
+            self._home(journey)
+
+    def _end(self, journey: Journey) -> None:
+        self._over(journey)
+        self._home(journey)
+
+    def _over(self, journey: Journey) -> None:
+        journey.over_s = self.now
+        self._release(journey._after_over)
+
+    def _home(self, journey: Journey) -> None:
+        journey.home_s = self.now
+        self._release(journey._after_home)
+
+    def _release(self, waiting: list[Journey]) -> None:
+        for journey in waiting:
+            self._unblock(journey)
+        waiting.clear()

@@ -11,8 +11,10 @@ import small_run
 
 from zcompile import run_format as rf
 from zcompile.cli import main
-from zcompile.cli.disk_probe import mount_type, probe_disk
+from zcompile.cli.disk_probe import probe_disk
+from zcompile.machine_file import find
 from zcompile.runtime import ring_choice
+from zcompile.runtime.hardware import mount_type
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,8 +26,10 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """As after `pip install`, also where the tests run from a bare checkout."""
+def installed(monkeypatch, tmp_path_factory):
+    """As after `pip install`, also from a bare checkout; rates are looked up, not measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("zcompile.runtime.probe.probe", lambda *given: find("desktop-24gb"))
     monkeypatch.setattr("zcompile.cli.doctor._backends", lambda: {"zinf"})
 
 
@@ -169,7 +173,7 @@ def test_doctor_stops_at_a_directory_that_is_not_there(zinf, tmp_path, installed
     assert "does not exist; create it or give another directory" in out
 
 
-def test_doctor_stops_if_torch_compile_does_not_know_the_backend(zinf, monkeypatch):
+def test_doctor_stops_if_torch_compile_does_not_know_the_backend(zinf, installed, monkeypatch):
     monkeypatch.setattr("zcompile.cli.doctor._backends", set)
     code, out, _ = zinf("doctor")
     assert code == 1

@@ -8,6 +8,7 @@ import torch
 
 from zcompile.config import LINKS, PLAN_FIELDS, Config, build, with_plan_options
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
+from zcompile.machine_file import MachineUnknown, find, write
 from zcompile.units import GiB, MiB
 
 
@@ -108,6 +109,24 @@ def test_the_environment_names_the_dump_and_an_argument_wins(monkeypatch, tmp_pa
     monkeypatch.setenv("ZINF_DUMP", str(tmp_path))
     assert Config().dump == tmp_path
     assert Config(dump="here").dump == Path("here")
+
+
+def test_a_machine_is_found_by_name_or_path_or_taken_as_it_is(tmp_path):
+    machine = Config(machine="h200-node").machine
+    assert machine == find("h200-node")
+    (tmp_path / "mine.toml").write_text(write(machine))
+    assert Config(machine=tmp_path / "mine.toml").machine == machine
+    config = Config(machine=machine)
+    assert dataclasses.replace(config, max_lead=2).machine is machine
+    assert Config().machine is None
+
+
+@pytest.mark.parametrize("machine", ["", 3, ["h200-node"]])
+def test_what_is_no_machine_is_refused(machine):
+    with pytest.raises(ConfigInvalid, match="must be a name, a path or a Machine"):
+        Config(machine=machine)
+    with pytest.raises(MachineUnknown, match="did you mean 'h200-node'"):
+        Config(machine="h200node")
 
 
 def test_build_takes_a_config_or_its_fields():

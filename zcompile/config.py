@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
+from zcompile.machine import TIER_LINKS, Machine
+from zcompile.machine_file import find
 from zcompile.units import parse_rate, parse_size
 
-LINKS = ("disk_read", "disk_write", "h2d", "d2h")
+LINKS = TIER_LINKS
 """The links a byte can travel; `throttle` and `stats` use the same names."""
 
 PLAN_FIELDS = ("param_dtype", "regions", "max_lead", "dump")
@@ -40,14 +42,18 @@ class Config:
     disk            a directory, or several over which entries are striped; None: no disk tier
     durable         every optimizer step ends in a commit on `disk`, from which a run that was
                     killed resumes (`zcompile.resume`)
+    machine         what to plan for, instead of what is measured here: a name (`zinf doctor
+                    --machine` lists them), the path of a file, or a `zcompile.machine.Machine`
     param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a
                     cast to it, as under torch.autocast; they and the optimizer stay as they are
     throttle        link name -> bytes per second, paces the CPU device's transfers
+    residency       once a step was seen, plan what rests on which tier, the device included; False:
+                    entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
-    raises  ConfigInvalid, DiskUnusable
+    raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
     """
 
     device: str | None = None
@@ -55,8 +61,10 @@ class Config:
     host_memory: int | str | None = None
     disk: str | Path | tuple[str | Path, ...] | None = None
     durable: bool = False
+    machine: str | Path | Machine | None = None
     param_dtype: torch.dtype | None = None
     throttle: Mapping[str, float | str] = field(default_factory=_no_throttle)
+    residency: bool = True
     regions: str = "auto"
     max_lead: int = 8
     dump: str | Path | None = None
@@ -69,8 +77,11 @@ class Config:
         self._set("disk", self._disks())
         if not isinstance(self.durable, bool):
             raise ConfigInvalid("durable", self.durable, "must be True or False")
+        if not isinstance(self.residency, bool):
+            raise ConfigInvalid("residency", self.residency, "must be True or False")
         if self.durable and not self.disk:
             raise ConfigInvalid("durable", True, "needs a disk; give a directory as disk")
+        self._set("machine", _machine(self.machine))
         for link in self.throttle:
             if link not in LINKS:
                 raise UnknownOption(link, LINKS, "throttle")
@@ -143,6 +154,15 @@ class Config:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigInvalid("disk", self.disk, "names a directory twice")
         return paths
+
+
+def _machine(given: Any) -> Machine | None:
+    """raises  ConfigInvalid, and as `find`"""
+    if given is None or isinstance(given, Machine):
+        return given
+    if not isinstance(given, str | Path) or given == "":
+        raise ConfigInvalid("machine", given, "must be a name, a path or a Machine")
+    return find(given)
 
 
 def _is_narrow(dtype: object) -> bool:

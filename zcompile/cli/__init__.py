@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from zcompile.cli import disk, doctor, explain, stages
+from zcompile.cli import disk, doctor, explain, machines, stages
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.run_format import PHASES
@@ -58,7 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     asked = add("doctor", "what this machine offers, and what would stop zcompile from working")
     asked.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
                        help="probe a directory for the disk tier; may be repeated")  # fmt: skip
-    asked.set_defaults(command=lambda args: doctor.doctor(args.disk))
+    asked.add_argument("--measure", action="store_true", help="measure rates anew")
+    asked.add_argument("--machine", metavar="NAME",
+                       help="say what a machine that comes along, or a file, offers")  # fmt: skip
+    asked.set_defaults(command=lambda args: machines.described(args.machine) if args.machine
+                       else doctor.doctor(args.disk, args.measure))  # fmt: skip
     asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
     asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
     asked.set_defaults(command=lambda args: stages.show(args.run, args.graph, args.stage))

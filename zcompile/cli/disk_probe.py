@@ -7,11 +7,12 @@ import mmap
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.errors import DiskUnusable
+from zcompile.runtime.hardware import filesystem
 from zcompile.units import MiB
 
 PROBE_BYTES = 64 * MiB
@@ -70,7 +71,7 @@ def probe_disk(path: Path) -> Disk:
     except OSError as error:
         todo = "give a directory that one may write to, with 64 MiB free"
         raise DiskUnusable(path, f"cannot be probed: {error.strerror}", todo) from error
-    return Disk(path.resolve(), _filesystem(path), free_bytes, direct, granule, ways, read, write)
+    return Disk(path.resolve(), filesystem(path), free_bytes, direct, granule, ways, read, write)
 
 
 def _way(name: str, refused: str | None, used: bool) -> Way:
@@ -103,23 +104,3 @@ def _seconds(move: Callable[[int], None], file: int) -> float:
         move(offset)
     os.fdatasync(file)
     return time.perf_counter() - started
-
-
-def _filesystem(path: Path) -> str:
-    """Type of the mount that holds `path`, "ext4"; "unknown" where /proc does not say."""
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return mount_type(path.resolve(), mounts)
-
-
-def mount_type(path: Path, mounts: Sequence[str]) -> str:
-    """Filesystem type from lines of /proc/self/mountinfo: the deepest mount, the last on ties."""
-    found, depth = "unknown", -1
-    for line in mounts:
-        mount, _, rest = line.partition(" - ")
-        point = Path(mount.split()[4].replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = rest.split()[0], len(point.parts)
-    return found

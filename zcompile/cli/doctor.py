@@ -4,13 +4,16 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zcompile.cli.answer import Answer
 from zcompile.cli.disk_probe import Disk, probe_disk
+from zcompile.cli.machines import rows
 from zcompile.errors import DiskUnusable, TorchUnsupported
-from zcompile.units import KiB, show_size
+from zcompile.machine import Machine
+from zcompile.runtime.hardware import available_bytes, cores, cpu_model, free_disk_bytes
+from zcompile.units import show_size
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,12 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What was found. Versions are None for what is not installed."""
+class Examined:
+    """What was found. Versions are None for what is not installed.
+
+    machine  what a run would plan for: all that is free, and rates over all disks together
+    kept     where its rates are kept
+    """
 
     python: str
     torch: str
@@ -43,41 +50,73 @@ class Machine:
     cores: int
     huge_pages: str
     disks: tuple[Disk, ...]
+    machine: Machine | None
+    kept: Path | None
     findings: tuple[Finding, ...]
 
 
-def doctor(disks: Sequence[Path]) -> Answer:
-    """Exit code 1 if a finding stops zcompile from working."""
-    machine = examine(disks)
-    stopped = any(finding.stops for finding in machine.findings)
-    return Answer("\n".join(_lines(machine)), machine, 1 if stopped else 0)
+def doctor(disks: Sequence[Path], measure: bool = False) -> Answer:
+    """Exit code 1 if a finding stops zcompile from working.
+
+    measure  measure rates, also if those of an earlier time are kept
+    """
+    found = examine(disks, measure)
+    stopped = any(finding.stops for finding in found.findings)
+    return Answer("\n".join(_lines(found)), found, 1 if stopped else 0)
 
 
-def examine(disks: Sequence[Path]) -> Machine:
+def examine(disks: Sequence[Path], measure: bool) -> Examined:
     """Look at everything once; what cannot be used becomes a finding, not an error."""
     import torch  # takes seconds; the commands that read a dump do without
 
     from zcompile.torch_private import TESTED
 
     findings = [*_installation(torch.cuda.is_available())]
-    probed = []
+    disks_found = []
     for path in disks:
         try:
-            probed.append(probe_disk(path))
+            disks_found.append(probe_disk(path))
         except DiskUnusable as error:
             findings.append(Finding(True, str(error)))
-    findings += (_buffered(disk) for disk in probed if not disk.direct)
-    return Machine(
+    findings += (_buffered(disk) for disk in disks_found if not disk.direct)
+    devices = tuple(_devices())
+    machine = kept = None
+    try:
+        machine, kept = _rates(devices, [disk.path for disk in disks_found], measure)
+    except DiskUnusable as error:
+        findings.append(Finding(False, str(error)))
+    return Examined(
         python=platform.python_version(),
         torch=torch.__version__,
         torch_tested=" to ".join(".".join(map(str, release)) for release in TESTED),
         triton=_version("triton"),
-        devices=tuple(_devices()),
-        cores=len(os.sched_getaffinity(0)),
+        devices=devices,
+        cores=cores(),
         huge_pages=_huge_pages(),
-        disks=tuple(probed),
+        disks=tuple(disks_found),
+        machine=machine,
+        kept=kept,
         findings=tuple(findings),
     )
+
+
+def _rates(devices: Sequence[Device], disks: Sequence[Path],
+           measure: bool) -> tuple[Machine, Path | None]:  # fmt: skip
+    """The machine that a run would plan for, with all that is free, and where its rates are kept.
+
+    raises  DiskUnusable
+    """
+    import torch
+
+    from zcompile.runtime.probe import facts, probed
+    from zcompile.runtime.probe_cache import cache_file
+
+    device = torch.device(devices[0].name)
+    tiers = {"device": devices[0].free_bytes, "host": devices[-1].free_bytes}
+    if disks:
+        tiers["disk"] = free_disk_bytes(disks)
+    machine = replace(probed(device, disks, measure), tiers=tiers)
+    return machine, cache_file(facts(device, disks))
 
 
 def _buffered(disk: Disk) -> Finding:
@@ -117,28 +156,7 @@ def _devices() -> Iterator[Device]:
         yield Device(f"cuda:{index}", name, total_bytes, free_bytes)
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     total_bytes = page_bytes * os.sysconf("SC_PHYS_PAGES")
-    yield Device("cpu", _cpu_model(), total_bytes, _available_bytes(total_bytes))
-
-
-def _available_bytes(total_bytes: int) -> int:
-    """What can be used without swapping; where the kernel does not say, everything."""
-    for row in _rows(Path("/proc/meminfo")):
-        if row[0] == "MemAvailable":
-            return int(row[1].split()[0]) * KiB
-    return total_bytes
-
-
-def _cpu_model() -> str:
-    models = (row[1] for row in _rows(Path("/proc/cpuinfo")) if row[0] == "model name")
-    return next(models, platform.machine())
-
-
-def _rows(path: Path) -> Iterator[tuple[str, str]]:
-    """key, value of a file of "key : value" lines; nothing if there is no such file."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            yield key.strip(), value.strip()
+    yield Device("cpu", cpu_model(), total_bytes, available_bytes(total_bytes))
 
 
 def _huge_pages() -> str:
@@ -155,16 +173,16 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _lines(machine: Machine) -> Iterator[str]:
-    yield f"python      {machine.python}"
-    yield f"torch       {machine.torch} (tested: {machine.torch_tested})"
-    yield f"triton      {machine.triton or 'not installed'}"
-    yield f"cores       {machine.cores}"
-    yield f"huge pages  {machine.huge_pages}"
-    for device in machine.devices:
+def _lines(found: Examined) -> Iterator[str]:
+    yield f"python      {found.python}"
+    yield f"torch       {found.torch} (tested: {found.torch_tested})"
+    yield f"triton      {found.triton or 'not installed'}"
+    yield f"cores       {found.cores}"
+    yield f"huge pages  {found.huge_pages}"
+    for device in found.devices:
         size = f"{show_size(device.free_bytes)} free of {show_size(device.total_bytes)}"
         yield f"device      {device.name}, {device.model}: {size}"
-    for disk in machine.disks:
+    for disk in found.disks:
         direct = f"O_DIRECT by {disk.granule} bytes" if disk.direct else "no O_DIRECT"
         yield f"disk        {disk.path}: {disk.filesystem}, {show_size(disk.free_bytes)} free"
         yield f"            {direct}, read {_rate(disk.read_bytes_per_s)}, " \
@@ -172,7 +190,10 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield "            " + ", ".join(
             f"{way.name}: {way.verdict}" + (f" ({way.why})" if way.why else "")
             for way in disk.ways)  # fmt: skip
-    for finding in machine.findings:
+    if found.machine is not None:
+        yield from rows(found.machine)
+        yield f"{'rates':<12}kept in {found.kept or 'no place'}; --measure measures again"
+    for finding in found.findings:
         yield f"{'STOP' if finding.stops else 'note':<12}{finding.text}"
 
 

@@ -1,0 +1,278 @@
+"""This machine is measured once, kept, and measured again when what is kept is of no use."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from zcompile.config import Config
+from zcompile.errors import DiskUnusable
+from zcompile.machine import Compute, Link, Machine
+from zcompile.machine_file import write
+from zcompile.runtime import probe, probe_cache, probe_lanes, probe_links
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.probe import facts, machine_for, probed
+from zcompile.runtime.probe_cache import cache_file, cached
+from zcompile.runtime.probe_compute import compute_of
+from zcompile.runtime.probe_lanes import Lane, measure_lanes
+from zcompile.runtime.ticket import Promise, Ready
+from zcompile.units import GiB, MiB
+
+CPU = torch.device("cpu")
+MACHINE = Machine(
+    "probed",
+    {},
+    {
+        "h2d": Link("h2d", 10e9, 1e-5),
+        "d2h": Link("d2h", 10e9, 1e-5),
+        "disk_read": Link("disk_read", 2e9, 1e-4, "disk_write"),
+        "disk_write": Link("disk_write", 2e9, 1e-4, "disk_read"),
+    },
+    Compute({"float32": 1e11}, 1e10, 1e-6),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own for each test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "zcompile"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    (path := tmp_path / "disk").mkdir()
+    return path
+
+
+@pytest.fixture
+def device():
+    opened = CpuDevice({}, Meter(), pytest.fail)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Nothing is measured: `MACHINE` is what one would find. How often it was asked for."""
+    asked = []
+    monkeypatch.setattr(probe, "probe", lambda *given: asked.append(given) or MACHINE)
+    return asked
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    monkeypatch.setattr(probe_lanes, "SPAN_S", 0.01)
+    monkeypatch.setattr(probe_lanes, "ROUNDS", 1)
+
+
+def test_what_is_measured_is_this_machine(brief, disk, own_threads):
+    before = own_threads()
+    machine = probe.probe(CPU, [disk])
+    assert set(machine.links) == {"h2d", "d2h", "disk_read", "disk_write"}
+    assert all(link.bytes_per_s > 1e6 for link in machine.links.values())
+    assert all(link.latency_s < 1 for link in machine.links.values())
+    assert set(machine.compute.flops_per_s) == {"float32", "bfloat16"}
+    assert machine.compute.launch_s < 1e-2
+    assert list(disk.iterdir()) == []
+    assert own_threads() == before
+
+
+def test_two_directories_are_measured_together(brief, disk, tmp_path):
+    (other := tmp_path / "other").mkdir()
+    assert set(probe_links.disk_links([disk, other])) == {"disk_read", "disk_write"}
+    assert list(other.iterdir()) == []
+
+
+def test_a_directory_in_use_is_measured_all_the_same(brief, disk, open_store):
+    store = open_store(disk=disk)
+    assert probe_links.disk_links([disk])["disk_read"].bytes_per_s > 0
+    store.close()
+
+
+def test_random_numbers_and_precision_stay_as_they_were():
+    before = torch.random.get_rng_state()
+    compute_of(CPU)
+    probe_links.pacing_seconds()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("free_bytes", "file_bytes"), [(GiB, 128 * MiB), (100 * MiB, 48 * MiB),
+                                                         (8 * MiB, 4 * MiB)])  # fmt: skip
+def test_a_measurement_takes_at_most_half_of_the_room(
+    brief, disk, monkeypatch, faults, free_bytes, file_bytes
+):
+    monkeypatch.setattr(probe_links, "free_disk_bytes", lambda paths: free_bytes)
+    probe_links.disk_links([disk])
+    assert max(request.offset + request.nbytes for request in faults.seen) == file_bytes
+
+
+def test_a_disk_without_room_is_told(disk, monkeypatch):
+    monkeypatch.setattr(probe_links, "free_disk_bytes", lambda paths: 7 * MiB)
+    with pytest.raises(DiskUnusable, match="too full to be measured, which takes 8"):
+        probe_links.disk_links([disk])
+
+
+@pytest.mark.parametrize("nth", [3, 30])
+def test_a_disk_that_fails_is_told_and_nobody_waits_for_ever(brief, disk, faults, nth, own_threads):
+    before = own_threads()
+    faults.fail("write", errno.ENOSPC, nth)
+    with pytest.raises(DiskUnusable, match=r"cannot be measured: .* No space left"):
+        probe_links.disk_links([disk])
+    assert list(disk.iterdir()) == []
+    assert own_threads() == before
+
+
+class Hardware:
+    """Two lanes on a clock of their own: `apart`, or one after the other."""
+
+    def __init__(self, apart: bool, piece_s: float) -> None:
+        self.now = 0.0
+        self.apart, self.piece_s = apart, piece_s
+        self.free = {"h2d": 0.0, "d2h": 0.0}
+
+    def lane(self, name: str) -> Lane:
+        return Lane(name, 1000, lambda n: self.start(name), 10, lambda n: self.start(name))
+
+    def start(self, name: str) -> Promise:
+        lanes = [name] if self.apart else list(self.free)
+        over = max(self.now, *(self.free[lane] for lane in lanes)) + self.piece_s
+        self.free.update(dict.fromkeys(lanes, over))
+        return Arrived(self, over)
+
+
+class Arrived(Ready):
+    def __init__(self, hardware: Hardware, over: float) -> None:
+        self.hardware, self.over = hardware, over
+
+    def wait(self) -> None:
+        self.hardware.now = max(self.hardware.now, self.over)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("piece_s", [0.001, 0.05, 2.0])
+def test_lanes_take_turns_if_both_at_once_take_the_sum(apart, piece_s, monkeypatch):
+    hardware = Hardware(apart, piece_s)
+    monkeypatch.setattr(probe_lanes.time, "perf_counter", lambda: hardware.now)
+    links = measure_lanes(hardware.lane("h2d"), hardware.lane("d2h"))
+    assert links["h2d"].bytes_per_s == pytest.approx(1000 / piece_s, rel=0.01)
+    assert links["d2h"].latency_s == pytest.approx(piece_s - 10 / (1000 / piece_s), rel=0.01)
+    assert [links[name].shares for name in ("h2d", "d2h")] == (
+        [None, None] if apart else ["d2h", "h2d"]
+    )
+
+
+def test_it_is_measured_once_and_then_read(measured, disk):
+    assert [probed(CPU, [disk]) for _ in range(3)] == [MACHINE] * 3
+    assert len(measured) == 1
+    probed(CPU, [disk], again=True)
+    assert len(measured) == 2
+
+
+def test_another_disk_device_or_torch_is_measured_for_itself(measured, disk, monkeypatch):
+    probed(CPU, [disk])
+    probed(CPU, [])
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    probed(CPU, [])
+    assert len(measured) == 3
+
+
+def test_other_directories_of_a_filesystem_are_the_same_disk(measured, disk, tmp_path):
+    (other := tmp_path / "other").mkdir()
+    assert facts(CPU, [disk]) == facts(CPU, [other])
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"name = 3", b"name = 'probed'\n[compute]",
+                                    write(MACHINE).encode()[:200]])  # fmt: skip
+def test_what_is_damaged_is_measured_again(measured, damage):
+    probed(CPU, [])
+    cache_file(facts(CPU, [])).write_bytes(damage)
+    assert probed(CPU, []) == MACHINE
+    assert len(measured) == 2
+    assert probed(CPU, []) == MACHINE
+    assert len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement_only(measured, tmp_path, monkeypatch,
+                                                                 caplog):  # fmt: skip
+    (file := tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    caplog.set_level(logging.INFO, "zcompile.runtime.probe")
+    assert [probed(CPU, []) for _ in range(2)] == [MACHINE] * 2
+    assert len(measured) == 2
+    assert "what was measured is not kept" in caplog.text
+
+
+def test_the_cache_is_where_people_look_for_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert cache_file({}).parent == tmp_path / ".cache" / "zcompile"
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert cache_file({}) is None
+    assert cached({}, lambda: MACHINE) == MACHINE
+
+
+def test_a_write_that_fails_leaves_nothing_behind(cache, monkeypatch):
+    def refuse(*paths: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(probe_cache.os, "replace", refuse)
+    assert cached({"a": "b"}, lambda: MACHINE) == MACHINE
+    assert list(cache.iterdir()) == []
+
+
+def test_several_processes_at_once_leave_one_whole_file(cache):
+    code = """
+from runtime.test_probe import MACHINE
+from zcompile.runtime.probe_cache import cached
+for n in range(50):
+    assert cached({}, lambda: MACHINE, again=n % 2 == 0) == MACHINE
+"""
+    root = Path(__file__).parent.parent.parent
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
+    assert [child.wait(120) for child in running] == [0, 0]
+    (file,) = cache.iterdir()
+    assert file.name.startswith("machine-")
+
+
+def test_budgets_are_the_capacities(measured, device, disk):
+    machine = machine_for(Config(device="cpu", device_memory=GiB, disk=disk), device)
+    assert machine.tiers["device"] == GiB
+    assert machine.tiers["host"] > GiB  # not given: what there is
+    assert machine.tiers["disk"] > 0
+    assert dict(machine.links) == dict(MACHINE.links)
+    assert "disk" not in machine_for(Config(device="cpu"), device).tiers
+    told = machine_for(Config(device="cpu"), device, {"device": 1, "host": 2})
+    assert told.tiers == {"device": 1, "host": 2}
+
+
+def test_a_throttle_is_a_slower_link(measured, device, disk):
+    config = Config(device="cpu", disk=disk, throttle={"h2d": "1GB/s", "disk_read": "99GB/s"})
+    links = machine_for(config, device).links
+    assert links["h2d"].bytes_per_s == 1e9
+    assert 1e-5 < links["h2d"].latency_s < 0.1
+    assert links["disk_read"] == MACHINE.links["disk_read"]
+
+
+def test_the_machine_of_a_config_is_taken_unmeasured(measured, device):
+    config = Config(device="cpu", machine="desktop-24gb", host_memory=GiB,
+                    throttle={"h2d": "1GB/s"})  # fmt: skip
+    machine = machine_for(config, device)
+    assert measured == []
+    assert machine.name == "desktop-24gb"
+    assert machine.tiers == {"device": 24 * 10**9, "host": GiB, "disk": 18 * 10**11}
+    assert machine.links["h2d"].bytes_per_s == 1e9
+
+
+def test_a_machine_can_be_given_as_it_is(measured, device):
+    given = replace(MACHINE, name="mine", tiers={"device": 3})
+    assert machine_for(Config(device="cpu", machine=given), device) == given

@@ -5,8 +5,9 @@ from argparse import Namespace
 
 import pytest
 
-from zcompile.cli.scale import scale_answer
+from zcompile.cli.scale import dgx2, scale_answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
+from zcompile.machine_file import find, names
 from zcompile.scale.figures import FIGURES
 
 TRILLION = "transformer:layers=128,hidden=25600,heads=256,batch=7"
@@ -45,6 +46,23 @@ def test_a_trillion_on_one_node_rests_on_disk():
     assert told["step_seconds"] == pytest.approx(
         told["step"]["passes_s"] + told["step"]["update_s"]
     )
+
+
+def test_batch_and_seq_may_stand_beside_the_text_which_wins():
+    told = json.loads(asked(TRILLION, "dgx2-v100-1node", batch=2, seq=2048).json())
+    assert (told["shape"]["batch"], told["shape"]["seq"]) == (7, 2048)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_machine_that_comes_along_can_be_asked(name):
+    answer = asked("transformer:layers=8,hidden=4096,heads=32", name)
+    assert answer.code == 0
+    assert "TFLOP/s per rank" in answer.text
+
+
+@pytest.mark.parametrize("nodes", [4, 16, 32, 64, 96])
+def test_a_rank_of_any_cluster_of_dgx2_sees_the_same_machine(nodes):
+    assert dgx2(nodes) == find(f"dgx2-v100-{nodes}nodes")
 
 
 def test_what_does_not_fit_is_told_and_exits_with_1():

@@ -47,6 +47,13 @@ def test_each_rank_moves_its_share_three_times_and_its_gradient_once():
     assert found.busy_s["ranks"] == pytest.approx(4 * 72e6 * 2 * 3 / 4 / 1e9)
 
 
+def test_ranks_of_a_node_share_its_memory_in_an_update_on_the_cpu():
+    alone = step_time(job("host", "host"), machine(1, 1), Assumptions(host_bytes_per_s=28e6))
+    shared = step_time(job("host", "host"), machine(4, 4), Assumptions(host_bytes_per_s=28e6))
+    assert alone.update_s == pytest.approx(72)
+    assert shared.update_s == pytest.approx(72)  # a quarter of the work at a quarter of the rate
+
+
 def test_an_update_from_disk_reads_and_writes_states_beside_each_other():
     full, half = (step_time(job("host", "disk"), machine(half_duplex=duplex))
                   for duplex in (False, True))  # fmt: skip

@@ -1,14 +1,16 @@
 """`zinf plan transformer:...` and `zinf plan --paper NAME`: scale on paper, from shapes alone."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.machine import Machine, with_tier
 from zcompile.machine_file import find, names
 from zcompile.scale.figures import FIGURES, TOLERANCE, Row
+from zcompile.scale.paper import ASSUMED
 from zcompile.scale.placing import Group, fastest, group_of, use_of_job
 from zcompile.scale.rates import Assumptions, Job
 from zcompile.scale.shapes import Transformer, read_shape
@@ -62,11 +64,13 @@ class Scaled:
     step: StepTime
     step_seconds: float
     group: Group | None
+    assumed: Assumptions
 
 
 def scale_answer(args: argparse.Namespace) -> Answer:
     """From `args.paper`, or from `args.model` ("transformer:layers=...,hidden=...,heads=...") and
-    `args.machine`; `args.device`, `host` and `disk_bytes`, where given, are capacities of one rank.
+    `args.machine`; `args.device`, `host` and `disk_bytes`, where given, are capacities of one rank,
+    `batch` and `seq` those of the shape where its text has none.
 
     raises  ConfigInvalid, UnknownOption, and what finding a machine raises
     """
@@ -79,7 +83,10 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     for field, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
         if text := getattr(args, field, None):
             machine = with_tier(machine, tier, parse_size(text))
-    return transformer_answer(args.model, machine)
+    beside = {key: getattr(args, key, None) for key in ("batch", "seq")}
+    return transformer_answer(
+        args.model, machine, {key: str(value) for key, value in beside.items() if value is not None}
+    )
 
 
 def dgx2(nodes: int) -> Machine:
@@ -97,11 +104,17 @@ def paper_answer(name: str) -> Answer:
     rows = list(FIGURES[key](dgx2))
     found = [Compared(r.name, r.unit, r.ours, r.paper, r.ratio, r.agrees, r.why) for r in rows]
     notes = [f"  {row.name}: {row.why}" for row in rows if row.why]
+    assumed = [f"  {text}" for text in ASSUMED.get(key, ())]
     title = f"{key} of ZeRO-Infinity (arXiv:2104.07857). {FIGURES[key].__doc__}"
     head = ("", "", "ours", "paper", "ours/paper", "")
     table = _table((head, *(_compared(row) for row in rows)), "<<>>><")
-    text = "\n".join((title, *table, *(("where they differ:", *notes) if notes else ())))
-    return Answer(text, found, 0 if all(row.agrees or row.why for row in rows) else 1)
+    parts = (("where they differ:", notes), ("assumed:", assumed))
+    lines = [line for head, told in parts if told for line in (head, *told)]
+    return Answer(
+        "\n".join((title, *table, *lines)),
+        found,
+        0 if all(row.agrees or row.why for row in rows) else 1,
+    )
 
 
 def _compared(row: Row) -> tuple[str, ...]:
@@ -121,9 +134,11 @@ def _verdict(row: Row) -> str:
     return "met" if row.kind == "at least" and row.ratio >= 1 else f"within {TOLERANCE:.0%}"
 
 
-def transformer_answer(model: str, machine: Machine) -> Answer:
-    """Exit code 1, if it does not fit."""
-    asked, placed = _read(model)
+def transformer_answer(
+    model: str, machine: Machine, beside: Mapping[str, str] = MappingProxyType({})
+) -> Answer:
+    """Exit code 1, if it does not fit. beside: what holds where the text does not say it."""
+    asked, placed = _read(model, beside)
     assumed = _assumed(machine)
     job = asked if placed else fastest(asked, machine, assumed)
     step, use, shape = step_time(job, machine, assumed), use_of_job(job, machine), job.shape
@@ -135,14 +150,14 @@ def transformer_answer(model: str, machine: Machine) -> Answer:
         shape, machine.name, machine.ranks, shape.parameters, shape.model_state_bytes,
         round(shape.checkpoint_bytes * machine.ranks), shape.model_working_bytes,
         shape.activation_working_bytes, tuple(held), job, use, use.fits, step, step.seconds,
-        group_of(shape, machine),
+        group_of(shape, machine), assumed,
     )  # fmt: skip
     return Answer("\n".join(_text(scaled)), scaled, 0 if use.fits else 1)
 
 
-def _read(model: str) -> tuple[Job, bool]:
+def _read(model: str, beside: Mapping[str, str]) -> tuple[Job, bool]:
     """The job that a text asks for, and whether it says where something rests."""
-    options: dict[str, str] = {}
+    options = dict(beside)
     for item in model.removeprefix(PREFIX).split(","):
         key, equals, value = item.partition("=")
         if not equals:
@@ -178,7 +193,7 @@ def _text(scaled: Scaled) -> list[str]:
             ("  working memory: model", show_size(scaled.model_working_bytes)),
             ("  working memory: activations", show_size(scaled.activation_working_bytes)),
         ), "<>"),
-        f"on {scaled.machine}, {scaled.ranks} ranks, by strategy:",
+        f"on {scaled.machine}, {scaled.ranks} rank{'s' * (scaled.ranks > 1)}, by strategy:",
         *_table([(f"  {held.strategy}", "fits" if held.fits else
                   f"lacks {show_size(held.missing_bytes)} per rank")
                  for held in scaled.strategies], "<<"),
@@ -190,6 +205,9 @@ def _text(scaled: Scaled) -> list[str]:
                  for tier, nbytes in scaled.use.bytes_by_tier.items()], "<>"),
         f"  step {step.seconds:,.4g} s: passes {step.passes_s:,.4g} s (compute "
         f"{step.compute_s:,.4g} s), update {step.update_s:,.4g} s",
+        f"  assumed: matmuls at {scaled.assumed.sustained:.2f} of the machine's "
+        f"{scaled.assumed.dtype} rate, updates on the CPU at "
+        f"{scaled.assumed.host_bytes_per_s / 1e9:.0f} GB/s per node, as on a DGX-2",
         f"  {step.flops_per_s / 1e12:.1f} TFLOP/s per rank, "
         f"{shape.token_count * scaled.ranks / step.seconds:,.4g} tokens/s in all",
         "  busy: " + ", ".join(f"{lane} {seconds / step.seconds:.0%}"

@@ -20,14 +20,14 @@ class Assumptions:
     """sustained         of the machine's matmul rate, what a training step reaches between waits.
                       Calibrated on one point: 49 TFLOP/s per GPU for 1T parameters on 512 V100
                       (Figure 5a); every other figure is then a prediction.
-    host_bytes_per_s  of host memory, per rank, in the CPU's update. DGX-2: two sockets of six
-                      channels DDR4-2666 (256 GB/s by data sheet), 70 % of it, for 16 ranks.
+    host_bytes_per_s  of a node's memory in the CPU's update, shared by the node's ranks. DGX-2: two
+                      sockets of six channels DDR4-2666, 256 GB/s by data sheet; 70 % of it.
     update_bytes      of host memory traffic per parameter of a CPU Adam.
     dtype             of the compute copy
     """
 
     sustained: float = 0.72
-    host_bytes_per_s: float = 11e9
+    host_bytes_per_s: float = 180e9
     update_bytes: int = 28
     dtype: str = "float16"
 
@@ -151,7 +151,8 @@ class Rates:
         if self.job.optimizer == "device":
             touched = 2 * STATE_ON_DISK_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
             return self.share * touched / self.machine.compute.memory_bytes_per_s
-        return self.share * self.assumed.update_bytes / self.assumed.host_bytes_per_s
+        of_rank = self.assumed.host_bytes_per_s / self.machine.ranks_per_node
+        return self.share * self.assumed.update_bytes / of_rank
 
     @property
     def update_read_bytes(self) -> float:

@@ -13,9 +13,9 @@ from typing import Any
 
 from zcompile.machine import Link
 
-MOST_PIECES = 16
+MOST_PIECES = 8
 """Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
-link alone: with 16 pieces at most a sixteenth, and less where the ring's chunks are larger."""
+link alone: with 8 pieces at most an eighth of that, which the transfers behind it hide."""
 
 
 class Journey:
@@ -208,9 +208,15 @@ class Traffic:
             journey.begin_s = self.now
         if piece.last and piece.at + 1 == journey.over_after:
             journey.queued_s = self.now
-        free_s = self.now + piece.nbytes / link.bytes_per_s
-        self._at(free_s, self._carry, lane)
-        self._at(free_s + link.latency_s, self._arrive, piece)
+        self._at(self.now + piece.nbytes / link.bytes_per_s, self._passed, (lane, piece))
+
+    def _passed(self, row: tuple[_Lane, _Piece]) -> None:
+        lane, piece = row
+        self._carry(lane)
+        if latency_s := piece.journey.route[piece.at].latency_s:
+            self._at(self.now + latency_s, self._arrive, piece)
+        else:
+            self._arrive(piece)
 
     def _arrive(self, piece: _Piece) -> None:
         journey = piece.journey

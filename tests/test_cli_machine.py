@@ -42,6 +42,12 @@ def test_doctor_measures_once_unless_it_is_told_to(zinf, measured):
     assert len(measured) == 2
 
 
+@pytest.mark.parametrize("load", [0.0, 1000.0])
+def test_a_busy_machine_is_a_note(zinf, monkeypatch, load):
+    monkeypatch.setattr(probe.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert ("this machine is at work on other things" in zinf("doctor")[1]) is (load > 0)
+
+
 def test_doctor_answers_a_program_with_the_fields_of_a_machine(zinf, tmp_path, measured):
     told = json.loads(zinf("doctor", "--disk", tmp_path, "--json")[1])
     assert told["machine"]["links"]["disk_write"] == {

@@ -81,6 +81,7 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     findings += (_buffered(disk) for disk in disks_found if not disk.direct)
     devices = tuple(_devices())
     machine = kept = None
+    findings += _busy()
     try:
         machine, kept = _rates(devices, [disk.path for disk in disks_found], measure)
     except DiskUnusable as error:
@@ -117,6 +118,14 @@ def _rates(devices: Sequence[Device], disks: Sequence[Path],
         tiers["disk"] = free_disk_bytes(disks)
     machine = replace(probed(device, disks, measure), tiers=tiers)
     return machine, cache_file(facts(device, disks))
+
+
+def _busy() -> Iterator[Finding]:
+    from zcompile.runtime.probe import is_busy
+
+    if is_busy():
+        yield Finding(False, "this machine is at work on other things: rates that are measured now "
+                      "are too low, and are measured again when it is not")  # fmt: skip
 
 
 def _buffered(disk: Disk) -> Finding:

@@ -7,6 +7,7 @@ afterwards: a budget is the capacity of its tier, and no link is faster than its
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,10 +50,13 @@ def machine_for(config: Config, device: Device,
 def probed(device: torch.device, disks: Sequence[Path], again: bool = False) -> Machine:
     """The rates of this machine, as kept or measured now. Without tiers.
 
+    What is measured while the machine is busy is used until it is not, and then measured again.
+
     again   measure, whatever is kept
     raises  DiskUnusable
     """
-    return cached(facts(device, disks), lambda: probe(device, disks), again)
+    measure = partial(probe, device, disks)
+    return cached(facts(device, disks), measure, again=again, busy=is_busy())
 
 
 def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
@@ -61,6 +65,11 @@ def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
     if disks:
         links |= disk_links(disks)
     return Machine(NAME, {}, links, compute_of(device))
+
+
+def is_busy() -> bool:
+    """Whether more is at work than there are cores, so that what is measured is too slow."""
+    return os.getloadavg()[0] > cores()
 
 
 def facts(device: torch.device, disks: Sequence[Path]) -> dict[str, str]:

@@ -21,20 +21,24 @@ FORMAT = 1
 """Part of the key: what was measured in another way is measured again."""
 
 
-def cached(facts: Mapping[str, str], measure: Callable[[], Machine],
-           again: bool = False) -> Machine:  # fmt: skip
+def cached(facts: Mapping[str, str], measure: Callable[[], Machine], *, again: bool = False,
+           busy: bool = False) -> Machine:  # fmt: skip
     """The machine that was measured when `facts` held, or is measured now.
 
     again  measure, whatever is there
+    busy   the machine is at work on other things: what is measured is kept until it is not
     """
     path = cache_file(facts)
-    if path is not None and not again and (found := _read(path)) is not None:
-        return found
+    if path is None:
+        return measure()
+    passing = path.with_stem(f"{path.stem}-busy")
+    for kept in (path, passing) if busy else (path,):
+        if not again and (found := _read(kept)) is not None:
+            return found
     machine = measure()
-    if path is not None:
-        told = "\n".join(("Measured by zcompile; may be removed at any time.",
-                          *(f"{key}: {value}" for key, value in facts.items())))  # fmt: skip
-        _write(path, write(machine, told))
+    told = "\n".join(("Measured by zcompile; may be removed at any time.",
+                      *(f"{key}: {value}" for key, value in facts.items())))  # fmt: skip
+    _write(passing if busy and not again else path, write(machine, told))
     return machine
 
 

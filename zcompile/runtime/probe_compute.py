@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from zcompile.machine import Compute
-from zcompile.runtime.probe_lanes import rounded
+from zcompile.runtime.probe_lanes import best_of, rounded
 from zcompile.units import MiB
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16),
@@ -14,10 +14,7 @@ DTYPES = {"cpu": (torch.float32, torch.bfloat16),
 SIDES = {"cpu": (1024, 512, 256), "cuda": (8192, 4096, 1024)}
 """Of square matmuls, as large as memory and MOST_ONCE_S allow."""
 MOST_ONCE_S = 0.1
-SPAN_S = 0.05
-ROUNDS = 3
-ENOUGH_S = 0.2
-"""Rounds end after this: on a machine that is busy with other things a batch takes its time."""
+SPAN_S = 0.04
 ELEMENTWISE_BYTES = 32 * MiB
 """Per operand: beyond what the caches of a core hold, which would answer instead of memory."""
 LAUNCHES = 500
@@ -52,7 +49,7 @@ def _multiply(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[
 
 def _elementwise(device: torch.device) -> float:
     n = ELEMENTWISE_BYTES // 4
-    a, b, c = (torch.full((n,), 0.5, device=device) for _ in range(3))
+    a, b, c = (torch.full((n,), 0.5, device=device, dtype=torch.float32) for _ in range(3))
     return 3 * ELEMENTWISE_BYTES / _best(lambda: torch.add(a, b, out=c), device)
 
 
@@ -67,20 +64,15 @@ def _launch(device: torch.device) -> float:
 
 
 def _once(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the second of two runs; the first one also looks for kernels."""
-    seconds = 0.0
-    for _ in range(2):
-        seconds = _seconds(run, 1, device)
-    return seconds
+    """Seconds of one of a few runs; the first one, which also looks for kernels, does not count."""
+    run()
+    return min(_seconds(run, 1, device) for _ in range(3))
 
 
 def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run, from the best of a few batches."""
+    """Seconds of one run, from the best of some batches."""
     times = max(1, round(SPAN_S / _once(run, device)))
-    rounds: list[float] = []
-    while len(rounds) < ROUNDS and sum(rounds) < ENOUGH_S:
-        rounds.append(_seconds(run, times, device))
-    return min(rounds) / times
+    return best_of(lambda: _seconds(run, times, device)) / times
 
 
 def _seconds(run: Callable[[], object], times: int, device: torch.device) -> float:

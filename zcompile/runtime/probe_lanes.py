@@ -7,18 +7,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from zcompile.machine import Link
 from zcompile.runtime.ticket import Ticket
 
-SPAN_S = 0.1
-"""Of one batch: a hundred times what starting it costs, and past what a drive's own memory hides
-of a read."""
-ROUNDS = 3
-"""The best of so many counts: whatever else runs on the machine only ever slows a batch."""
+SPAN_S = 0.05
+"""Of one batch: a hundred times what starting it costs."""
+LEAST_ROUNDS, MOST_ROUNDS = 5, 12
 ENOUGH_S = 0.5
-"""Rounds of a slow lane end after this."""
+SETTLED = 1.05
+"""The best round counts, since whatever else runs on the machine only ever slows one. It is found
+when the next best is as good within this factor, after MOST_ROUNDS, or after ENOUGH_S."""
 SHORT_ROUNDS = 15
 TAKES_TURNS = 1.5
 """Both lanes at once, each with work for the same time: 1 if they are apart, 2 if they take turns.
@@ -44,8 +45,9 @@ class Lane:
 def measure_lanes(there: Lane, back: Lane) -> dict[str, Link]:
     """Both as links by name, `shares` set where they take turns."""
     pieces = {lane.name: _batch(lane) for lane in (there, back)}
-    alone = {lane.name: _best((lane, pieces[lane.name])) for lane in (there, back)}
-    both = _best((there, pieces[there.name]), (back, pieces[back.name]))
+    alone = {lane.name: best_of(partial(_seconds, (lane, pieces[lane.name])))
+             for lane in (there, back)}  # fmt: skip
+    both = best_of(partial(_seconds, *((lane, pieces[lane.name]) for lane in (there, back))))
     turns = both > TAKES_TURNS * max(alone.values())
     links = {}
     for lane, other in ((there, back), (back, there)):
@@ -61,11 +63,14 @@ def _batch(lane: Lane) -> int:
     return min(max(round(SPAN_S / once), lane.least), lane.most)
 
 
-def _best(*batches: tuple[Lane, int]) -> float:
+def best_of(seconds: Callable[[], float]) -> float:
+    """The least that repeated rounds take."""
     rounds: list[float] = []
-    while len(rounds) < ROUNDS and sum(rounds) < ENOUGH_S:
-        rounds.append(_seconds(*batches))
-    return min(rounds)
+    while len(rounds) < MOST_ROUNDS and sum(rounds) < ENOUGH_S:
+        rounds = sorted((*rounds, seconds()))
+        if len(rounds) >= LEAST_ROUNDS and rounds[1] <= SETTLED * rounds[0]:
+            break
+    return rounds[0]
 
 
 def _seconds(*batches: tuple[Lane, int]) -> float:
@@ -79,12 +84,13 @@ def _seconds(*batches: tuple[Lane, int]) -> float:
 
 
 def _latency(lane: Lane, bytes_per_s: float) -> float:
+    """The lower quartile: the best one may have found its bytes in a cache."""
     rounds = []
     for n in range(SHORT_ROUNDS):
         since = time.perf_counter()
         lane.short(n).wait()
         rounds.append(time.perf_counter() - since)
-    return rounded(max(statistics.median(rounds) - lane.short_bytes / bytes_per_s, 0.0))
+    return rounded(max(statistics.quantiles(rounds)[0] - lane.short_bytes / bytes_per_s, 0.0))
 
 
 def rounded(value: float) -> float:

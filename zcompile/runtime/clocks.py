@@ -5,31 +5,35 @@ later on: what a region costs does not change from step to step, and reading it 
 either. Where compute runs beside the host (CUDA), events of the device time the regions of the
 first walks, and are read when costs are asked for.
 
-Of what is told more than once the median of the last RECENT counts: a mean would keep the first
-call, which allocates and warms up, and a minimum would leave out what transfers beside compute
-take from it in every step. Of instructions that may block (`Wait`, `Borrow`, `Reduce`) it is the
-minimum, which is what they take when they need not.
+Of what was timed more than once the mean of the last RECENT counts, of which none counts for more
+than MOST times their median. A step is the sum of hundreds of such times and comes near the sum of
+their means: noise only ever adds, so medians or minima would sum up to too little every time. The
+limit leaves out what happens once: a first call that allocates and warms up, a machine that sleeps.
+Of instructions that may wait for a transfer (`Wait`, `Borrow`) it is the minimum, which is what
+they take when they need not; what `Reduce` waits for is known, and taken off.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 from zcompile.cost import Costs, Ways, call_name, issued_bytes
 from zcompile.machine import Machine
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Stamp
-from zcompile.schedule import Borrow, Reduce, Run, Schedule, Wait
+from zcompile.schedule import Borrow, Fetch, Run, Schedule, Wait
 from zcompile.specs import Phase
 
 FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
 """Of later walks one in so many is."""
-RECENT = 31
+RECENT = 64
 """Samples kept of each thing that is timed."""
+MOST = 16.0
+"""Times the median."""
 
 Samples = dict[object, deque[float]]
 
@@ -38,7 +42,7 @@ Samples = dict[object, deque[float]]
 class Walked:
     """One walk as it was: when each instruction began and ended, in seconds of one clock.
 
-    stalls  index of a `Wait` -> seconds that compute waited there
+    stalls  index of an instruction -> seconds that compute, or the host, waited there
     """
 
     schedule: Schedule
@@ -50,10 +54,12 @@ class Walked:
 class Clocks:
     """The times of one session. Used by one thread at a time, as the executor is.
 
+    waited  seconds that gradients have waited until others had left, in all
     record  whether to keep the timeline of the last step
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, waited: Callable[[], float]) -> None:
+        self.waited = waited
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
         self._stamp = device.stamp if beside else None
         self.record = False
@@ -64,6 +70,9 @@ class Clocks:
         self._gaps: Samples = {}
         self._unread: deque[tuple[str, Stamp, Stamp]] = deque()
         self._last: tuple[str, float] | None = None
+        self._step_began: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._stepping = False
         self._step: list[Walked] = []
         self._whole: tuple[Walked, ...] = ()
 
@@ -73,8 +82,12 @@ class Clocks:
         if self._last is not None:
             before, ended = self._last
             _note(self._gaps, (before, call_name(schedule)), now - ended)
-        if schedule.phase is Phase.FORWARD and self._stepped():
+        if schedule.phase is Phase.FORWARD and self._stepping:
+            if self._step_began is not None:
+                self._steps.append(now - self._step_began)
+            self._step_began, self._stepping = now, False
             self._whole, self._step = tuple(self._step), []
+        self._stepping |= schedule.phase is Phase.STEP
         count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
         if not (self.record or count <= FIRST or count % EVERY == 0):
             return Watch(self, schedule)
@@ -90,35 +103,40 @@ class Clocks:
         return Costs(
             machine,
             ways,
-            regions=_medians(self._regions),
-            launches=_medians(self._launches),
+            regions=_means(self._regions),
+            launches=_means(self._launches),
             issues={key: _usual(key, times) for key, times in self._issues.items()},
-            gaps=_medians(self._gaps),
+            gaps=_means(self._gaps),
         )
 
     def timeline(self) -> tuple[Walked, ...]:
         """The walks of the last whole step, if `record` was set while it ran."""
-        return tuple(self._step) if self._stepped() else self._whole
+        return tuple(self._step) if self._stepping else self._whole
+
+    def step_s(self) -> float | None:
+        """From the first call of a step to that of the next, of late; None before the second."""
+        return median(self._steps) if self._steps else None
 
     def forget(self) -> None:
         """Something else was done meanwhile: what follows is no gap between two calls."""
-        self._last = None
+        self._last = self._step_began = None
 
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
         self._last = call_name(schedule), perf_counter()
 
-    def learn(self, schedule: Schedule, begins: list[float], ends: list[float]) -> None:
-        """A walk was timed."""
-        stalls: dict[int, float] = {}
+    def learn(self, schedule: Schedule, begins: list[float], ends: list[float],
+              waits: Mapping[int, float], given: frozenset[int]) -> None:  # fmt: skip
+        """A walk was timed; `waits` are those of gradients, by instruction."""
+        stalls = dict(waits)
         for index, x in enumerate(schedule.instructions):
             seconds = ends[index] - begins[index]
             if isinstance(x, Run):
                 known = self._regions if self._stamp is None else self._launches
                 _note(known, x.region.key, seconds)
-            else:
+            elif not (isinstance(x, Fetch) and x.ticket in given):
                 key = type(x), issued_bytes(x)
-                _note(self._issues, key, seconds)
+                _note(self._issues, key, seconds - waits.get(index, 0.0))
                 if isinstance(x, Wait):
                     stalls[index] = seconds - min(self._issues[key])
         if self.record:
@@ -128,14 +146,15 @@ class Clocks:
         """Regions were timed on the device; they are read later."""
         self._unread.extend(stamps)
 
-    def _stepped(self) -> bool:
-        return any(walked.schedule.phase is Phase.STEP for walked in self._step)
-
 
 class Watch:
-    """One walk that is not timed."""
+    """One walk that is not timed.
+
+    given  tickets of the fetches that were under way before it began
+    """
 
     def __init__(self, clocks: Clocks, schedule: Schedule) -> None:
+        self.given: frozenset[int] = frozenset()
         self.clocks = clocks
         self.schedule = schedule
 
@@ -157,16 +176,21 @@ class HostWatch(Watch):
         super().__init__(clocks, schedule)
         self._begins: list[float] = []
         self._ends: list[float] = []
+        self._waits: dict[int, float] = {}
+        self._waited = clocks.waited()
 
     def begins(self, index: int) -> None:
         self._begins.append(perf_counter())
 
     def ends(self, index: int) -> None:
         self._ends.append(perf_counter())
+        if (waited := self.clocks.waited()) > self._waited:
+            self._waits[index] = waited - self._waited
+            self._waited = waited
 
     def over(self) -> None:
         super().over()
-        self.clocks.learn(self.schedule, self._begins, self._ends)
+        self.clocks.learn(self.schedule, self._begins, self._ends, self._waits, self.given)
 
 
 class DeviceWatch(HostWatch):
@@ -201,10 +225,15 @@ def _note(samples: Samples, key: object, seconds: float) -> None:
     times.append(seconds)
 
 
-def _medians(samples: Samples) -> dict[object, float]:
-    return {key: median(times) for key, times in samples.items()}
+def _means(samples: Samples) -> dict[object, float]:
+    return {key: _mean(times) for key, times in samples.items()}
+
+
+def _mean(times: deque[float]) -> float:
+    most = MOST * median(times)
+    return fmean(min(seconds, most) for seconds in times)
 
 
 def _usual(key: object, times: deque[float]) -> float:
     kind = key[0] if isinstance(key, tuple) else key
-    return min(times) if kind in (Wait, Borrow, Reduce) else median(times)
+    return min(times) if kind in (Wait, Borrow) else _mean(times)

@@ -30,7 +30,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.foresight = Foresight(store)
-        self.clocks = Clocks(store.device)
+        self.clocks = Clocks(store.device, lambda: store._backlog.waited_s)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
         self.make_copy: MakeCopy | None = None
@@ -92,6 +92,7 @@ class _Walk:
             self.begun = device.mark()
             self.lap = device.stamp()
             self.given = self.foresight.begin(self.call)
+            self.watch.given = frozenset(self.given)
             self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
             for index, instruction in enumerate(self.schedule.instructions):

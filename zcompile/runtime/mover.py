@@ -5,6 +5,7 @@ of the mover, which keeps long queues on one entry from nesting.
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -151,9 +152,13 @@ class Mover:
 
 
 class Backlog:
-    """Bytes of put sources that live outside the arena: a bounded sum."""
+    """Bytes of put sources that live outside the arena: a bounded sum.
+
+    waited_s  how long `enter` has waited, in all
+    """
 
     def __init__(self, most_bytes: int) -> None:
+        self.waited_s = 0.0
         self._most = most_bytes
         self._now = 0
         self._less = threading.Condition()
@@ -161,7 +166,10 @@ class Backlog:
     def enter(self, nbytes: int) -> None:
         """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
         with self._less:
-            self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
+            if self._now and self._now + nbytes > self._most:
+                since = time.perf_counter()
+                self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
+                self.waited_s += time.perf_counter() - since
             self._now += nbytes
 
     def leave(self, nbytes: int, error: BaseException | None = None) -> None:

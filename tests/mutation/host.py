@@ -1,0 +1,189 @@
+"""The host's walk over a schedule: where each operand lies, and which events must come first.
+
+The host runs ahead of all events, so only what the list names holds them back: compute acts in
+order; a transfer starts after its tickets and ends at any later time; transfers of the same bytes
+at home follow each other. Written without a look at the verifier, whose word it checks.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from zcompile.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Literal,
+    Reduce,
+    Register,
+    Run,
+    Schedule,
+    Store,
+    Wait,
+)
+
+Event = tuple[int, str]
+"""An instruction, and "compute", "start", "end" or "home" (a store's bytes have arrived)."""
+
+
+class Broken(Exception):
+    """What the host would raise as it walks the list."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a register's bytes are: in the arena, at home, or made by an instruction (-1: given).
+
+    where  "arena", the key of an entry, or None
+    """
+
+    where: Hashable
+    begin: int
+    end: int
+    writes: bool = False
+    maker: int = -1
+    number: int = 0
+
+
+@dataclass
+class Listing:
+    """What the host knows once it has walked the list: where each operand is, and what comes first.
+
+    before  per event, those that must be over
+    """
+
+    operands: dict[int, list[Place]] = field(default_factory=dict)
+    before: dict[Event, list[Event]] = field(default_factory=dict)
+    results: list[Place | object] = field(default_factory=list)
+
+
+def home_of(x: Fetch | Store | Borrow) -> Hashable:
+    cast = getattr(x, "cast", None)
+    return (int(x.entry), cast.narrow if cast else None)
+
+
+def extent_of(x: Fetch | Store | Borrow) -> tuple[int, int]:
+    if isinstance(x, Borrow):
+        return x.begin, x.begin + (x.layout.offset + x.layout.span) * x.layout.dtype.itemsize
+    return x.begin, x.begin + x.nbytes
+
+
+def written_registers(schedule: Schedule) -> frozenset[Register]:
+    """The registers that compute changes: those whose slot is stored, or that it may write."""
+    found, open_ = set(), {}
+    for x in schedule.instructions:
+        if isinstance(x, Wait):
+            open_[x.slot] = x.register
+        elif isinstance(x, Store):
+            found.add(open_[x.slot])
+        elif isinstance(x, Borrow) and x.writes:
+            found.add(x.register)
+    return frozenset(found)
+
+
+def listed(schedule: Schedule, written: frozenset[Register]) -> Listing:
+    """Walk the list as the host does. raises  Broken"""
+    return _Host(schedule, written).walk()
+
+
+class _Host:
+    def __init__(self, schedule: Schedule, written: frozenset[Register]) -> None:
+        self.schedule = schedule
+        self.written = written
+        self.made = Listing()
+        self.registers = {r: Place(None, 0, 32, number=r) for r in range(schedule.inputs)}
+        for register, _ in schedule.constants:
+            self.registers[register] = Place(None, 0, 32, number=register)
+        self.givers: dict[int, Event] = {}
+        self.taken: dict[object, int] = {}
+        self.moves: list[tuple[Hashable, int, int, bool, Event]] = []
+        self.compute: Event | None = None
+
+    def walk(self) -> Listing:
+        for i, x in enumerate(self.schedule.instructions):
+            match x:
+                case Fetch():
+                    self._take(x, i)
+                    self._transfer(i, x.after, "end", (home_of(x), *extent_of(x), False))
+                    self.givers[x.ticket] = (i, "end")
+                case Store():
+                    if self.taken.get(x.slot) is None:
+                        raise Broken("a slot that nobody took goes home")
+                    self._transfer(i, x.after, "home", (home_of(x), *extent_of(x), True))
+                    self.givers[x.ticket] = (i, "end")
+                case Reduce():
+                    self.made.operands[i] = [self._read(x.value)]
+                    self._transfer(i, x.after, "end", None)
+                    if x.drop:
+                        del self.registers[x.value]
+                case Wait():
+                    self._wait(i, x)
+                case Run():
+                    self._run(i, x)
+                case Borrow():
+                    span = (home_of(x), *extent_of(x))
+                    self._computes(i, self._blockers(*span, x.writes))
+                    self.registers[x.register] = Place(*span, x.register in self.written)
+                case Free():
+                    if self.taken.pop(x.slot, None) is None:
+                        raise Broken("a slot that nobody took is given back")
+                    self.registers.pop(x.register, None)
+        if self.taken:
+            raise Broken("a slot is kept")
+        self.made.results = [r.value if isinstance(r, Literal) else self._read(r)
+                             for r in self.schedule.outputs]  # fmt: skip
+        return self.made
+
+    def _take(self, x: Fetch, i: int) -> None:
+        if any(slot.overlaps(x.slot) for slot in self.taken):
+            raise Broken("two slots overlap")
+        if max(x.slot.end, x.slot.address + x.nbytes) > self.schedule.arena_bytes:
+            raise Broken("a slot lies beyond the arena")
+        self.taken[x.slot] = i
+
+    def _wait(self, i: int, x: Wait) -> None:
+        if x.ticket not in self.givers or x.slot not in self.taken:
+            raise Broken("it waits for what was not started")
+        end = (x.layout.offset + x.layout.span) * x.layout.dtype.itemsize
+        if end > x.slot.nbytes:
+            raise Broken("a tensor is larger than its slot")
+        self._computes(i, [self.givers[x.ticket]])
+        address = x.slot.address
+        self.registers[x.register] = Place("arena", address, address + end,
+                                           x.register in self.written)  # fmt: skip
+
+    def _run(self, i: int, x: Run) -> None:
+        self.made.operands[i] = [self._read(r) for r in x.inputs]
+        self._computes(i, [])
+        for register in x.drops:
+            self.registers.pop(register, None)
+        for number, register in enumerate(x.outputs):
+            self.registers[register] = Place(None, 0, 32, maker=i, number=number)
+        if x.ticket is not None:
+            self.givers[x.ticket] = (i, "compute")
+
+    def _read(self, register: Register) -> Place:
+        if register not in self.registers:
+            raise Broken("a register is read that holds nothing")
+        return self.registers[register]
+
+    def _computes(self, i: int, after: list[Event]) -> None:
+        chain = [self.compute] if self.compute else []
+        self.compute = (i, "compute")
+        self.made.before[self.compute] = [*chain, *after]
+
+    def _transfer(self, i: int, after: tuple[int, ...], last: str,
+                  span: tuple[Hashable, int, int, bool] | None) -> None:  # fmt: skip
+        if any(t not in self.givers for t in after):
+            raise Broken("it waits for a ticket that nobody gave")
+        before = [self.givers[t] for t in after]
+        before += self._blockers(*span) if span else []
+        self.made.before[i, "start"] = before
+        self.made.before[i, "end"] = [(i, "start")]
+        if last == "home":
+            self.made.before[i, "home"] = [(i, "end")]
+        if span:
+            self.moves.append((*span, (i, last)))
+
+    def _blockers(self, key: Hashable, begin: int, end: int, writes: bool) -> list[Event]:
+        return [event for other, low, high, wrote, event in self.moves
+                if other == key and low < end and begin < high and (writes or wrote)]  # fmt: skip

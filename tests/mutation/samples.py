@@ -1,0 +1,112 @@
+"""The schedules that are mutated: of every small model, and of optimizers' steps, in tight rooms.
+
+A model is compiled once; other budgets and what rests on the device are arranged from that.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from joint import captured, least_budget, schedules_of
+from small_models import small
+
+import zcompile
+from zcompile import streaming
+from zcompile.arrange import arrange
+from zcompile.errors import BudgetExceeded
+from zcompile.lower_step import lower_step
+from zcompile.packing import aligned
+from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
+from zcompile.specs import Phase
+from zcompile.step_rows import Column, Row
+from zcompile.units import MiB
+
+UNSEEN = "100GB/s"
+"""A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""
+
+OPTIMIZERS = {
+    "sgd": (("w", True), ("grad", False)),
+    "momentum": (("w", True), ("grad", False), ("momentum", True)),
+    "adam": (("w", True), ("grad", False), ("mean", True), ("square", True)),
+}
+SIZES = (5, 1024 * 7 + 3, 1024 * 2)
+"""Elements of the parameters of a step: less than a chunk, several of them, whole ones."""
+
+
+def _nothing(first: int, last: int, values: Sequence[Any]) -> None:
+    """Stands for the arithmetic."""
+
+
+@functools.cache
+def compiled(name: str) -> tuple[Schedule, ...]:
+    """Those of one training step of a small model, as tight as they come; AdamW, clipped."""
+    largest = max(aligned(spec.nbytes) for spec in captured(name).plan.params.values())
+    budget = max(least_budget(captured(name)), 4 * largest)
+    model, inputs = small(name)
+    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB",
+                     throttle={"h2d": UNSEEN, "d2h": UNSEEN})  # fmt: skip
+    torch._dynamo.reset()
+    made: list[Schedule] = []
+    lowered = streaming.lower_step
+
+    def keep(*args: Any) -> Schedule:
+        made.append(lowered(*args))
+        return made[-1]
+
+    streaming.lower_step = keep
+    try:
+        with schedules_of() as graphs:
+            out = torch.compile(model, backend="zinf")(*inputs)
+            (out if isinstance(out, torch.Tensor) else out[0]).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.optim.AdamW(model.parameters(), fused=True).step()
+    finally:
+        streaming.lower_step = lowered
+    model.zero_grad()
+    return (*graphs, *made)
+
+
+def of_model(name: str) -> dict[str, Schedule]:
+    """As compiled; with room for everything; with every second parameter on the device."""
+    found: dict[str, Schedule] = {}
+    for n, schedule in enumerate(compiled(name)):
+        told = f"{schedule.phase.value} {n}"
+        found[f"{told} tight"] = schedule
+        if schedule.phase is Phase.STEP or not any(schedule.fetches()):
+            continue
+        found[f"{told} roomy"] = arrange(schedule, frozenset(), MiB, 8)
+        half = frozenset(EntryIndex(k) for k in range(0, len(schedule.handles), 2))
+        found[f"{told} half resident"] = arrange(schedule, half, schedule.budget_bytes, 8)
+    return found
+
+
+def of_step(optimizer: str) -> dict[str, Schedule]:
+    """Rows in one, two and three lanes of the arena; all moving, states resident, weights."""
+    found = {}
+    for resident in ((), ("mean", "square", "momentum"), ("w",)):
+        entry, rows = 0, []
+        for numel in SIZES:
+            columns = []
+            for name, writes in OPTIMIZERS[optimizer]:
+                columns.append(Column(EntryIndex(entry), 0, torch.float32, writes, name != "grad",
+                                      name, name in resident))  # fmt: skip
+                entry += 1
+            rows.append(Row(numel, tuple(columns), (Register(0),), _nothing))
+        for lanes in (1, 2, 3):
+            chunk = lanes * _least(rows, entry)
+            found[f"{lanes} lanes, resident {'+'.join(resident) or 'nothing'}"] = lower_step(
+                optimizer, rows, 1, entry, chunk)  # fmt: skip
+    return found
+
+
+def _least(rows: Sequence[Row], entries: int) -> int:
+    try:
+        lower_step("step", rows, 1, entries, 1)
+    except BudgetExceeded as error:
+        return error.needed_bytes
+    raise AssertionError("a step that moves nothing")
+
+
+def moves(schedule: Schedule) -> bool:
+    return any(isinstance(x, Fetch | Borrow) for x in schedule.instructions)

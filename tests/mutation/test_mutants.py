@@ -1,0 +1,72 @@
+"""No small change that makes a schedule mean something else goes through unseen.
+
+A mutant that the verifier accepts is run on a model machine in friendly and in mean orders, and
+gives what the schedule gave, bit for bit. The first tests look at a sample, the slow ones at every
+instruction of every schedule.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from mutation.judge import Verdict, changed, meaning, verdicts
+from mutation.mutants import MUTATIONS
+from mutation.samples import OPTIMIZERS, of_model, of_step
+from races import faults
+from small_models import SMALL_MODELS
+
+from zcompile.schedule import Schedule, Store
+from zcompile.verify_schedule import verify_schedule
+
+
+def all_of(name: str) -> Mapping[str, Schedule]:
+    return of_step(name) if name in OPTIMIZERS else of_model(name)
+
+
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *OPTIMIZERS])
+def test_what_is_mutated_is_safe_and_means_the_same_in_every_order(name):
+    for schedule in all_of(name).values():
+        verify_schedule(schedule)
+        assert not list(faults(schedule))
+        assert meaning(schedule)
+
+
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *OPTIMIZERS])
+def test_a_sample_of_mutants_is_caught_or_means_the_same(name):
+    for told, schedule in all_of(name).items():
+        # About 30 of each; an odd stride meets every instruction in turn.
+        for verdict in verdicts(schedule, every=len(schedule.instructions) // 2 | 1):
+            assert verdict.rule or not verdict.changed, f"{told}: {verdict}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *OPTIMIZERS])
+def test_every_mutant_is_caught_or_means_the_same(name, record_property):
+    found: list[Verdict] = []
+    for told, schedule in all_of(name).items():
+        for verdict in verdicts(schedule, run_all=True):
+            assert verdict.rule or not verdict.changed, f"{told}: {verdict}"
+            found.append(verdict)
+    assert {v.mutation for v in found} == set(MUTATIONS)
+    assert all(v.rule for v in found if v.mutation == "drop a wait"), "no wait is superfluous"
+    for (mutation, rule, told), count in kills(found).items():
+        record_property(f"{mutation}: {rule or 'accepted'}: {told}", count)
+
+
+def kills(found: list[Verdict]) -> Counter[tuple[str, str, str]]:
+    """How often which rule caught which mutation, and whether that changed anything."""
+    return Counter((v.mutation, v.rule, "changed" if v.changed else "equal") for v in found)
+
+
+def test_the_machine_tells_mutants_apart():
+    """Every kind of mutation makes some mutant that gives something else when it is run, and
+    dropped events show in an order, not in what the host says."""
+    schedule = of_step("momentum")["2 lanes, resident nothing"]
+    assert any(isinstance(x, Store) for x in schedule.instructions)
+    expected = meaning(schedule)
+    for mutation, mutants in MUTATIONS.items():
+        shown = [changed(schedule, make(), expected) for _, make in list(mutants(schedule))[::9]]
+        assert any(shown), mutation
+        if mutation == "drop an event":
+            assert set(shown) >= {"early", ""}

@@ -13,13 +13,19 @@ from pathlib import Path
 import torch
 
 from zcompile.config import Config
-from zcompile.machine import Machine, throttled
+from zcompile.machine import Compute, Link, Machine, throttled
 from zcompile.runtime.device import Device
 from zcompile.runtime.hardware import cores, cpu_model, filesystem, free_disk_bytes
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.probe_cache import cached
 from zcompile.runtime.probe_compute import compute_of
-from zcompile.runtime.probe_links import copy_links, disk_links, pacing_seconds
+from zcompile.runtime.probe_lanes import rounded
+from zcompile.runtime.probe_links import (
+    PACED_BYTES_PER_S,
+    copy_links,
+    disk_links,
+    pacing_seconds,
+)
 
 NAME = "probed"
 
@@ -44,7 +50,7 @@ def machine_for(config: Config, device: Device,
     machine = replace(machine, tiers={**machine.tiers, **given} if capacities is None
                       else dict(capacities))  # fmt: skip
     rates = {link: float(rate) for link, rate in config.throttle.items()}
-    return throttled(machine, rates, round(pacing_seconds(), 6)) if rates else machine
+    return throttled(machine, rates, _pacing_s(device.torch_device)) if rates else machine
 
 
 def probed(device: torch.device, disks: Sequence[Path], again: bool = False) -> Machine:
@@ -65,6 +71,17 @@ def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
     if disks:
         links |= disk_links(disks)
     return Machine(NAME, {}, links, compute_of(device))
+
+
+def _pacing_s(device: torch.device) -> float:
+    """What a throttle adds to each transfer, as kept or measured now."""
+
+    def measure() -> Machine:
+        paced = Link("h2d", PACED_BYTES_PER_S, rounded(pacing_seconds()))
+        return Machine("pacing", {}, {"h2d": paced}, Compute({}, PACED_BYTES_PER_S))
+
+    kept = cached({**facts(device, ()), "only": "pacing"}, measure, busy=is_busy())
+    return kept.links["h2d"].latency_s
 
 
 def is_busy() -> bool:

@@ -77,6 +77,11 @@ def test_every_machine_that_comes_along_can_be_printed(zinf, name):
     assert out.splitlines() == list(rows(find(name)))
 
 
+def test_without_a_name_the_names_are_told(zinf):
+    assert zinf("doctor", "--machine")[1].split() == list(names())
+    assert json.loads(zinf("doctor", "--json", "--machine")[1]) == list(names())
+
+
 def test_a_cluster_says_how_many_ranks_share_it(zinf, measured):
     _, out, _ = zinf("doctor", "--machine", "dgx2-v100-4nodes")
     assert "ranks       64, 16 on each of 4 nodes; figures are those of one rank" in out

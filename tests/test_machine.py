@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -24,6 +26,8 @@ from zcompile.machine import (
 )
 from zcompile.machine_file import MachineUnknown, MachineUnreadable, find, names, read, write
 from zcompile.units import GiB, TiB
+
+ROOT = Path(__file__).parent.parent
 
 
 def small(**fields: object) -> Machine:
@@ -216,6 +220,13 @@ def test_every_machine_that_comes_along_is_sound(name):
     assert set(TIER_LINKS) <= set(machine.links)
     lines = (machine_file.FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= 120 for line in lines)
+
+
+def test_every_machine_is_part_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]["zcompile"]
+    assert "machines/*.toml" in data
+    assert sorted(path.stem for path in (ROOT / "zcompile").glob("machines/*.toml")) == [*names()]
 
 
 def test_the_dgx_2_has_the_figures_of_the_paper():

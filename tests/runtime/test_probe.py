@@ -91,6 +91,17 @@ def test_what_is_measured_is_this_machine(brief, disk, own_threads):
     assert own_threads() == before
 
 
+@pytest.mark.gpu
+def test_a_gpu_is_measured_on_the_paths_of_its_copies():
+    machine = probe.probe(torch.device("cuda", 0), [])
+    assert set(machine.links) == {"h2d", "d2h"}
+    assert all(1e9 < link.bytes_per_s < 1e12 for link in machine.links.values())
+    rates = machine.compute.flops_per_s
+    assert set(rates) == {"float32", "bfloat16", "float16"}
+    assert rates["bfloat16"] > rates["float32"]
+    assert "cuda: " in facts(torch.device("cuda", 0), [])["device"]
+
+
 def test_two_directories_are_measured_together(brief, disk, tmp_path):
     (other := tmp_path / "other").mkdir()
     assert set(probe_links.disk_links([disk, other])) == {"disk_read", "disk_write"}

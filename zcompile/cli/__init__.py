@@ -59,10 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
                        help="probe a directory for the disk tier; may be repeated")  # fmt: skip
     asked.add_argument("--measure", action="store_true", help="measure rates anew")
-    asked.add_argument("--machine", metavar="NAME",
-                       help="say what a machine that comes along, or a file, offers")  # fmt: skip
-    asked.set_defaults(command=lambda args: machines.described(args.machine) if args.machine
-                       else doctor.doctor(args.disk, args.measure))  # fmt: skip
+    asked.add_argument("--machine", metavar="NAME", nargs="?", const="",
+                       help="what a machine that comes along offers, or one of a file; without "
+                       "NAME, which ones there are")  # fmt: skip
+    asked.set_defaults(command=lambda args: doctor.doctor(args.disk, args.measure)
+                       if args.machine is None else machines.described(args.machine))  # fmt: skip
     asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
     asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
     asked.set_defaults(command=lambda args: stages.show(args.run, args.graph, args.stage))

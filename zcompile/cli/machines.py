@@ -4,12 +4,17 @@ from collections.abc import Iterator
 
 from zcompile.cli.answer import Answer
 from zcompile.machine import Machine
-from zcompile.machine_file import find
+from zcompile.machine_file import find, names
 from zcompile.units import show_flops, show_rate, show_size
 
 
 def described(name_or_path: str) -> Answer:
-    """raises  MachineUnknown, MachineUnreadable, MachineInvalid"""
+    """A machine; of no name, the names there are.
+
+    raises  MachineUnknown, MachineUnreadable, MachineInvalid
+    """
+    if not name_or_path:
+        return Answer("\n".join(names()), names())
     machine = find(name_or_path)
     return Answer("\n".join(rows(machine)), machine)
 

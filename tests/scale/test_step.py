@@ -87,6 +87,30 @@ def test_ranks_that_split_matrices_share_the_links_between_nodes():
     assert split / (15 / 16) == pytest.approx(alone / (63 / 64))
 
 
+def test_ranks_that_split_matrices_reduce_activations_twice_a_pass():
+    split = Rates(Job(SHAPE, 4), machine(4, 4, rank_to_rank=1e9))
+    # Of 4 * 1000 tokens of 1000 elements, a ring moves 2 * 3/4 over each rank's link.
+    assert split.tensor_parallel_s == pytest.approx(2 * 2 * 3 / 4 * 4 * 1000 * 1000 * 2 / 1e9)
+    assert Rates(Job(SHAPE), machine(4, 4)).tensor_parallel_s == 0
+
+
+def test_backward_waits_for_room_for_its_gradients():
+    tasks = passes_tasks(Rates(job("host", "host"), machine()))
+    after = {task.name: {tasks[i].name for i in task.after} for task in tasks}
+    assert "gradient 4" in after["backward 1"]
+    assert not {"gradient 2", "gradient 3"} & after["backward 1"]
+
+
+def test_checkpoints_on_the_host_go_and_come_once():
+    found = step_time(job(checkpoints="host"), machine())
+    assert found.busy_s["h2d"] == found.busy_s["d2h"] == pytest.approx(6 * 2 * 1e6 / 1e9)
+
+
+def test_weights_that_stay_on_the_device_come_back_from_an_update_elsewhere():
+    found = step_time(job("device", "host"), machine())
+    assert found.busy_s["h2d"] == found.busy_s["d2h"] == pytest.approx(72e6 * 2 / 1e9)
+
+
 def test_without_overlap_everything_follows_one_by_one():
     rates = Rates(job("disk", "disk", checkpoints="host", overlap=False), machine(4, 2))
     timeline = simulate(passes_tasks(rates))

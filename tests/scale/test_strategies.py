@@ -53,6 +53,15 @@ def test_what_a_slow_tier_cannot_hold_goes_to_a_faster_one():
     assert use.fits
 
 
+def test_what_has_fewer_tiers_to_choose_from_chooses_first():
+    picky = Strategy("picky", Rest(("device", "host"), True), Rest(("device", "host"), True),
+                     Rest(("host",), True))  # fmt: skip
+    tight = with_tier(machine(4, 4), "host", 4 * P)
+    use = use_of(picky, SHAPE, tight)
+    assert use.fits
+    assert use.bytes_by_tier["host"] == 4 * P
+
+
 def test_what_is_missing_is_told_to_the_byte():
     tight = with_tier(machine(), "device", WORKING + SHAPE.checkpoint_bytes + 20 * P - 7)
     assert use_of(DATA_PARALLEL, SHAPE, tight).missing_bytes == 7

@@ -38,6 +38,7 @@ FLOORS = (
     {"zcompile.proof"},
     {"zcompile.regions", "zcompile.walks"},
     {"zcompile.printer", "zcompile.runs"},
+    {"zcompile.prediction"},
     {"zcompile.simulate"},
     {"zcompile.routes", "zcompile.told"},
     {"zcompile.traffic", "zcompile.timeline"},

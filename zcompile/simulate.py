@@ -120,7 +120,7 @@ class _Steps:
         nbytes, busy_s = self._routes.totals(self._sent)
         return Timeline(
             step_s=since - begun,
-            compute_s=sum(m.end_s - m.begin_s for m in moments if isinstance(m.instruction, Run)),
+            compute_s=sum(m.end_s - m.begin_s for m in moments if m.is_work),
             stall_s=sum(m.stall_s for m in moments),
             phases=phases,
             nbytes=nbytes,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zcompile.schedule import Instruction
+from zcompile.schedule import Instruction, Run
 from zcompile.specs import Phase
 
 
@@ -25,6 +25,11 @@ class Moment(NamedTuple):
     stall_s: float = 0.0
     sent_s: float | None = None
     arrived_s: float | None = None
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it computes."""
+        return isinstance(self.instruction, Run)
 
 
 @dataclass(frozen=True)

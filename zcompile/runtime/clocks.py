@@ -14,7 +14,7 @@ they take when they need not; what `Reduce` waits for is known, and taken off.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
@@ -23,8 +23,11 @@ from zcompile.cost import Costs, Ways, call_name, issued_bytes
 from zcompile.machine import Machine
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Stamp
+from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.store import Entry
 from zcompile.schedule import Borrow, Fetch, Run, Schedule, Wait
 from zcompile.specs import Phase
+from zcompile.steps import Step
 
 FIRST = 8
 """Walks of a schedule that are all timed."""
@@ -56,6 +59,7 @@ class Clocks:
 
     waited  seconds that gradients have waited until others had left, in all
     record  whether to keep the timeline of the last step
+    on_step called when a step is known to be over, since the next begins; only if `record` is set
     """
 
     def __init__(self, device: Device, waited: Callable[[], float]) -> None:
@@ -63,6 +67,9 @@ class Clocks:
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
         self._stamp = device.stamp if beside else None
         self.record = False
+        self.on_step: Callable[[], None] = _nobody_looks
+        self.last_step: Step | None = None
+        self._recorder = Recorder()
         self._walks: dict[int, int] = {}
         self._regions: Samples = {}
         self._launches: Samples = {}
@@ -76,7 +83,7 @@ class Clocks:
         self._step: list[Walked] = []
         self._whole: tuple[Walked, ...] = ()
 
-    def watch(self, schedule: Schedule) -> "Watch":
+    def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Watch":
         """A walk begins."""
         now = perf_counter()
         if self._last is not None:
@@ -87,7 +94,12 @@ class Clocks:
                 self._steps.append(now - self._step_began)
             self._step_began, self._stepping = now, False
             self._whole, self._step = tuple(self._step), []
+            self.last_step = self._recorder.end()
+            if self.record and self._whole:
+                self.on_step()
         self._stepping |= schedule.phase is Phase.STEP
+        if self.record:
+            self._recorder.note(schedule, entries)
         count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
         if not (self.record or count <= FIRST or count % EVERY == 0):
             return Watch(self, schedule)
@@ -110,8 +122,8 @@ class Clocks:
         )
 
     def timeline(self) -> tuple[Walked, ...]:
-        """The walks of the last whole step, if `record` was set while it ran."""
-        return tuple(self._step) if self._stepping else self._whole
+        """The walks of the last step that another followed, if `record` was set while it ran."""
+        return self._whole
 
     def step_s(self) -> float | None:
         """From the first call of a step to that of the next, of late; None before the second."""
@@ -216,6 +228,10 @@ class DeviceWatch(HostWatch):
     def over(self) -> None:
         super().over()
         self.clocks.timed(self._stamps)
+
+
+def _nobody_looks() -> None:
+    return
 
 
 def _note(samples: Samples, key: object, seconds: float) -> None:

@@ -84,7 +84,7 @@ class _Walk:
         self.foresight = executor.foresight
         self.taken: set[Slot] = set()
         self.given: dict[int, Ticket] = {}
-        self.watch = executor.clocks.watch(schedule)
+        self.watch = executor.clocks.watch(schedule, entries)
 
     def go(self) -> None:
         device, meter = self.store.device, self.store.meter

@@ -19,9 +19,9 @@ import zcompile
 from zcompile import backend, ops
 from zcompile.dump import Watcher
 from zcompile.graph import assign_phases, output_of
+from zcompile.graph_plan import Plan
 from zcompile.offloading import session_behind
 from zcompile.pipeline import pipeline, run
-from zcompile.plan import Plan
 from zcompile.runtime.session import Session
 from zcompile.schedule import Schedule
 from zcompile.specs import Phase

@@ -15,7 +15,8 @@ FLOORS = (
     {"zcompile.cli"},
     {"zcompile"},  # the face
     {"zcompile.planning"},
-    {"zcompile.paper"},
+    {"zcompile.paper", "zcompile.report"},
+    {"zcompile.outlook"},
     {"zcompile.backend", "zcompile.offloading", "zcompile.checkpoint"},
     {"zcompile.checkpoint_source"},
     {"zcompile.optimizers"},
@@ -28,8 +29,8 @@ FLOORS = (
     {"zcompile.streaming", "zcompile.clipping"},
     {"zcompile.unbacked"},
     {"zcompile.rows", "zcompile.narrowing"},
-    {"zcompile.residency"},
-    {"zcompile.step_plan"},
+    {"zcompile.residency", "zcompile.timeline_dump"},
+    {"zcompile.step_plan", "zcompile.bounds"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump",
      "zcompile.block_files"},
     {"zcompile.checkpoint_directory", "zcompile.shards"},
@@ -48,7 +49,7 @@ FLOORS = (
     {"zcompile.linear_program"},
     {"zcompile.scale"},
     {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
-    {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
+    {"zcompile.graph", "zcompile.graph_plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
     {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file",
      "zcompile.machine_file"},
@@ -59,7 +60,7 @@ FLOORS = (
 """Top to bottom. A room is a module, or a package with all its modules."""
 
 NEIGHBOURS = (
-    {"zcompile.graph", "zcompile.plan", "zcompile.schedule"},
+    {"zcompile.graph", "zcompile.graph_plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
     {"zcompile.errors", "zcompile.units"},
 )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.offloading import close, init, offload, stats
+    from zcompile.planning import plan
 
 __version__ = VERSION
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "init",
     "load",
     "offload",
+    "plan",
     "resume",
     "save",
     "stats",
@@ -41,6 +43,7 @@ _HOMES = {
     "init": "zcompile.offloading",
     "load": "zcompile.checkpoint",
     "offload": "zcompile.offloading",
+    "plan": "zcompile.planning",
     "resume": "zcompile.checkpoint",
     "save": "zcompile.checkpoint",
     "stats": "zcompile.offloading",

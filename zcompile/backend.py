@@ -20,9 +20,9 @@ from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.graph import assign_phases, phase_of
+from zcompile.graph_plan import Plan
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
-from zcompile.plan import Plan
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule

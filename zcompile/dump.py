@@ -18,8 +18,8 @@ from zcompile import run_format as form
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
 from zcompile.graph import aliases_of, find, is_compute, module_of, phase_of, region_of
+from zcompile.graph_plan import Plan
 from zcompile.liveness import nbytes_of, profile
-from zcompile.plan import Plan
 from zcompile.regions import structure
 from zcompile.schedule import Instruction, Run, Schedule
 from zcompile.specs import NodeName

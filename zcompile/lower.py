@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import is_compute, output_of, positions, region_of
-from zcompile.plan import Plan
+from zcompile.graph_plan import Plan
 from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
 from zcompile.schedule import (
     SERIALS,

@@ -9,6 +9,7 @@ from torch import fx
 
 from zcompile.config import Config
 from zcompile.errors import PassOrder
+from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
@@ -17,7 +18,6 @@ from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
-from zcompile.plan import Plan
 from zcompile.verify import verify
 
 

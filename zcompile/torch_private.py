@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -17,11 +18,14 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zcompile.errors import TorchUnsupported
@@ -33,7 +37,16 @@ Dispatched = torch._ops.OpOverload
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
-__all__ = ["Dispatched", "aot_backend", "boxed", "is_traceable_wrapper_subclass", "trees"]
+__all__ = [
+    "BackendFailed",
+    "DispatchMode",
+    "Dispatched",
+    "aot_backend",
+    "boxed",
+    "is_traceable_wrapper_subclass",
+    "trees",
+    "without_modes",
+]
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
@@ -194,3 +207,8 @@ def will_accumulate(param: Tensor) -> bool:
 def is_symbol(node: fx.Node) -> bool:
     """A node whose value is a dynamic size or a flag of one, not a tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_compiling_now() -> bool:
+    """Whether torch traces or compiles on this thread."""
+    return TracingContext.try_get() is not None

@@ -12,7 +12,7 @@ from torch import fx
 from zcompile import ops, printer
 from zcompile.errors import GraphInvalid
 from zcompile.graph import aliases_of, find, is_ours, phase_of, positions, region_of
-from zcompile.plan import Plan
+from zcompile.graph_plan import Plan
 from zcompile.specs import NodeName, Phase
 
 Finding = tuple[fx.Node, str]

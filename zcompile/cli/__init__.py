@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from zcompile.cli import disk, doctor, explain, machines, stages
+from zcompile.cli import disk, doctor, explain, machines, plan, stages, timeline
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.run_format import PHASES
@@ -74,8 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     asked = add("schedule", "the instructions that the runtime walks", "RUN")
     asked.add_argument("--phase", choices=PHASES, help="only this phase")
     asked.set_defaults(command=lambda args: stages.schedule(args.run, args.graph, args.phase))
+    asked = add("timeline", "the last step that was written: measured beside predicted", "RUN")
+    asked.set_defaults(command=lambda args: timeline.timeline(args.run))
     asked = add("explain", "the life of one parameter", "RUN", "TENSOR")
     asked.set_defaults(command=lambda args: explain.explain(args.run, args.graph, args.tensor))
+    asked = add("plan", "what training a model would take, here or on a machine one has not")
+    plan.add_arguments(asked)
+    asked.set_defaults(command=plan.plan)
     _add_disk(commands.add_parser("disk", help="what a directory of the disk tier holds"))
     return parser
 

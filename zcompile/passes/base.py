@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.plan import Plan
+from zcompile.graph_plan import Plan
 
 
 class Fact(enum.Enum):

@@ -7,8 +7,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
+from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 
 
 @dataclass(frozen=True)

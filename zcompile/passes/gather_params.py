@@ -17,8 +17,8 @@ from zcompile.graph import (
     phase_of,
     set_phase,
 )
+from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 from zcompile.specs import Phase
 
 

@@ -8,8 +8,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import CASTS, find, output_of
+from zcompile.graph_plan import Note, Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Note, Plan
 
 
 @dataclass(frozen=True)

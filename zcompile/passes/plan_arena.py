@@ -9,9 +9,9 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, positions
+from zcompile.graph_plan import Plan
 from zcompile.packing import Block, aligned, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 from zcompile.schedule import Slot
 from zcompile.specs import NodeName, Phase
 

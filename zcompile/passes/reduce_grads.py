@@ -9,8 +9,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import insert, output_of, phase_of, root_of
+from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 from zcompile.specs import NodeName, Phase
 from zcompile.torch_private import gradient_of, handle_input
 

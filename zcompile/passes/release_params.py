@@ -7,8 +7,8 @@ from torch import fx
 
 from zcompile import ops
 from zcompile.graph import find, insert, phase_of, readers_of
+from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 
 
 @dataclass(frozen=True)

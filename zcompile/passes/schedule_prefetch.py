@@ -9,9 +9,9 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
+from zcompile.graph_plan import Plan
 from zcompile.packing import Block, aligned, live_peak, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
-from zcompile.plan import Plan
 from zcompile.specs import Phase
 
 

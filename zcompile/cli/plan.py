@@ -1,0 +1,153 @@
+"""`zinf plan MODEL`: what training a model would take, on a machine one need not have."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zcompile.cli.answer import Answer
+from zcompile.cli.model_source import example_inputs, find_model
+from zcompile.cli.plots import bars, svg
+from zcompile.cli.scale import PREFIX, scale_answer
+from zcompile.errors import BudgetExceeded, ConfigInvalid
+from zcompile.machine import TIERS, with_tier
+from zcompile.units import parse_size, show_size
+
+MOST_STEPS = 64
+STEPS = 8
+"""Points of a sweep, if it does not say."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of the tier that is swept. Seconds are None where the step cannot run at all."""
+
+    tier: str
+    nbytes: int
+    fits: bool
+    step_seconds: float | None
+    bound_seconds: float | None
+    bottleneck: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `zinf plan`."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=(
+        "module:name of a torch module or of a function that makes one (examples.train_gpt:model); "
+        "a config.json of Hugging Face, or a directory with one; or transformer:layers=...,hidden="
+        "...,heads=..."))  # fmt: skip
+    parser.add_argument("--paper", metavar="NAME", help="a table or figure of ZeRO-Infinity beside "
+                        "ours: figure-2a, table-3, figure-3, figure-5a, ...")  # fmt: skip
+    parser.add_argument("--machine", metavar="NAME", help="a machine by name or file (`zinf doctor "
+                        "--machine` lists them); by default this one")  # fmt: skip
+    for tier in ("device", "host", "disk-bytes"):
+        parser.add_argument(f"--{tier}", metavar="SIZE",
+                            help=f"bytes of the {tier.partition('-')[0]}, as 24GiB")  # fmt: skip
+    parser.add_argument("--batch", type=int, default=1, help="samples of a micro-batch; default 1")
+    parser.add_argument("--seq", type=int, help="tokens of a sample; default: what the model takes")
+    parser.add_argument("--shape", metavar="N,N", help="of the input of a model that takes floats, "
+                        "without the batch: 3,224,224")  # fmt: skip
+    parser.add_argument("--optimizer", default="adamw", help="adamw (default) or sgd")
+    parser.add_argument("--micro-batches", type=int, default=1, metavar="N",
+                        help="passes per optimizer step; default 1")  # fmt: skip
+    parser.add_argument("--sweep", metavar="TIER=FROM..TO[:STEPS]",
+                        help="the step for sizes of a tier, as device=8GiB..80GiB:10")  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="the sweep as a picture")
+
+
+def plan(args: argparse.Namespace) -> Answer:
+    """Exit code 1, if the model does not fit.
+
+    raises  ConfigInvalid (usage), and what `zcompile.plan` raises
+    """
+    if args.paper is not None or (args.model or "").startswith(PREFIX):
+        return scale_answer(args)
+    if args.model is None:
+        raise ConfigInvalid("MODEL", None, "is missing; name a model, or a figure by --paper")
+    if args.plot is not None and args.sweep is None:
+        raise ConfigInvalid("plot", str(args.plot), "shows a sweep; give --sweep too")
+    sweep = None if args.sweep is None else read_sweep(args.sweep)
+    if args.batch < 1:
+        raise ConfigInvalid("batch", args.batch, "must be at least 1")
+    from zcompile import planning  # torch takes seconds; usage errors do without
+    from zcompile.config import Config
+
+    terms = planning.terms_of(Config(**_budgets(args)), args.machine)
+    if args.disk_bytes is not None:
+        terms = terms.on(with_tier(terms.machine, "disk", _size("disk-bytes", args.disk_bytes)))
+    model = find_model(args.model)
+    inputs = example_inputs(model, args.batch, args.seq, args.shape)
+    traced = planning.trace(model, inputs, terms, args.optimizer, args.micro_batches)
+    if sweep is None:
+        report = planning.report_of(traced, terms)
+        return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
+    points = tuple(_points(traced, terms, *sweep))
+    if args.plot is not None:
+        args.plot.write_text(_picture(points), encoding="utf-8")
+    return Answer("\n".join(_swept(points)), points, 0 if any(p.fits for p in points) else 1)
+
+
+def _budgets(args: argparse.Namespace) -> dict[str, Any]:
+    given = {"device_memory": args.device, "host_memory": args.host}
+    return {name: size for name, size in given.items() if size is not None}
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigInvalid(option, text, f"cannot be used: {error}") from error
+
+
+def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
+    """The tier and the sizes of "device=8GiB..80GiB:10". raises  ConfigInvalid"""
+    tier, equals, span = text.partition("=")
+    low, dots, rest = span.partition("..")
+    high, _, count = rest.partition(":")
+    if not equals or not dots or tier not in TIERS:
+        raise ConfigInvalid("sweep", text, "is not written like device=8GiB..80GiB, device=8GiB.."
+                            f"80GiB:10; tiers are {', '.join(TIERS)}")  # fmt: skip
+    if count and not (count.isdecimal() and 2 <= int(count) <= MOST_STEPS):
+        raise ConfigInvalid("sweep", text, f"asks for {count!r} steps; give 2 to {MOST_STEPS}")
+    first, last = _size("sweep", low), _size("sweep", high)
+    if first >= last:
+        raise ConfigInvalid("sweep", text, "begins where it should end; write FROM..TO")
+    n = int(count or STEPS)
+    return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
+
+
+def _points(traced: Any, terms: Any, tier: str, sizes: Sequence[int]) -> Iterator[Point]:
+    """One trace, planned for each size."""
+    from zcompile import planning
+
+    for nbytes in sizes:
+        at = terms.on(with_tier(terms.machine, tier, nbytes))
+        try:
+            report = planning.report_of(traced, at, prices=False)
+        except BudgetExceeded:
+            yield Point(tier, nbytes, False, None, None, f"{tier} too small for one region")
+        else:
+            yield Point(tier, nbytes, report.fits, report.step_seconds, report.bound_seconds,
+                        report.bottleneck)  # fmt: skip
+
+
+def _swept(points: Sequence[Point]) -> Iterator[str]:
+    from zcompile.report import show_seconds, table
+
+    def told(seconds: float | None) -> str:
+        return "-" if seconds is None else show_seconds(seconds)
+
+    yield from table((points[0].tier, "fits", "step", "least", "bottleneck"), [
+        (show_size(p.nbytes), "yes" if p.fits else "no", told(p.step_seconds),
+         told(p.bound_seconds), p.bottleneck) for p in points])  # fmt: skip
+    yield ""
+    yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
+
+
+def _picture(points: Sequence[Point]) -> str:
+    return svg(
+        f"seconds of a step by bytes of {points[0].tier}",
+        [show_size(p.nbytes) for p in points],
+        {"step": [p.step_seconds for p in points], "least": [p.bound_seconds for p in points]},
+    )

@@ -1,0 +1,211 @@
+"""What a step will cost on a machine: placed, arranged, simulated, and held against the bound.
+
+Pure: a step, terms, and nothing else. `planning.py` finds the step, `report.py` tells the answer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zcompile.arrange import Arena, arranged
+from zcompile.bounds import Bound, Segment, bound, segments_of
+from zcompile.cost import Costs, Ways
+from zcompile.linear_program import lane_of
+from zcompile.machine import Machine
+from zcompile.packing import aligned
+from zcompile.passes.place_states import Room, group, place, totals
+from zcompile.simulate import simulate
+from zcompile.specs import Phase
+from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
+from zcompile.steps import Step
+from zcompile.timeline import Timeline
+from zcompile.units import GiB
+
+MORE_BYTES = GiB
+"""What a shadow price is the price of."""
+
+COMPARED = 1
+"""Walks of a step that is only compared with others. In the first nothing is ahead, for any."""
+LEAST_SHARE = 8
+"""A device that activations fill is planned as if this part of it were left for entries; the report
+says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a step is planned for.
+
+    emulates     compute reaches the host's memory, and disks reach the device's (`Room`)
+    prefetch     whether a fetch may start ahead of its reader
+    arena_given  the device's tier is all for entries; else activations take their part of it
+    chunk_bytes  per operand and chunk of an optimizer's step, at most
+    """
+
+    machine: Machine
+    ways: Ways
+    emulates: bool
+    prefetch: bool
+    arena_given: bool
+    chunk_bytes: int
+
+    def on(self, machine: Machine) -> "Terms":
+        """The same for another machine."""
+        return replace(self, machine=machine)
+
+    def costs(self) -> Costs:
+        return Costs(self.machine, self.ways)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """What one more GiB of a tier saves of a step, in seconds.
+
+    least_s    of the bound
+    planned_s  of the simulated step, planned again with that GiB
+    """
+
+    tier: str
+    least_s: float
+    planned_s: float
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The plan of a step and what is to be said of it.
+
+    room        bytes of each tier for entries
+    used_bytes  by tier, residents only
+    missing     bytes that a tier would have to have more; empty if all fits
+    lanes_s     phase -> link, or links that take turns -> busy seconds under the plan
+    """
+
+    plan: StepPlan
+    timeline: Timeline
+    bound: Bound
+    room: Room
+    used_bytes: Mapping[str, int]
+    missing: Mapping[str, int]
+    shadows: tuple[Shadow, ...]
+    compute_s: Mapping[Phase, float]
+    lanes_s: Mapping[Phase, Mapping[str, float]]
+
+    @property
+    def batch_factor(self) -> float:
+        """How much larger a batch hides all transfers of forward and backward behind compute.
+
+        Compute grows with the batch and what moves does not, to first order: that is how regions
+        are priced, and no plan is made for the other batch.
+        """
+        return max(
+            (
+                max(self.lanes_s.get(phase, {}).values(), default=0.0) / seconds
+                for phase, seconds in self.compute_s.items()
+                if phase is not Phase.STEP and seconds > 0
+            ),
+            default=0.0,
+        )
+
+
+def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int = 0,
+         prices: bool = True) -> Outlook:  # fmt: skip
+    """The outlook of a step.
+
+    activation_bytes  that take their part of a device whose arena is not given
+    chunk_bytes       of its optimizer's chunks, if those are to be larger than the device's
+    prices            whether to plan again for one more GiB of each tier
+    raises  BudgetExceeded, if the device has no room for what one region reads
+    """
+    room = room_of(terms, activation_bytes)
+    costs = terms.costs()
+    segments = segments_of(step, costs.region_seconds)
+    compute_s = compute_seconds(step, costs.region_seconds)
+    lead = UNBOUNDED_LEAD if terms.prefetch else 0
+    arena = Arena(0, lead, max(chunk_bytes, terms.chunk_bytes), room.reach)
+
+    def seconds(made: Step, homes: Mapping[int, str]) -> float:
+        return simulate(made, costs, homes, COMPARED).step_s
+
+    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds)
+    homes = planned.placement.homes
+    used = _used(step, homes)
+    return Outlook(
+        plan=planned,
+        timeline=simulate(planned.step, costs, homes),
+        bound=bound(segments, terms.machine.links, room),
+        room=room,
+        used_bytes=used,
+        missing=_missing(terms, room, used, activation_bytes),
+        shadows=_shadows(step, terms, room, planned, segments, compute_s) if prices else (),
+        compute_s=compute_s,
+        lanes_s=_lanes(step, terms.machine, room, homes),
+    )
+
+
+def room_of(terms: Terms, activation_bytes: int) -> Room:
+    """What the tiers have for entries."""
+    tiers = dict(terms.machine.tiers)
+    if not (terms.arena_given or terms.emulates):
+        whole = tiers["device"]
+        tiers["device"] = max(whole - activation_bytes, whole // LEAST_SHARE)
+    tiers["host"] = max(0, tiers["host"] - terms.ways.ring_bytes)
+    return Room(tiers, reach=terms.emulates, straight=terms.emulates)
+
+
+def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> dict[str, int]:
+    """What each tier lacks. `beside`: bytes of the device for activations."""
+    missing = {tier: n - room.nbytes.get(tier, 0) for tier, n in used.items()}
+    if not (terms.arena_given or terms.emulates):
+        missing["device"] = room.nbytes["device"] + beside - terms.machine.tiers["device"]
+    return {tier: n for tier, n in missing.items() if n > 0}
+
+
+def _used(step: Step, homes: Mapping[int, str]) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for key, home in homes.items():
+        used[home] = used.get(home, 0) + aligned(step.facts[key].nbytes)
+    return used
+
+
+def _shadows(
+    step: Step,
+    terms: Terms,
+    room: Room,
+    planned: StepPlan,
+    segments: tuple[Segment, ...],
+    compute_s: Mapping[Phase, float],
+) -> tuple[Shadow, ...]:
+    """One more GiB of device and host; a disk has room, or lacks it, and saves no time.
+
+    The window stays as it is, so that the GiB goes to what rests.
+    """
+    links, costs = terms.machine.links, terms.costs()
+    now = bound(segments, links, room).seconds
+    made = []
+    for tier, nbytes in room.nbytes.items():
+        if tier == "disk":
+            continue
+        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
+        window = planned.arena.window_bytes
+        beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
+        homes = place(step, terms.machine, replace(larger, nbytes=beside), compute_s).homes
+        again = simulate(arranged(step, homes, planned.arena), costs, homes, COMPARED)
+        least_s = now - bound(segments, links, larger).seconds
+        made.append(Shadow(tier, least_s, planned.seconds - again.step_s))
+    return tuple(made)
+
+
+def _lanes(
+    step: Step, machine: Machine, room: Room, homes: Mapping[int, str]
+) -> dict[Phase, dict[str, float]]:
+    groups = group(step, machine, room)
+    counts = []
+    for g in groups:
+        count: dict[str, float] = {}
+        for key in g.keys:
+            count[homes[key]] = count.get(homes[key], 0) + 1
+        counts.append(count)
+    lanes: dict[Phase, dict[str, float]] = {}
+    for (phase, link), seconds in totals(groups, counts).items():
+        of = lanes.setdefault(phase, {})
+        lane = lane_of(link, machine.links)
+        of[lane] = of.get(lane, 0.0) + seconds
+    return lanes

@@ -1,0 +1,272 @@
+"""`zcompile.plan`: what training a model would take on a machine, which need not be this one.
+
+A real training step is walked on paper (`paper.py`), then placed, arranged and simulated as a real
+one is once it was seen. Weights are not needed: a model on `meta` will do.
+"""
+
+import gc
+import shutil
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.config import Config, build
+from zcompile.cost import Ways
+from zcompile.errors import ConfigInvalid, Unsupported, ZinfError
+from zcompile.machine import Machine
+from zcompile.machine_file import find
+from zcompile.outlook import Terms, look
+from zcompile.paper import OnPaper, PaperSession, copy_on_paper, paper_backend
+from zcompile.report import Facts, Report
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.device_cuda import CudaDevice
+from zcompile.runtime.device_paper import PaperDevice, blank_like
+from zcompile.runtime.pages import machine_bytes
+from zcompile.runtime.plant import SHARE_OF_MACHINE
+from zcompile.runtime.probe import machine_for
+from zcompile.runtime.staging import staging_size
+from zcompile.steps import Step
+from zcompile.torch_private import BackendFailed, check_torch, trees
+from zcompile.units import TiB
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType({
+    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, fused=True),
+})  # fmt: skip
+CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
+TRACED_BYTES = 4 * TiB
+"""Of the arena that a step on paper is traced for: tracing never fails for want of room; a plan is
+arranged for the machine afterwards."""
+MOST_CHUNKS = 4096
+"""Of one state, over all parameters. A real step may have more, smaller ones; that hides nothing
+else, but takes its time to simulate."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step on paper, and what the report says of its model.
+
+    activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
+    samples, tokens   of one micro-batch; tokens 0: the inputs do not say
+    chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
+    """
+
+    step: Step
+    parameters: int
+    activation_bytes: int
+    samples: int
+    tokens: int
+    chunk_bytes: int
+
+
+def plan(
+    model: nn.Module,
+    *example_inputs: Any,
+    config: Config | None = None,
+    machine: Machine | str | Path | None = None,
+    optimizer: str | MakeOptimizer | None = None,
+    micro_batches: int = 1,
+    **fields: Any,
+) -> Report:
+    """What a training step of `model` would cost, and what bounds it. Nothing is moved.
+
+    model           any module; on `meta` it needs no memory. It is copied, and not touched.
+    example_inputs  tensors as the model's call takes them, real or on `meta`; one mapping stands
+                    for arguments by name. The loss is what the call returns, or its `.loss`.
+    machine         a name, a file or a `Machine`; else the config's, else this one, measured
+    optimizer       "adamw" (also if None), "sgd" (with momentum), or a function of the parameters
+    micro_batches   forward and backward passes per optimizer step
+    config, fields  as `zcompile.offload`; budgets that are given replace the machine's
+    raises          ConfigInvalid, UnknownOption, Unsupported, BudgetExceeded (the device is too
+                    small for what one region reads), MachineUnknown, MachineInvalid
+    """
+    terms = terms_of(build(config, fields, "zcompile.plan"), machine)
+    traced = trace(model, example_inputs, terms, optimizer, micro_batches)
+    return report_of(traced, terms)
+
+
+def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
+    """The report of a step that was traced, on another machine too.
+
+    raises  BudgetExceeded
+    """
+    found = look(traced.step, terms, traced.activation_bytes, traced.chunk_bytes, prices)
+    return Report.of(
+        found, terms, Facts(traced.parameters, traced.activation_bytes, traced.samples,
+                            traced.tokens, traced.step.micro_batches)
+    )  # fmt: skip
+
+
+def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Terms:
+    """What is planned for: the machine with its budgets, and how bytes travel there.
+
+    raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable
+    """
+    if machine is not None:
+        config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
+    device = torch.device(config.device or "cpu")
+    here = config.machine is None
+    paced = {"h2d", "d2h"} & set(config.throttle)
+    emulates = here and device.type == "cpu" and not paced
+    stand_in = PaperDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
+    found = machine_for(config, stand_in, _capacities(config) if here else None)
+    for tier in ("device", "host"):
+        if tier not in found.tiers:
+            raise ConfigInvalid("machine", found.name, f"has no tier {tier!r}; add it, or give "
+                                f"{tier}_memory")  # fmt: skip
+    has_disk = "disk" in found.tiers
+    staging = staging_size(found.tiers["host"], has_disk, emulates)
+    ways = Ways(not (here and device.type == "cpu"), emulates, emulates, staging.chunk_bytes,
+                staging.nbytes, staging.nbytes)  # fmt: skip
+    return Terms(found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
+                 stand_in.chunk_bytes)  # fmt: skip
+
+
+def _capacities(config: Config) -> dict[str, int]:
+    """Of this machine, where the config gives no budget: what `zcompile.offload` would take."""
+    share = machine_bytes() // SHARE_OF_MACHINE
+    device = share
+    if torch.device(config.device or "cpu").type == "cuda":
+        device = torch.cuda.mem_get_info(torch.device(str(config.device)))[0] * 8 // 10
+    tiers = {
+        "device": int(config.device_memory or device),
+        "host": int(config.host_memory or share),
+    }
+    disks = config.disk if isinstance(config.disk, tuple) else ()
+    if disks:
+        tiers["disk"] = sum(shutil.disk_usage(path).free for path in disks)
+    return tiers
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    terms: Terms,
+    optimizer: str | MakeOptimizer | None = None,
+    micro_batches: int = 1,
+) -> Traced:
+    """One training step on paper. raises  ConfigInvalid, Unsupported"""
+    check_torch()
+    _check(model, optimizer, micro_batches)
+    make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    session = PaperSession(Config(device="cpu"), TRACED_BYTES, terms.emulates)
+    steps: list[Step] = []
+    session.on_step = lambda step: steps.append(_settled(step, session))
+    try:
+        copied = copy_on_paper(model, session)
+        trained = [p for p in copied.parameters() if p.requires_grad]
+        if not trained:
+            raise Unsupported("no parameter of the model requires a gradient",
+                              "plan a model that is to be trained")  # fmt: skip
+        inputs = trees.tree_map(_input, example_inputs)
+        with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
+            _run(copied, inputs, make(trained), micro_batches)
+        samples, tokens = _counts(example_inputs)
+        return Traced(
+            steps[-1],
+            sum(p.numel() for p in model.parameters()),
+            session.saved_bytes // micro_batches,
+            samples,
+            tokens,
+            nbytes // MOST_CHUNKS,
+        )
+    finally:
+        session.close()
+
+
+def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise Unsupported(f"{type(model).__name__} is not a torch.nn.Module",
+                          "give zcompile.plan the model itself")  # fmt: skip
+    if not any(True for _ in model.parameters()):
+        raise Unsupported(f"{type(model).__name__} has no parameters", "plan a model that has")
+    if optimizer is not None and not callable(optimizer) and optimizer not in OPTIMIZERS:
+        raise ConfigInvalid("optimizer", optimizer, f"is none of {', '.join(OPTIMIZERS)}; give "
+                            "one of them, or a function of the parameters")  # fmt: skip
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigInvalid("micro_batches", micro_batches, "must be an int of at least 1")
+
+
+def _input(value: Any) -> Any:
+    """Whole numbers on the CPU are kept: code may look at them. All else has no values."""
+    if not isinstance(value, Tensor):
+        return value
+    kept = value.device.type == "cpu" and not value.is_floating_point()
+    return value if kept else blank_like(value)
+
+
+def _run(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer, times: int) -> None:
+    def loss_of(*given: Any) -> Tensor:
+        named = len(given) == 1 and isinstance(given[0], Mapping)
+        return _loss(model(**given[0]) if named else model(*given))
+
+    # Dynamo keeps what it compiled with the code, and would come to its limit after some plans.
+    fresh = types.FunctionType(loss_of.__code__.replace(), globals(), "loss_of",
+                               None, loss_of.__closure__)  # fmt: skip
+    compiled = torch.compile(fresh, backend=paper_backend, dynamic=False)
+    try:
+        for _ in range(times):
+            loss = compiled(*inputs)
+            if not loss.requires_grad:
+                raise Unsupported("the model's output does not depend on what it trains",
+                                  "let forward return the loss")  # fmt: skip
+            loss.backward()
+        optimizer.step()
+    except BackendFailed as error:
+        if isinstance(error.inner_exception, ZinfError):
+            raise error.inner_exception from error
+        raise
+
+
+def _loss(result: Any) -> Tensor:
+    """The loss of a call: its result, its `.loss`, or else a mean that stands for one."""
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return result
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    first: Tensor = next(x for x in trees.tree_leaves(result) if isinstance(x, Tensor))
+    return first.float().mean()
+
+
+def _settled(step: Step, session: PaperSession) -> Step:
+    """Facts as they are after the first step, in which an optimizer makes its states."""
+    alive = {entry.key: entry for entry in session.entries()}
+    facts = {
+        key: replace(fact, name=alive[key].name, kind=alive[key].kind) if key in alive else fact
+        for key, fact in step.facts.items()
+    }
+    return replace(step, facts=facts)
+
+
+def _counts(inputs: Any) -> tuple[int, int]:
+    """Samples and tokens of the inputs: sizes of the first tensor, tokens if it is of integers."""
+    first = next((x for x in trees.tree_leaves(inputs) if isinstance(x, Tensor)), None)
+    if first is None or first.dim() == 0:
+        return 1, 0
+    whole = not first.is_floating_point() and first.dim() == 2
+    return int(first.shape[0]), int(first.shape[0] * first.shape[1]) if whole else 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Tracing makes many objects and no garbage worth looking for."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+__all__ = ["OPTIMIZERS", "Traced", "plan", "report_of", "terms_of", "trace"]

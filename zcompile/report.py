@@ -1,0 +1,266 @@
+"""What `zcompile.plan` answers: a record for programs, `str()` of it for people."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from zcompile.outlook import Outlook, Shadow, Terms
+from zcompile.packing import aligned
+from zcompile.records import encode, plain
+from zcompile.specs import Kind
+from zcompile.units import show_size
+
+COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
+_COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",
+              Kind.COPY: "copies", Kind.RESULT: "states"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the model and its inputs; of one micro-batch, but for their number."""
+
+    parameters: int
+    activation_bytes: int
+    samples: int
+    tokens: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class TierRow:
+    """What rests on a tier, in bytes.
+
+    capacity   for all of it
+    streaming  of the device: the window that what is fetched passes; of the host: staging
+    """
+
+    tier: str
+    capacity: int
+    weights: int
+    gradients: int
+    states: int
+    copies: int
+    streaming: int
+
+    @property
+    def used(self) -> int:
+        return sum(getattr(self, column) for column in COLUMNS)
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """A link in one step: bytes, the least there can be, seconds it is in use."""
+
+    link: str
+    nbytes: int
+    least_nbytes: int
+    busy_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One training step of a model on a machine, on paper. Sizes in bytes, times in seconds.
+
+    fits               whether every tier holds what is to rest on it
+    missing_bytes      tier -> how much more it would have to have
+    activation_bytes   that forward keeps for backward on the device, outside the arena
+    step_seconds       of one optimizer step with all its micro-batches, once training is under way
+    compute_seconds    of which the device computes; it idles in the others
+    bottleneck         "compute" or a link: what most of the step waits for
+    bound_seconds      no plan takes less, on this machine with these budgets (`bounds.py`)
+    suggested_samples  per micro-batch: the smallest batch whose forward and backward hide what
+                       moves, since compute grows with the batch and what moves does not
+    shadows            what one more GiB of a tier saves
+    """
+
+    machine: str
+    parameters: int
+    samples: int
+    tokens: int
+    micro_batches: int
+    fits: bool
+    missing_bytes: Mapping[str, int]
+    activation_bytes: int
+    tiers: tuple[TierRow, ...]
+    step_seconds: float
+    compute_seconds: float
+    idle_seconds: float
+    phase_seconds: Mapping[str, float]
+    bottleneck: str
+    bound_seconds: float
+    bound_by: str
+    links: tuple[LinkRow, ...]
+    suggested_samples: int
+    shadows: tuple[Shadow, ...]
+    peak_device_bytes: int
+
+    @classmethod
+    def of(cls, found: Outlook, terms: Terms, facts: Facts) -> "Report":
+        timeline, least = found.timeline, found.bound
+        return cls(
+            machine=terms.machine.name,
+            parameters=facts.parameters,
+            samples=facts.samples,
+            tokens=facts.tokens,
+            micro_batches=facts.micro_batches,
+            fits=not found.missing,
+            missing_bytes=found.missing,
+            activation_bytes=facts.activation_bytes,
+            tiers=_tiers(found, terms),
+            step_seconds=timeline.step_s,
+            compute_seconds=timeline.compute_s,
+            idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
+            phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
+            bottleneck=_bottleneck(found),
+            bound_seconds=least.seconds,
+            bound_by=least.binding,
+            links=tuple(
+                LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
+                        timeline.busy_s.get(name, 0.0))
+                for name in least.nbytes
+            ),
+            suggested_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
+            shadows=found.shadows,
+            peak_device_bytes=found.plan.peak_bytes,
+        )  # fmt: skip
+
+    @property
+    def gap(self) -> float:
+        """Seconds over the least; 1 is as good as can be."""
+        return self.step_seconds / self.bound_seconds if self.bound_seconds else 1.0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples * self.micro_batches / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0, if the inputs do not say."""
+        return self.tokens * self.micro_batches / self.step_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
+        derived = {"gap": self.gap, "samples_per_second": self.samples_per_second,
+                   "tokens_per_second": self.tokens_per_second}  # fmt: skip
+        return {**plain(self), **derived}
+
+    def to_json(self) -> str:
+        return encode(self.to_dict())
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _tiers(found: Outlook, terms: Terms) -> tuple[TierRow, ...]:
+    rows = {tier: dict.fromkeys(COLUMNS, 0) for tier in found.room.nbytes}
+    homes = found.plan.placement.homes
+    for key, fact in found.plan.step.facts.items():
+        home = homes.get(key)
+        if home in rows:
+            rows[home][_COLUMN_OF[fact.kind]] += aligned(fact.nbytes)
+    rows["device"]["streaming"] = found.plan.peak_bytes - found.plan.resident_bytes
+    rows["host"]["streaming"] = terms.ways.ring_bytes
+    capacity = {**found.room.nbytes, "host": terms.machine.tiers["host"]}
+    return tuple(TierRow(tier, capacity[tier], **columns) for tier, columns in rows.items())
+
+
+def _bottleneck(found: Outlook) -> str:
+    """What the step waits for longest, phase by phase."""
+    due: dict[str, float] = {}
+    for phase, seconds in found.compute_s.items():
+        lanes = {"compute": seconds, **found.lanes_s.get(phase, {})}
+        name = max(lanes, key=lambda lane: lanes[lane])
+        due[name] = due.get(name, 0.0) + lanes[name]
+    return max(due, key=lambda name: due[name], default="compute")
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield from _verdict(report)
+    yield ""
+    yield from table(
+        ("tier", "capacity", "used", *COLUMNS),
+        [
+            (row.tier, *(show_size(n) for n in (row.capacity, row.used)),
+             *(_size(getattr(row, column)) for column in COLUMNS))
+            for row in report.tiers
+        ],
+    )  # fmt: skip
+    if report.activation_bytes:
+        yield f"  beside them on the device: {show_size(report.activation_bytes)} of activations"
+    yield ""
+    yield from _times(report)
+    if report.links:
+        yield ""
+        rows = [(row.link, show_size(row.nbytes), show_size(row.least_nbytes),
+                 f"{row.busy_seconds / report.step_seconds:.0%}")
+                for row in report.links]  # fmt: skip
+        yield from table(("link", "per step", "least", "busy"), rows)
+    yield ""
+    yield from _advice(report)
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    model = f"{show_count(report.parameters)} parameters on {report.machine}"
+    if report.fits:
+        yield f"{model}: fits"
+        return
+    lacks = ", ".join(f"{show_size(n)} of {tier}" for tier, n in report.missing_bytes.items())
+    yield f"{model}: does not fit, it lacks {lacks}"
+    yield "  what follows is what would be, if it had them"
+
+
+def _times(report: Report) -> Iterator[str]:
+    phases = ", ".join(f"{name} {show_seconds(s)}" for name, s in report.phase_seconds.items() if s)
+    rate = f"{report.samples_per_second:.4g} samples/s"
+    if report.tokens:
+        rate += f", {report.tokens_per_second:.4g} tokens/s"
+    micro = f" of {report.micro_batches} micro-batches" if report.micro_batches > 1 else ""
+    yield f"step{micro}: {show_seconds(report.step_seconds)} ({phases}); {rate}"
+    yield (f"  compute {show_seconds(report.compute_seconds)}, idle "
+           f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}")  # fmt: skip
+    yield (f"  no plan takes less than {show_seconds(report.bound_seconds)} (bound by "
+           f"{report.bound_by}); this one takes {report.gap:.2f} times that")  # fmt: skip
+
+
+def _advice(report: Report) -> Iterator[str]:
+    if report.suggested_samples <= report.samples:
+        yield (f"batch {report.samples}: compute hides what forward and backward move; "
+               f"from {report.suggested_samples} on it does")  # fmt: skip
+    else:
+        yield (f"batch {report.samples} is small: from {report.suggested_samples} on, compute "
+               "hides what forward and backward move")  # fmt: skip
+    for row in report.shadows:
+        yield (f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
+               f"{show_seconds(row.least_s)})")  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first to the left, numbers to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.rjust(w) if n else cell.ljust(w)
+                  for n, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    ]  # fmt: skip
+
+
+def _size(nbytes: int) -> str:
+    return show_size(nbytes) if nbytes else "-"
+
+
+def show_count(n: int) -> str:
+    """A number of parameters for people: "25.4 M", "175 B"."""
+    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= factor:
+            return f"{n / factor:.3g} {unit}"
+    return str(n)
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people: "12.3 ms", "4.56 s"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return "0 s" if not seconds else f"{seconds / 1e-9:.3g} ns"

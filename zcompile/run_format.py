@@ -1,6 +1,7 @@
 """The run format: what a dump's files are called and what stands in them.
 
     DIR/run-<n>/run.json                         RunRecord
+    DIR/run-<n>/timeline.json                    TimelineRecord, of the last step that was written
     DIR/run-<n>/graph<k>/passes.json             list of PassRecord, in the order they ran
     DIR/run-<n>/graph<k>/<NN>-<pass>.txt         the graph after that pass, as text
     DIR/run-<n>/graph<k>/<NN>-<pass>.json        the same as a list of NodeRecord
@@ -132,8 +133,59 @@ class InstructionRecord:
     outputs: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class StepRecord:
+    """A step as it was, or as it was predicted. Seconds; bytes and busy seconds by link.
+
+    step_s  from the end of one step to the end of the next
+    phases  what lies between two calls counts to the later one
+    """
+
+    step_s: float
+    compute_s: float
+    stall_s: float
+    phases: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    busy_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MomentRecord:
+    """One instruction: where it stands, what it is, when it was and when it was predicted to be.
+
+    call  which of the step's calls; index  which of its instructions
+    Seconds from the beginning of the step. `stall_s`: of those, or right before, compute waited.
+    """
+
+    call: int
+    phase: str
+    index: int
+    kind: str
+    name: str
+    begin_s: float
+    end_s: float
+    stall_s: float
+    predicted_begin_s: float | None = None
+    predicted_end_s: float | None = None
+    predicted_stall_s: float | None = None
+
+
+@dataclass(frozen=True)
+class TimelineRecord:
+    """timeline.json. `step` counts from 1; `predicted` is None where no machine was known."""
+
+    step: int
+    measured: StepRecord
+    predicted: StepRecord | None
+    moments: tuple[MomentRecord, ...]
+
+
 def run_file(run: Path) -> Path:
     return run / "run.json"
+
+
+def timeline_file(run: Path) -> Path:
+    return run / "timeline.json"
 
 
 def graph_dir(run: Path, graph: int) -> Path:

@@ -14,6 +14,7 @@ from zcompile.run_format import (
     PassRecord,
     PlanRecord,
     RunRecord,
+    TimelineRecord,
     graph_number,
     graphs_in,
     nodes_file,
@@ -24,6 +25,7 @@ from zcompile.run_format import (
     schedule_file,
     schedule_text_file,
     text_file,
+    timeline_file,
 )
 
 R = TypeVar("R")
@@ -80,6 +82,14 @@ class Run:
     path: Path
     record: RunRecord
     graphs: tuple[Graph, ...]
+
+    def timeline(self) -> TimelineRecord:
+        """The last step that was written. raises  RunUnreadable, if none was"""
+        path = timeline_file(self.path)
+        if not path.exists():
+            raise RunUnreadable(self.path, "holds no timeline: the second step of an optimizer is "
+                                "written when the third begins, so train for three")  # fmt: skip
+        return _read(TimelineRecord, path)
 
 
 def open_run(path: Path, graph: int | None = None) -> Run:

@@ -128,3 +128,12 @@ def show_size(nbytes: float) -> str:
             digits = 2 if value < 10 else 1 if value < 100 else 0
             return f"{value:.{digits}f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """A time for people: three digits, as "1.25 ms" or "18.4 s"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            value = seconds / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{seconds * 1e6:.2f} us" if seconds else "0"

@@ -65,3 +65,12 @@ def test_a_reset_zeroes_totals_and_keeps_what_was_compiled():
     assert (now["steps"], now["gathers"]) == (0, 0)
     assert (now["graphs"], now["regions"], now["distinct_regions"]) == (2, 2, 2)
     assert now["peak"]["device"] == 60
+
+
+def test_a_link_is_busy_once_however_much_is_under_way():
+    meter = Meter()
+    meter.busy("h2d", 100, 1.0, 2.0)
+    meter.busy("h2d", 50, 1.5, 3.0)
+    meter.busy("h2d", 10, 5.0, 5.5)
+    meter.busy("d2h", 1, 0.0, 0.25)
+    assert meter.traffic() == {"h2d": (160, 2.5), "d2h": (1, 0.25)}

@@ -97,6 +97,7 @@ class Clocks:
             self.last_step = self._recorder.end()
             if self.record and self._whole:
                 self.on_step()
+                self._step_began = perf_counter()
         self._stepping |= schedule.phase is Phase.STEP
         if self.record:
             self._recorder.note(schedule, entries)

@@ -124,6 +124,7 @@ class CpuDevice:
             copy_bytes(target, source, nbytes)
             self._meter.moved(direction, nbytes)
             self._paces[direction].hold(nbytes, since)
+            self._meter.busy(direction, nbytes, since, time.perf_counter())
 
 
 def _clear(target: Tensor, landing: Landing) -> None:

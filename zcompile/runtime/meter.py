@@ -60,6 +60,7 @@ class Meter:
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
         self._seconds = dict.fromkeys(SECONDS, 0.0)
+        self._busy: dict[str, tuple[int, float, float]] = {}
         self._counts = dict.fromkeys((*TOTALS, *STRUCTURE), 0)
         self._spans: deque[tuple[str, Stamp, Stamp]] = deque()
 
@@ -67,6 +68,21 @@ class Meter:
         """`nbytes` have travelled over `link`."""
         with self._lock:
             self._bytes[link] += nbytes
+
+    def busy(self, link: str, nbytes: int, since: float, until: float) -> None:
+        """`nbytes` that set out over `link` at `since` have arrived; of one clock, in its order.
+
+        What several had under way at once counts once.
+        """
+        with self._lock:
+            total, seconds, last = self._busy.get(link, (0, 0.0, 0.0))
+            seconds += max(0.0, until - max(since, last))
+            self._busy[link] = total + nbytes, seconds, max(last, until)
+
+    def traffic(self) -> dict[str, tuple[int, float]]:
+        """Bytes and seconds in use of each link that can tell, in all; no reset touches them."""
+        with self._lock:
+            return {link: row[:2] for link, row in self._busy.items()}
 
     def add(self, activity: str, seconds: float) -> None:
         """`activity`, one of SECONDS, took that long."""

@@ -215,6 +215,8 @@ class _Link:
         if error is None and self._pacer is not None:
             self._pacer.submit(partial(self._hold, promise, nbytes, since))
         else:
+            if error is None:
+                self._meter.busy(self._name, nbytes, since, time.perf_counter())
             promise.finish(error)
 
     def close(self) -> None:
@@ -225,6 +227,7 @@ class _Link:
 
     def _hold(self, promise: Promise, nbytes: int, since: float) -> None:
         self._pace.hold(nbytes, since)
+        self._meter.busy(self._name, nbytes, since, time.perf_counter())
         promise.finish()
 
 

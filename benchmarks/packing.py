@@ -30,9 +30,9 @@ def random_blocks(count: int, span: int) -> list[Block]:
 
 def streamed_blocks(layers: int, room: float, lead: int) -> list[Block]:
     """Weights of so many layers, fetched as early as `room` times the least arena permits."""
-    sizes = [300, *LAYER * layers, 300]
+    sizes = [40, *LAYER * layers, 40]
     needs = [Need(f"p{i}", i // 2, i // 2, n * 8 * KiB) for i, n in enumerate(sizes)]
-    starts = choose_starts(needs, int(332 * 8 * KiB * room), lead, "forward")
+    starts = choose_starts(needs, int(64 * 8 * KiB * room), lead, "forward")
     return [Block(start, n.last, n.nbytes) for start, n in zip(starts, needs, strict=True)]
 
 

@@ -45,10 +45,13 @@ Candidate = tuple[int, int, int, int]
 """Cost, number of the draft, place in its `taken` before which to insert, address."""
 
 
-def time_sweep(s: Sections, capacity: int, width: int, work: Work) -> list[int] | None:
+def time_sweep(
+    s: Sections, capacity: int, width: int, work: Work, longest_first: bool = False
+) -> list[int] | None:
     """The address of each block with all ends at most `capacity`; None if none was found.
 
-    width  drafts that are kept; the more, the better and the slower
+    width          drafts that are kept; the more, the better and the slower
+    longest_first  of those born together, rather than the largest first
     """
     newborn: list[list[int]] = [[] for _ in s.alive]
     for block, section in enumerate(s.first):
@@ -57,13 +60,19 @@ def time_sweep(s: Sections, capacity: int, width: int, work: Work) -> list[int] 
     drafts = [Draft((Placed(-1, 0, never), Placed(capacity, capacity + 1, never)), None)]
     for section, blocks in enumerate(newborn):
         drafts = _aged(drafts, section)
-        for block in sorted(blocks, key=lambda i: (-s.sizes[i], -s.last[i], i)):
+        for block in _in_turn(s, blocks, longest_first):
             found = _candidates(drafts, s.sizes[block], s.last[block], section)
             work.left -= len(found) + sum(len(d.taken) for d in drafts)
             drafts = _kept(drafts, found, block, s, width)
             if not drafts or work.left < 0:
                 return None
     return _addresses(drafts[0], len(s))
+
+
+def _in_turn(s: Sections, blocks: Iterable[int], longest_first: bool) -> list[int]:
+    if longest_first:
+        return sorted(blocks, key=lambda i: (-s.last[i], -s.sizes[i], i))
+    return sorted(blocks, key=lambda i: (-s.sizes[i], -s.last[i], i))
 
 
 def _aged(drafts: Iterable[Draft], section: int) -> list[Draft]:

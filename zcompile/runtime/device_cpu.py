@@ -27,8 +27,11 @@ from zcompile.runtime.pages import (
     trim_heap,
 )
 from zcompile.runtime.ticket import Ready, Ticket
+from zcompile.runtime.vector_math import settle_vector_math
 from zcompile.runtime.workers import Workers
 from zcompile.units import KiB, MiB
+
+settle_vector_math()  # at import, before a model computes: tiered or as its own reference
 
 INLINE_BYTES = 128 * KiB
 """Copied by whoever asks: at 8 GB/s this takes 16 us, less than waking a worker and being woken."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from zcompile.cli import main
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported; without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What is measured of this machine is kept for one run of the tests, not for the user.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"

@@ -9,7 +9,7 @@ from small_models import SMALL_MODELS, small
 import zcompile
 from zcompile.arrange import arrange, take_apart
 from zcompile.packing import aligned
-from zcompile.schedule import Borrow, EntryIndex, Fetch, Reduce, Run, Schedule
+from zcompile.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
 from zcompile.verify_schedule import verify_schedule
 
 NONE: frozenset[EntryIndex] = frozenset()

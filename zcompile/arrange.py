@@ -15,10 +15,11 @@ start as early as the arena's window allows.
         free b
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zcompile.packing import Block, aligned, pack
+from zcompile.lower_step import lower_step
+from zcompile.packing import Block, aligned, live_peak, pack_quickly
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
     SERIALS,
@@ -34,6 +35,8 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
+from zcompile.specs import Phase
+from zcompile.steps import Step
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def arrange(
     blocks = [Block(s, v.last, v.fetch.nbytes) for s, v in zip(starts, moved, strict=True)]
     slots = [
         Slot(address, aligned(block.nbytes))
-        for address, block in zip(pack(blocks), blocks, strict=True)
+        for address, block in zip(pack_quickly(blocks), blocks, strict=True)
     ]
     placed = [_placed(*each) for each in zip(moved, slots, strict=True)]
     still = [v for v in stages.values if v not in moved]
@@ -88,6 +91,61 @@ def arrange(
         peak_bytes=peak_of(instructions),
         budget_bytes=budget_bytes,
     )
+
+
+@dataclass(frozen=True)
+class Arena:
+    """How a step's schedules share the arena with what rests there.
+
+    window_bytes  for what is fetched
+    max_lead      runs that a fetch may start ahead
+    chunk_bytes   most bytes per operand and chunk of the optimizer's step
+    reach         that step computes with what rests on the host where it lies
+    """
+
+    window_bytes: int
+    max_lead: int
+    chunk_bytes: int
+    reach: bool = False
+
+
+def arranged(step: Step, homes: Mapping[int, str], arena: Arena) -> Step:
+    """A whole step under a placement, as the runtime will walk it.
+
+    raises  BudgetExceeded, if what one run reads does not fit the window
+    """
+    made: dict[tuple[int, tuple[str, ...]], Schedule] = {}
+    calls = []
+    for call in step.calls:
+        at = tuple(homes.get(key, step.facts[key].home) for key in call.entries)
+        known = call.schedule.serial, at
+        if known not in made:
+            made[known] = _arranged(call.schedule, at, arena)
+        calls.append(replace(call, schedule=made[known]))
+    facts = {key: replace(f, home=homes.get(key, f.home)) for key, f in step.facts.items()}
+    return replace(step, calls=tuple(calls), facts=facts)
+
+
+def _arranged(schedule: Schedule, homes: Sequence[str], arena: Arena) -> Schedule:
+    if schedule.budget_bytes is None:
+        return schedule
+    if schedule.phase is not Phase.STEP:
+        resident = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home == "device")
+        return arrange(schedule, resident, arena.window_bytes, arena.max_lead)
+    still = {"device", "host"} if arena.reach else {"device"}
+    rows = [
+        replace(row, columns=tuple(replace(c, resident=homes[c.entry] in still)
+                                   for c in row.columns))
+        for row in schedule.rows
+    ]  # fmt: skip
+    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names),
+                      arena.window_bytes, arena.chunk_bytes)  # fmt: skip
+
+
+def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:
+    """Bytes of the arena in which each fetch of a graph could start `lead` runs ahead."""
+    moved = [v for v in take_apart(schedule).values if v.fetch.entry not in resident]
+    return live_peak([Block(max(0, v.first - lead), v.last, v.fetch.nbytes) for v in moved])
 
 
 def take_apart(schedule: Schedule) -> Stages:

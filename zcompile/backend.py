@@ -28,6 +28,7 @@ from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule
 from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
 from zcompile.tiered import TieredTensor
+from zcompile.timeline_dump import dump_steps
 from zcompile.torch_private import (
     aot_backend,
     asks_recomputation,
@@ -61,7 +62,10 @@ def zinf(
     specs, session = describe(example_inputs)
     config = with_plan_options(session.config if session else Config(), options or {})
     number = next(session.numbers) if session else 0
-    watch = Watcher(f"graph{number}", open_run(config, session.dumps if session else {}))
+    dumped = open_run(config, session.dumps if session else {})
+    watch = Watcher(f"graph{number}", dumped)
+    if session is not None and dumped is not None:
+        dump_steps(session, dumped.path)
     graph = _Graph(specs, _weakly(session), config, watch)
     if session is not None:
         session.meter.count("graphs")

@@ -17,8 +17,10 @@ from zcompile.machine import Link
 from zcompile.packing import aligned
 from zcompile.specs import Phase
 
-TIE = 1e-6
-"""Weight of a second on a link that does not bind: among equal plans, the one that moves least."""
+TIE = 1e-3
+"""Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the
+one that moves least. Much less would drown in the solver's tolerance (1e-7 of what is minimised,
+which is near 1 here)."""
 
 
 class Placed(Protocol):
@@ -64,7 +66,9 @@ def fractions(
     columns = [(n, tier) for n, g in enumerate(groups) for tier in g.loads]
     phases = _phases(groups, compute_seconds)
     upper, limit = _limits(groups, columns, phases, room, links)
-    cost = [TIE * sum(groups[n].loads[tier].values()) for n, tier in columns] + [1.0] * len(phases)
+    moving = [sum(groups[n].loads[tier].values()) for n, tier in columns]
+    scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
+    cost = [TIE * seconds / scale for seconds in moving] + [1.0 / scale] * len(phases)
     equal = [[float(n == k) for k, _ in columns] + [0.0] * len(phases) for n in range(len(groups))]
     bounds: list[Any] = [(0.0, None)] * len(columns)
     bounds += [(compute_seconds.get(phase, 0.0), None) for phase in phases]
@@ -78,6 +82,11 @@ def fractions(
     for (n, tier), value in zip(columns, found.x, strict=False):
         counts[n][tier] = float(value)
     return Fractions(counts, float(sum(found.x[len(columns) :])))
+
+
+def _most(groups: Sequence[Placed]) -> float:
+    """Seconds of all links together, if every entry rests as far away as it can."""
+    return sum(len(g.keys) * max(sum(at.values()) for at in g.loads.values()) for g in groups)
 
 
 def _phases(groups: Sequence[Placed], compute_seconds: Mapping[Phase, float]) -> list[Phase]:

@@ -74,6 +74,7 @@ def lower_step(
         peak_bytes=builder.peak_bytes,
         budget_bytes=budget_bytes,
         names=_names(rows, entries),
+        rows=tuple(rows),
     )
 
 

@@ -18,6 +18,7 @@ from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.fillings import write
 from zcompile.narrowing import make_copy
+from zcompile.residency import Residency
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.streaming import apply_deferred
@@ -137,7 +138,14 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 
 def _open(config: Config) -> Session:
-    session = Session(config, TieredTensor.over)
+    session = furnish(Session(config, TieredTensor.over))
+    if config.residency and not config.durable:
+        session.plan_with(Residency(session))
+    return session
+
+
+def furnish(session: Session) -> Session:
+    """Give a session what is known only above it."""
     session.deferrals.make = apply_deferred
     session.executor.make_copy = make_copy
     return session

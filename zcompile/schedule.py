@@ -200,6 +200,7 @@ class Schedule:
     serial       tells schedules apart; unique in a process
     arena_bytes  bytes of the device arena that the slots lie in
     peak_bytes   largest sum of slots taken at once
+    rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
     """
 
     phase: Phase
@@ -216,6 +217,7 @@ class Schedule:
     peak_bytes: int
     budget_bytes: int | None
     names: Mapping[int, str]
+    rows: tuple[Any, ...] = ()
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import Column, Row, lower_step
 from zcompile.narrowing import Narrowing, column_of, copy_of
 from zcompile.rows import Application
@@ -121,6 +122,8 @@ class _Call:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
+        if entry.home == "device":  # changed in place, as anything there
+            entry.store.deferrals.settle(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
         return replace(column, begin=layout.offset * layout.dtype.itemsize)
 
@@ -187,8 +190,15 @@ def stream(
     key = tuple(call.signature)
     name = func._schema.name.removeprefix("aten::")
     build = partial(lower_step, name, rows, len(call.inputs), len(call.entries),
-                    session.device_budget, session.device.chunk_bytes)  # fmt: skip
-    _run_easing(session, session.step(key, build), call.inputs, call.entries, call.easing)
+                    session.window_bytes, session.device.chunk_bytes)  # fmt: skip
+    try:
+        schedule = session.step(key, build)
+    except BudgetExceeded as error:
+        if not session.relieve(error.needed_bytes):
+            raise
+        stream(func, apps, targets, cls)  # anew, since operands rest elsewhere now
+        return
+    _run_easing(session, schedule, call.inputs, call.entries, call.easing)
     for entry, dtype in call.copying:
         entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
 
@@ -207,12 +217,13 @@ def apply_deferred(entry: Entry) -> None:
     session, layout = session_of(entry), entry.deferred[0].layout
     changes = tuple((0, n, replace(c, operand=None)) for n, c in enumerate(entry.deferred))
     operands = [change.operand for change in entry.deferred]
-    column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient")
+    here = session.lendable(entry)
+    column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient", here)
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
     build = partial(lower_step, "what was deferred", [row], len(operands), 1,
-                    session.device_budget, session.device.chunk_bytes)  # fmt: skip
-    schedule = session.step(("deferred", changes), build)
+                    session.window_bytes, session.device.chunk_bytes)  # fmt: skip
+    schedule = session.step(("deferred", changes, here), build)
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 
 

@@ -10,7 +10,7 @@ from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
 from zcompile.graph_plan import Plan
-from zcompile.packing import Block, aligned, live_peak, pack, packed_bytes
+from zcompile.packing import Block, aligned, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import Phase
 
@@ -115,7 +115,7 @@ def _blocks(needs: Sequence[Need], starts: Sequence[int]) -> list[Block]:
 
 def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
     blocks = _blocks(needs, starts)
-    return packed_bytes(blocks, pack(blocks))
+    return packed_bytes(blocks, pack_quickly(blocks))
 
 
 def _too_small(needs: Sequence[Need], budget: int, least: int, where: str) -> BudgetExceeded:

@@ -32,6 +32,8 @@ class Arena:
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
+        self.relieve: Callable[[int], bool] = _nobody
+        """Asked, when there is no room for so many bytes, to make some; whether it did."""
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
@@ -108,6 +110,8 @@ class Arena:
         if begin is None:
             self._settle()
             begin = self._claim(size, name)
+        if begin is None and self.relieve(nbytes):
+            begin = self._claim(size, name)
         if begin is None:
             with self._lock:
                 raise self._crowded(nbytes, f"gathering {name!r}")
@@ -116,15 +120,21 @@ class Arena:
 
     def hold(self, begin: int, nbytes: int, name: str) -> None:
         """Planned room for what will rest here. raises BudgetExceeded if something lies there"""
-        self._settle()
-        with self._lock:
-            self._reap()
-            for low, high in self._held():
-                if low < begin + nbytes and begin < high:
+        if not self._enter(begin, nbytes, name):
+            self._settle()
+            if not self._enter(begin, nbytes, name):
+                with self._lock:
                     raise self._crowded(nbytes, f"room at {begin} for {name!r}, which is to rest "
                                         "on the device,")  # fmt: skip
+
+    def _enter(self, begin: int, nbytes: int, name: str) -> bool:
+        with self._lock:
+            self._reap()
+            if any(low < begin + nbytes and begin < high for low, high in self._held()):
+                return False
             self._lent[begin] = (begin + nbytes, name)
             self._in_use.change(nbytes)
+            return True
 
     def let_go(self, begin: int) -> None:
         """Nothing rests any more in the room held from `begin` on."""
@@ -213,3 +223,7 @@ class Arena:
             if self._memory is None:
                 self._memory = self._device.allocate(self.budget_bytes)
             return self._memory
+
+
+def _nobody(nbytes: int) -> bool:
+    return False

@@ -29,6 +29,8 @@ class Landing(Protocol):
 
 class Device(Protocol):
     torch_device: torch.device
+    reaches_host: bool
+    """Whether compute may touch host memory, and no throttled link must show between them."""
     chunk_bytes: int
     """Most bytes per operand and chunk of an optimizer's step."""
 

@@ -58,6 +58,7 @@ class CpuDevice:
                  crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
         give_back_freed_blocks()  # the activations of this device lie in malloc's heap
         self._meter = meter
+        self.reaches_host = not {"h2d", "d2h"} & throttle.keys()
         self._paces = {link: Pace(throttle.get(link)) for link in ("h2d", "d2h")}
         self._workers = {link: Workers(f"zinf-{link}", 1, crashed) for link in self._paces}
 

@@ -71,6 +71,7 @@ class _Borrowed:
 class CudaDevice:
     """A `Device` on CUDA."""
 
+    reaches_host = False
     chunk_bytes = 32 * MiB
     """Starting a transfer costs about 100 us of Python on either side; at the 50 GB/s of a PCIe 5
     link 32 MiB takes 0.6 ms, so that the link and not the interpreter sets the pace."""

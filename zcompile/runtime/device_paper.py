@@ -109,6 +109,7 @@ class PaperDevice:
     def __init__(self, chunk_bytes: int, emulates: bool, torch_device: torch.device = CPU) -> None:
         self.torch_device = torch_device
         self.chunk_bytes = chunk_bytes
+        self.reaches_host = emulates
         self._emulates = emulates
 
     def compiled(self) -> None:

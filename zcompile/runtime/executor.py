@@ -6,7 +6,7 @@ before the call, since the slots may have served an earlier schedule.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from zcompile.errors import Unsupported
@@ -16,11 +16,20 @@ from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Borrow, Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
+
+Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
+"""The schedule for these very entries, where they rest now."""
+
+
+def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+    """What the passes planned: every parameter is fetched."""
+    return schedule
 
 
 class Executor:
@@ -34,6 +43,13 @@ class Executor:
         self._busy = threading.Lock()
         self._walked: set[int] = set()
         self.make_copy: MakeCopy | None = None
+        self.recorder = Recorder()
+        self.fit: Fit = as_it_is
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a schedule is being walked."""
+        return self._busy.locked()
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -46,6 +62,8 @@ class Executor:
         values = _registers(schedule, args)
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
+        schedule = self.fit(schedule, entries)
+        self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)

@@ -49,6 +49,10 @@ class Homes:
             return Place(nbytes, tier, extent)
         raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
+    def capacities(self) -> dict[str, int]:
+        """Bytes of each tier but the device."""
+        return {tier.name: tier.usage()[2] for tier in self._tiers}
+
     def left(self, place: Place, kind: Kind) -> None:
         """The entry that has `place` is dead."""
         self._account(place.tier, kind, place.extent, -1)

@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from zcompile.config import Config
+from zcompile.cost import Ways
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime import near
@@ -27,9 +28,18 @@ from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
+from zcompile.steps import Step
 from zcompile.torch_private import current_pass
 
 logger = logging.getLogger("zcompile.runtime.session")
+
+
+class Planner(Protocol):
+    """Decides for whole steps; see `zcompile/residency.py`, above."""
+
+    def step_ended(self, step: Step) -> None: ...
+    def relieve(self, needed_bytes: int) -> bool: ...
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
 
 
 class Session(Store):
@@ -51,6 +61,11 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
+        self.on_step: Callable[[Step], None] = _nobody_plans
+        self.relieve: Callable[[int], bool] = _nobody_relieves
+        """Asked to make room in the arena; whether it did."""
+        self.window_bytes = self.device_budget
+        """Of the arena, for what streams through: all but what rests there."""
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
@@ -62,6 +77,11 @@ class Session(Store):
             self.steps[key] = build()
             self.meter.plan_device(self.steps[key].peak_bytes)
         return self.steps[key]
+
+    def entries(self) -> list[Entry]:
+        """All that are alive."""
+        self._enter("the model")
+        return list(self._entries.values())
 
     def begin_step(self, optimizer: str) -> None:
         """A step of an optimizer of this class begins.
@@ -78,6 +98,31 @@ class Session(Store):
 
     def end_step(self) -> None:
         self.stepping = None
+
+    def plan_with(self, planner: Planner) -> None:
+        """From here on `planner` hears of every step, and decides what rests on the device."""
+        self.on_step, self.relieve = planner.step_ended, planner.relieve
+        self.arena.relieve = planner.relieve
+        self.executor.fit = planner.fit
+
+    def ways(self) -> Ways:
+        """How bytes travel here, for who predicts it."""
+        device, ring = self.device, self._means.staging
+        emulated = device.torch_device.type == "cpu"
+        return Ways(
+            asynchronous=not emulated,
+            straight_read=emulated and device.straight("h2d"),
+            straight_write=emulated and device.straight("d2h"),
+            chunk_bytes=ring.chunk_bytes,
+            ring_bytes=ring.nbytes,
+            backlog_bytes=ring.nbytes,
+        )
+
+    def stepped(self) -> None:
+        """A step of an optimizer is over, its commit included: what was recorded may be planned."""
+        step = self.executor.recorder.end()
+        if step is not None:
+            self.on_step(step)
 
     def note_whole(self, op: str) -> None:
         """An op gathers whole tensors; inside an optimizer's step this is told once.
@@ -125,6 +170,14 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
+
+
+def _nobody_plans(step: Step) -> None:
+    """A session whose placement stays as it is."""
+
+
+def _nobody_relieves(needed_bytes: int) -> bool:
+    return False
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

@@ -81,7 +81,7 @@ class Staging:
     """The ring over `memory` [size.nbytes]; thread-safe."""
 
     def __init__(self, memory: Tensor, size: StagingSize, in_use: Gauge) -> None:
-        self.chunk_bytes = size.chunk_bytes
+        self.chunk_bytes, self.nbytes = size.chunk_bytes, size.nbytes
         whole = Buffer.over(memory)
         self._free = [whole.part(n * size.chunk_bytes, (n + 1) * size.chunk_bytes)
                       for n in range(size.chunks)]  # fmt: skip

@@ -48,14 +48,15 @@ class Entry:
     norms    what was measured of it: how -> (version, layout, result)
     """
 
-    def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool) -> None:
+    def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool,
+                 of: int | None) -> None:  # fmt: skip
         self.key = handles.new_key()
         self.kind = self.born = kind
         self.nbytes = place.nbytes
         self.store = store
         self.place = place
         self.unset = unset
-        self.of: int | None = None
+        self.of = of
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.deferred: tuple[Deferred, ...] = ()
@@ -91,9 +92,8 @@ class Entry:
 class Store:
     """Opens what `config` asks for.
 
-    on_gradient  what becomes of a gradient given to `Entry.reduce_grad`; set by the optimizer's
-                 side of the house
-
+    on_gradient   what becomes of a gradient given to `Entry.reduce_grad`; set from above
+    reaches_host  compute may touch what rests on the host
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
 
@@ -117,14 +117,14 @@ class Store:
         self._dead: deque[int] = deque()
         self.deferrals: Deferrals[Entry] = Deferrals()
         self._pid = plant.pid
+        self.reaches_host = plant.means.device.reaches_host
         self._close = weakref.finalize(self, shut, plant)
 
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
                of: int | None = None) -> Entry:  # fmt: skip
         """A new, blank entry, where `Homes` sends it; `of`: as in `Entry`. raises TierFull"""
         self._enter(name)
-        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of), unset)
-        entry.of = of
+        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of), unset, of)
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry
@@ -153,13 +153,12 @@ class Store:
         return self._submit(fetch, after)
 
     def lendable(self, entry: Entry) -> bool:
-        """Whether compute can reach the bytes of `entry` where they rest, in one piece: on the
-        device, or on the host for the emulated one, unless throttled links must show."""
-        device, place = self.device, entry.place
-        if place.tier.on_device or device.torch_device.type != "cpu" or not place.tier.in_memory:
-            return place.tier.on_device
-        unseen = device.straight("h2d") and device.straight("d2h")
-        return unseen and sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
+        """Whether compute reaches the bytes of `entry` where they rest, in one piece: on the
+        device, or on the host of the emulated one, unless throttled links must show."""
+        place, tier = entry.place, entry.place.tier
+        if tier.on_device or not (tier.in_memory and self.reaches_host):
+            return tier.on_device
+        return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> Tensor:
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.

@@ -1,0 +1,167 @@
+"""What rests on the device while training goes on: planned from a step that was seen.
+
+The first steps run as the passes planned them, with everything fetched. Their record, with what
+each region took, becomes a plan (`step_plan.py`), entries move to their homes once, and from then
+on schedules are arranged for them (`arrange.py`). Joins the two wings for a whole step as
+`backend.py` does for one graph.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+
+from zcompile.arrange import Arena, arrange
+from zcompile.cost import Costs
+from zcompile.errors import BudgetExceeded
+from zcompile.packing import ALIGNMENT, aligned
+from zcompile.passes.place_states import Room
+from zcompile.runtime.moves import move, resettle
+from zcompile.runtime.probe import machine_for
+from zcompile.runtime.recorder import key_of
+from zcompile.runtime.session import Session
+from zcompile.runtime.store import Entry
+from zcompile.schedule import EntryIndex, Schedule
+from zcompile.simulate import simulate
+from zcompile.specs import Phase
+from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
+from zcompile.steps import Step
+from zcompile.units import show_size
+from zcompile.verify_schedule import verify_schedule
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 2
+"""Steps that are seen before one is planned: the first makes the states, the second is usual."""
+
+
+class Residency:
+    """Plans the steps of one session, and gives its executor the schedules for the plan."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._seen = 0
+        self._arranged: dict[tuple[int, frozenset[EntryIndex]], Schedule] = {}
+        self._least_window = 0
+        self.plan: StepPlan | None = None
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a session asks, so it is there"
+        return session
+
+    def step_ended(self, step: Step) -> None:
+        """A step was recorded: plan, if it is time and there is anything new to plan."""
+        self._seen += 1
+        if self._seen >= WARM_UP and self._is_new(step):
+            self.withdraw()
+            self.apply(self.planned(step))
+
+    def _is_new(self, step: Step) -> bool:
+        """Whether it uses what the plan in force knows nothing of."""
+        if self.plan is None:
+            return True
+        used = {key for key, fact in step.facts.items() if fact.kind.lasting}
+        return not used <= self.plan.step.facts.keys()
+
+    def costs(self) -> Costs:
+        """What is known of this machine and what ran on it."""
+        session = self.session
+        return session.executor.clocks.costs(
+            machine_for(session.config, session.device), session.ways()
+        )
+
+    def planned(self, step: Step) -> StepPlan:
+        """The plan for a step like this one. raises BudgetExceeded"""
+        session, room, costs = self.session, self._room(step), self.costs()
+        lead = UNBOUNDED_LEAD if session.config.max_lead else 0
+        arena = Arena(self._least_window, lead, session.device.chunk_bytes, room.reach)
+        compute = compute_seconds(step, costs.region_seconds)
+
+        def seconds(made: Step, homes: Mapping[int, str]) -> float:
+            return simulate(made, costs, homes).step_s
+
+        return plan_step(step, costs.machine, room, arena, compute, seconds)
+
+    def _room(self, step: Step) -> Room:
+        """What the tiers have for the entries of this step: all but what others rest on."""
+        session = self.session
+        nbytes = {"device": session.device_budget, **session.homes.capacities()}
+        for entry in session.entries():
+            if key_of(entry) not in step.facts and entry.home in nbytes:
+                nbytes[entry.home] -= entry.place.extent.nbytes
+        return Room(nbytes, session.reaches_host, session.reaches_host)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Move every entry to its home; from here on schedules are arranged for it."""
+        session, homes = self.session, plan.placement.homes
+        top = session.device_budget // ALIGNMENT * ALIGNMENT
+        for key, home in homes.items():
+            if home == "device":
+                fact = plan.step.facts[key]
+                top -= aligned(fact.nbytes)
+                session.homes.device.plan(key, fact.name, top, fact.nbytes)
+        left = resettle(session, homes)
+        self.plan = plan
+        session.window_bytes = plan.arena.window_bytes
+        session.steps.clear()
+        session.meter.plan_device(plan.peak_bytes)
+        log.info(
+            "a step was planned: %s rest on the device, %s are left to stream through; "
+            "%.3g s a step, bound by %s%s",
+            show_size(plan.resident_bytes),
+            show_size(plan.arena.window_bytes),
+            plan.seconds,
+            ", ".join(f"{phase.value}: {by}" for phase, by in plan.placement.binding.items()),
+            f"; {len(left)} entries found no room where they should rest" if left else "",
+        )
+
+    def withdraw(self) -> None:
+        """Nothing rests on the device any more, as far as other tiers have room."""
+        session = self.session
+        if self.plan is None:
+            return
+        away = {key: "host" for key, home in self.plan.placement.homes.items() if home == "device"}
+        for entry in resettle(session, away):
+            move(session, entry, "disk")
+        session.homes.wanted = {}
+        session.homes.device.clear()
+        self._arranged.clear()
+        session.steps.clear()
+        session.window_bytes = session.device_budget - session.homes.device.planned_bytes
+        self.plan = None
+
+    def relieve(self, needed_bytes: int) -> bool:
+        """Something needs more of the arena than the plan left: withdraw, and remember how much.
+
+        False if that cannot help: nothing rests there, or a schedule that reads it is running.
+        """
+        session = self.session
+        if self.plan is None or session.executor.is_running:
+            return False
+        self._least_window = max(self._least_window, needed_bytes)
+        log.info("%s of the arena are needed at once: what rests on the device goes back",
+                 show_size(needed_bytes))  # fmt: skip
+        self.withdraw()
+        return True
+
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """The schedule for these very entries, where they rest now."""
+        plan = self.plan
+        if plan is None or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+            return schedule
+        resident = frozenset(
+            EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
+        )
+        key = schedule.serial, resident
+        if key not in self._arranged:
+            try:
+                made = arrange(schedule, resident, plan.arena.window_bytes, plan.arena.max_lead)
+            except BudgetExceeded as error:
+                if not self.relieve(error.needed_bytes):
+                    raise
+                return schedule
+            verify_schedule(made)
+            self.session.meter.plan_device(plan.resident_bytes + made.peak_bytes)
+            self._arranged[key] = made
+        return self._arranged[key]

@@ -1,0 +1,152 @@
+"""One plan for a whole step: what rests where, and how much of the arena is left to stream through.
+
+The two depend on each other: a larger window hides more transfers, and holds fewer residents. So a
+few windows are tried, from nothing (everything rests on the device) to what gives every fetch a
+lead of many runs; each is placed, arranged and told how long it takes; the fastest is taken. Pure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from zcompile.arrange import Arena, arranged, window_bytes
+from zcompile.errors import BudgetExceeded
+from zcompile.machine import Machine
+from zcompile.passes.place_states import Placement, Room, place
+from zcompile.schedule import EntryIndex, Run
+from zcompile.specs import Phase
+from zcompile.steps import Step
+
+LEADS = (1, 2, 4, 8, 16)
+"""Runs of lead that the windows tried have room for."""
+ROUNDS = 4
+"""A placement changes what the window must hold, and that the placement; so often at most."""
+LEAST_SETS = 3
+"""Chunks of one operand that any window has room for, unless the arena is small: with less, an
+optimizer's step crawls in chunks that are mostly overhead."""
+UNBOUNDED_LEAD = 64
+"""Runs that a fetch may start ahead once the window bounds the bytes in flight."""
+
+Seconds = Callable[[Step, Mapping[int, str]], float]
+"""How long a step takes that is arranged so, its entries resting there."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """placement  what rests where
+    arena         how the arena is shared
+    step          as it will be walked
+    seconds       that it will take
+    """
+
+    placement: Placement
+    arena: Arena
+    step: Step
+    seconds: float
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.placement.resident_bytes(self.step)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the arena: what rests there, and the most that a schedule takes beside it."""
+        return self.resident_bytes + max(c.schedule.peak_bytes for c in self.step.calls)
+
+
+def plan_step(
+    step: Step,
+    machine: Machine,
+    room: Room,
+    arena: Arena,
+    compute_seconds: Mapping[Phase, float],
+    seconds: Seconds,
+) -> StepPlan:
+    """The fastest of the plans tried.
+
+    machine  links and rates
+    room     bytes of each tier for the entries of this step, the whole arena among them
+    arena    its window is the least that must be left
+    seconds  what an arranged step takes
+    raises   BudgetExceeded, if not even what one run reads fits
+    """
+    best: StepPlan | None = None
+    refused: BudgetExceeded | None = None
+    for window, placement in _windows(step, machine, room, arena, compute_seconds):
+        try:
+            made = _planned(step, placement, replace(arena, window_bytes=window), seconds)
+        except BudgetExceeded as error:
+            refused = error
+            continue
+        if best is None or made.seconds < best.seconds:
+            best = made
+        if not window:
+            break  # nothing moves
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _planned(step: Step, placement: Placement, arena: Arena, seconds: Seconds) -> StepPlan:
+    made = arranged(step, placement.homes, arena)
+    return StepPlan(placement, arena, made, seconds(made, placement.homes))
+
+
+def _windows(
+    step: Step,
+    machine: Machine,
+    room: Room,
+    arena: Arena,
+    compute_seconds: Mapping[Phase, float],
+) -> Iterator[tuple[int, Placement]]:
+    """Windows to try, each with what is placed beside it."""
+    whole = room.nbytes["device"]
+
+    def beside(window: int) -> Placement:
+        left = {**room.nbytes, "device": whole - window}
+        return place(step, machine, replace(room, nbytes=left), compute_seconds)
+
+    everything = beside(0)
+    if set(everything.homes.values()) <= {"device"} and not arena.window_bytes:
+        yield 0, everything
+    least = max(arena.window_bytes, min(whole // 8, LEAST_SETS * arena.chunk_bytes))
+    tried: set[int] = set()
+    for lead in LEADS if arena.max_lead else (0,):
+        window = min(whole, max(_needed(step, {}, lead), least))
+        placement = beside(window)
+        for _ in range(ROUNDS):
+            fewer = min(whole, max(_needed(step, placement.homes, lead), least))
+            if fewer >= window:
+                break
+            window, placement = fewer, beside(fewer)
+        if window not in tried:
+            tried.add(window)
+            yield window, placement
+    if whole not in tried:
+        yield whole, beside(whole)
+
+
+def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:
+    """Bytes of arena in which every fetch of forward and backward starts `lead` runs ahead."""
+    most = 0
+    seen: set[tuple[int, frozenset[EntryIndex]]] = set()
+    for call in step.calls:
+        if call.phase is Phase.STEP or call.schedule.budget_bytes is None:
+            continue
+        resident = frozenset(
+            EntryIndex(n) for n, key in enumerate(call.entries) if homes.get(key) == "device"
+        )
+        if (call.schedule.serial, resident) not in seen:
+            seen.add((call.schedule.serial, resident))
+            most = max(most, window_bytes(call.schedule, resident, lead))
+    return most
+
+
+def compute_seconds(step: Step, region_seconds: Callable[..., float]) -> dict[Phase, float]:
+    """What each phase computes, if it never waits."""
+    sums: dict[Phase, float] = {}
+    for call in step.calls:
+        for x in call.schedule.instructions:
+            if isinstance(x, Run):
+                sums[call.phase] = sums.get(call.phase, 0.0) + region_seconds(x.region)
+    return sums

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 from zcompile import proof, walks
 from zcompile import verify_schedule as door
 from zcompile.errors import ScheduleInvalid
+from zcompile.lower_step import CHUNK_ELEMENTS, lower_step
 from zcompile.schedule import (
     EntryIndex,
     Instruction,
@@ -26,6 +28,7 @@ from zcompile.schedule import (
     Ticket,
 )
 from zcompile.specs import Layout, Phase
+from zcompile.step_rows import Column, Row
 from zcompile.verify_schedule import verify_schedule
 
 SAFE = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), free(LOW, 1),
@@ -225,3 +228,42 @@ def test_the_offending_instruction_is_marked():
         verify_schedule(BROKEN["a fetch that does not wait for compute before overwriting"][0]())
     (marked,) = [row for row in str(caught.value).splitlines() if row.startswith("  >")]
     assert marked.split() == [">", "4", "h2d", "fetch", "w", "512"]
+
+
+def test_parts_of_an_entry_that_lie_apart_may_be_moved_and_borrowed():
+    rows = (*STEP, replace(borrow(4), begin=512), run(4))
+    verify_schedule(schedule(*rows, phase=Phase.STEP))
+    with pytest.raises(ScheduleInvalid, match="moved as well"):
+        verify_schedule(schedule(*STEP, replace(borrow(4), begin=511), run(4), phase=Phase.STEP))
+
+
+def test_a_view_may_be_read_until_its_bytes_are_given_back():
+    later = (fetch(LOW, 0), wait(LOW, 0, 1), run(1, out=(2,), ticket=1), run(2, ticket=2),
+             free(LOW, 1), fetch(LOW, 3, 1), wait(LOW, 3, 3), run(3), free(LOW, 3))  # fmt: skip
+    with pytest.raises(ScheduleInvalid, match="does not wait for the compute"):
+        verify_schedule(schedule(*later))
+    verify_schedule(schedule(*but(later, 5, fetch(LOW, 3, 2))))
+
+
+def test_two_indices_may_stand_for_one_entry():
+    """Two rows of a step update one parameter: the second must be fetched after the first went."""
+    second = replace(fetch(HIGH, 6), entry=EntryIndex(1))
+    rows = (STEP[0], second, *STEP[1:5], wait(HIGH, 6, 3), run(0, 3, ticket=7), free(HIGH, 3))
+    made = schedule(*rows, phase=Phase.STEP)
+    verify_schedule(made)
+    with pytest.raises(ScheduleInvalid, match="was brought before what earlier compute made"):
+        verify_schedule(made, entries=("w", "w"))
+    verify_schedule(schedule(*rows[:1], *rows[2:6], second, *rows[6:], phase=Phase.STEP),
+                    entries=("w", "w"))  # fmt: skip
+
+
+def test_a_long_schedule_is_proven_in_seconds():
+    """Time grows with length: 20,000 instructions took 0.12 s of one core, 5,000 took 0.03 s."""
+    columns = [Column(EntryIndex(n), 0, torch.float32, n < 3, n < 3, f"e{n}") for n in range(4)]
+    chunks = 20_000 // 16
+    row = Row(chunks * CHUNK_ELEMENTS, tuple(columns), (), lambda first, last, values: None)
+    made = lower_step("adam", [row], 0, 4, 3 * 4 * 4 * CHUNK_ELEMENTS)
+    assert len(made.instructions) == chunks * 16
+    begun = time.process_time()
+    verify_schedule(made)
+    assert time.process_time() - begun < 5

@@ -19,6 +19,8 @@ class ByteRanges(Generic[T]):
 
     def over(self, begin: int, end: int) -> list[T]:
         """The values of all ranges that share a byte with [begin, end), in order."""
+        if begin >= end:
+            return []
         low, high = self._touched(begin, end)
         return [value for _, value in self._rows[low:high]]
 

@@ -3,7 +3,7 @@
 The rules are in `proof.py`, the order of events in `happens_before.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from zcompile.handover import Handover
 from zcompile.proof import Proof
@@ -13,10 +13,13 @@ from zcompile.walks import Called, Use, Walk
 __all__ = ["Called", "verify_handover", "verify_schedule"]
 
 
-def verify_schedule(schedule: Schedule) -> None:
-    """raises  ScheduleInvalid with the sentence and the instruction, on the first unsafe one"""
+def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> None:
+    """entries  what stands for the entry behind each index; empty: all are different
+
+    raises  ScheduleInvalid with the sentence and the instruction, on the first unsafe one
+    """
     proof = Proof()
-    walk = proof.begin(Called(schedule), {})
+    walk = proof.begin(Called(schedule, entries), {})
     for index in range(len(schedule.instructions)):
         proof.step(walk, index)
     proof.end(walk)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zcompile.arrange import Arena, arranged
-from zcompile.bounds import Bound, Segment, bound, segments_of
+from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
+from zcompile.demand import Demand, demand_of
 from zcompile.linear_program import lane_of
 from zcompile.machine import Machine
 from zcompile.packing import aligned
@@ -116,7 +117,7 @@ def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int =
     """
     room = room_of(terms, activation_bytes)
     costs = terms.costs()
-    segments = segments_of(step, costs.region_seconds)
+    demand = demand_of(step, costs.region_seconds)
     compute_s = compute_seconds(step, costs.region_seconds)
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
     arena = Arena(0, lead, max(chunk_bytes, terms.chunk_bytes), room.reach)
@@ -130,11 +131,11 @@ def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int =
     return Outlook(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
-        bound=bound(segments, terms.machine.links, room),
+        bound=bound(demand, terms.machine.links, room),
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, activation_bytes),
-        shadows=_shadows(step, terms, room, planned, segments, compute_s) if prices else (),
+        shadows=_shadows(step, terms, room, planned, demand, compute_s) if prices else (),
         compute_s=compute_s,
         lanes_s=_lanes(step, terms.machine, room, homes),
     )
@@ -170,7 +171,7 @@ def _shadows(
     terms: Terms,
     room: Room,
     planned: StepPlan,
-    segments: tuple[Segment, ...],
+    demand: Demand,
     compute_s: Mapping[Phase, float],
 ) -> tuple[Shadow, ...]:
     """One more GiB of device and host; a disk has room, or lacks it, and saves no time.
@@ -178,7 +179,7 @@ def _shadows(
     The window stays as it is, so that the GiB goes to what rests.
     """
     links, costs = terms.machine.links, terms.costs()
-    now = bound(segments, links, room).seconds
+    now = bound(demand, links, room).seconds
     made = []
     for tier, nbytes in room.nbytes.items():
         if tier == "disk":
@@ -188,7 +189,7 @@ def _shadows(
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
         homes = place(step, terms.machine, replace(larger, nbytes=beside), compute_s).homes
         again = simulate(arranged(step, homes, planned.arena), costs, homes, COMPARED)
-        least_s = now - bound(segments, links, larger).seconds
+        least_s = now - bound(demand, links, larger).seconds
         made.append(Shadow(tier, least_s, planned.seconds - again.step_s))
     return tuple(made)
 

@@ -124,8 +124,14 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
                                 f"{tier}_memory")  # fmt: skip
     has_disk = "disk" in found.tiers
     staging = staging_size(found.tiers["host"], has_disk, emulates)
-    ways = Ways(not (here and device.type == "cpu"), emulates, emulates, staging.chunk_bytes,
-                staging.nbytes, staging.nbytes)  # fmt: skip
+    ways = Ways(
+        asynchronous=not (here and device.type == "cpu"),
+        straight_read=emulates,
+        straight_write=emulates,
+        chunk_bytes=staging.chunk_bytes,
+        ring_bytes=staging.nbytes,
+        backlog_bytes=staging.nbytes,
+    )
     return Terms(found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
                  stand_in.chunk_bytes)  # fmt: skip
 

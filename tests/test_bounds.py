@@ -1,0 +1,142 @@
+"""The least of a step: closed forms by hand, and what holds of every plan."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zcompile import least_program
+from zcompile.bounds import bound
+from zcompile.demand import Demand, Segment, demand_of
+from zcompile.linear_program import is_available
+from zcompile.machine import Link
+from zcompile.passes.place_states import Room
+from zcompile.schedule import SERIALS, Fetch, Reduce, Region, Run, Schedule, Slot, Store
+from zcompile.specs import Kind, Phase
+from zcompile.steps import EntryFact, Step, StepCall
+
+F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
+P = 1_000
+"""Bytes of the weights, of their gradients, and of each of two states."""
+
+
+def links(**rates):
+    given = {"h2d": 100.0, "d2h": 100.0, **rates}
+    return {name: Link(name, rate) for name, rate in given.items()}
+
+
+def training(compute_s=(1.0, 2.0, 0.0), micro_batches=1):
+    """Weights, gradients and states of a step, as `demand_of` would find them."""
+    ahead = [Segment(F, compute_s[0], (P, 0, 0), (0, 0, 0), (True, True, True)),
+             Segment(B, compute_s[1], (P, 0, 0), (0, P, 0), (True, True, True))]  # fmt: skip
+    last = Segment(S, compute_s[2], (P, P, 2 * P), (P, 0, 2 * P), (True, False, True))
+    return Demand((P, P, 2 * P), (*ahead * micro_batches, last))
+
+
+def plain(demand, links_, room, monkeypatch):
+    monkeypatch.setattr("zcompile.least_program.is_available", lambda: False)
+    return bound(demand, links_, room)
+
+
+def test_without_room_everything_a_segment_reads_comes_and_what_it_writes_leaves(monkeypatch):
+    found = plain(training(), links(), Room({"device": 0, "host": 10**9}), monkeypatch)
+    assert found.nbytes == {"h2d": 6 * P, "d2h": 4 * P}
+    assert found.seconds == pytest.approx((P + P + 4 * P) / 100)
+    assert found.binding == "h2d"
+
+
+def test_a_byte_of_the_device_saves_a_transfer_in_every_segment(monkeypatch):
+    found = plain(training(), links(), Room({"device": 300, "host": 10**9}), monkeypatch)
+    assert found.nbytes == {"h2d": 6 * P - 3 * 300, "d2h": 4 * P - 2 * 300}
+
+
+def test_compute_bounds_a_segment_whose_transfers_are_shorter(monkeypatch):
+    found = plain(training((50.0, 60.0, 0.0)), links(), Room({"device": 0}), monkeypatch)
+    assert found.phases == {F: 50.0, B: 60.0, S: pytest.approx(40.0)}
+    assert found.binding == "compute"
+
+
+def test_links_that_take_turns_add_up(monkeypatch):
+    both = {"h2d": Link("h2d", 100.0, shares="d2h"), "d2h": Link("d2h", 100.0, shares="h2d")}
+    found = plain(training(), both, Room({"device": 0}), monkeypatch)
+    assert found.seconds == pytest.approx((P + 2 * P + 7 * P) / 100)
+
+
+def test_the_disk_sees_only_what_neither_device_nor_host_holds(monkeypatch):
+    room = Room({"device": 500, "host": 1_500, "disk": 10**9})
+    found = plain(training(), links(disk_read=10.0, disk_write=10.0), room, monkeypatch)
+    assert found.nbytes["disk_read"] == 4 * P - 2_000
+    assert found.nbytes["disk_write"] == 3 * P - 2_000
+
+
+def test_where_compute_reaches_the_host_a_step_needs_no_bus(monkeypatch):
+    room = Room({"device": 0, "host": 10**9}, reach=True)
+    assert plain(training(), links(), room, monkeypatch).nbytes == {"h2d": 2 * P, "d2h": P}
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+def test_gradients_and_states_compete_for_the_device():
+    # 4 P fit, and weights, gradients and states are 4 P: the program moves nothing. With P less,
+    # the plain bound lets gradients and weights share what is left; the program does not.
+    enough = bound(training(), links(), Room({"device": 4 * P}))
+    assert enough.seconds == pytest.approx(3.0)
+    demand, room = training((0.0, 0.0, 0.0)), Room({"device": 3 * P})
+    sharper = bound(demand, links(), room)
+    assert sharper.seconds == pytest.approx(P / 100, rel=1e-6)
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 5 * P), st.integers(0, 5 * P), st.integers(1, 3), st.booleans())
+def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(device, host, times, disk):
+    ways = links(disk_read=30.0, disk_write=20.0) if disk else links()
+    demand = training(micro_batches=times)
+
+    def seconds(device, host, plainly=False):
+        tiers = {"device": device, "host": host, **({"disk": 10**9} if disk else {})}
+        with pytest.MonkeyPatch.context() as patch:
+            if plainly:
+                patch.setattr(least_program, "is_available", lambda: False)
+            return bound(demand, ways, Room(tiers)).seconds
+
+    least = seconds(device, host)
+    assert least >= seconds(device, host, plainly=True) * (1 - 1e-6)
+    assert seconds(device + 100, host) <= least * (1 + 1e-6)
+    assert seconds(device, host + 100) <= least * (1 + 1e-6)
+
+
+def schedule(phase, *instructions):
+    return Schedule(phase, phase.value, instructions, (), 0, (), (), 0, (), next(SERIALS), 0, 0,
+                    None, {})  # fmt: skip
+
+
+def fetch(entry, begin, nbytes):
+    return Fetch(entry, begin, nbytes, Slot(0, nbytes), 0)
+
+
+RUN = Run(Region("r", "", lambda: ()), (), ())
+
+
+def test_a_demand_counts_distinct_bytes_once_however_often_they_are_fetched():
+    forward = schedule(F, fetch(0, 0, 64), fetch(0, 32, 64), fetch(0, 0, 64), RUN)
+    facts = {7: EntryFact(7, "w", Kind.PARAM, 96, "host")}
+    step = Step((StepCall(forward, (7,)), StepCall(forward, (7,))), facts)
+    found = demand_of(step, lambda region: 0.5)
+    assert found.groups == (96,)
+    assert found.segments == (Segment(F, 1.0, (96,), (0,), (True,)),)
+
+
+def test_what_a_segment_makes_for_itself_costs_nothing():
+    write = schedule(S, Store(0, 0, 64, Slot(0, 64), 0))
+    read = schedule(S, fetch(0, 0, 64))
+    assert demand_of(Step((StepCall(write, (1,)), StepCall(read, (1,)))), len).groups == ()
+
+
+def test_a_gradient_is_wanted_until_the_step_has_read_it():
+    backward = schedule(B, Reduce(0, 0, nbytes=64))
+    read = schedule(S, fetch(0, 0, 64))
+    found = demand_of(Step((StepCall(backward, (5,)), StepCall(read, (-5,)))), len)
+    assert found.groups == (64,)
+    assert [(x.reads, x.writes, x.lives) for x in found.segments] == [
+        ((0,), (64,), (True,)),
+        ((64,), (0,), (False,)),
+    ]

@@ -144,6 +144,15 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(Reduce(Register(0), EntryIndex(0), (), True, "w")),
         "the gradient of 'w' leaves before it is computed",
     ),
+    "a gradient that is a parameter where it rests": (
+        lambda: schedule(borrow(1), run(1, ticket=0),
+                         Reduce(Register(1), EntryIndex(1), (Ticket(0),), True, "v")),
+        "the gradient of 'v' lies in an entry's own bytes, which may change while it leaves",
+    ),
+    "a result that is a parameter where it rests": (
+        lambda: schedule(borrow(1), run(1), outputs=(Register(1),)),
+        "register 1 is returned, and lies in an entry's own bytes",
+    ),
     "a store before the wait": (
         lambda: schedule(fetch(LOW, 0), store(LOW, 2), *STEP[1:3], free(LOW, 1)),
         "'w' is stored before its fetch is waited for",

@@ -82,6 +82,8 @@ class Proof:
         for result in walk.schedule.outputs:
             if not isinstance(result, Literal) and result not in walk.made_at:
                 raise walk.fail(f"register {result} is returned, and nothing made it")
+            if result in walk.borrowed:
+                raise walk.fail(f"register {result} is returned, and lies in an entry's own bytes")
 
     def hand(self, walk: Walk, fetch: Fetch, span: Span) -> Use:
         """`fetch`, which is of the walk after `walk`, starts here. raises  ScheduleInvalid"""
@@ -202,6 +204,11 @@ class Proof:
     def _reduce(self, walk: Walk, reduce: Reduce) -> None:
         if reduce.value not in walk.made_at:
             raise walk.fail(f"register {reduce.value} is sent home, and nothing made it")
+        if reduce.value in walk.borrowed:
+            raise walk.fail(
+                f"the gradient of {reduce.name!r} lies in an entry's own bytes, "
+                "which may change while it leaves"
+            )
         leaves = start(*walk.after(reduce.after))
         if not leaves.starts_after(walk.made_at[reduce.value]):
             raise walk.fail(f"the gradient of {reduce.name!r} leaves before it is computed")
@@ -231,5 +238,6 @@ class Proof:
         if walk.span in walk.torn:
             raise walk.fail(f"{borrow.name!r} is computed with where it rests, and moved as well")
         walk.define(borrow.register, self.now)
+        walk.borrowed[borrow.register] = walk.span
         if borrow.writes:
             walk.written_in_place[borrow.register] = walk.span

@@ -88,6 +88,7 @@ class Walk:
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= {register: begun for register, _ in schedule.constants}
         self.bound: dict[Register, Use] = {}
+        self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
 
     @property
@@ -125,6 +126,7 @@ class Walk:
         """It is not to be read any more."""
         self.made_at.pop(register, None)
         self.bound.pop(register, None)
+        self.borrowed.pop(register, None)
         self.written_in_place.pop(register, None)
 
     def define(self, register: Register, moment: int) -> None:

@@ -1,0 +1,157 @@
+"""What a walk took: which times count, which do not, and what is kept of a step."""
+
+import gc
+import time
+
+import pytest
+import torch
+from pairs import mlp, on_disk, train
+from written import HIGH, LOW, fetch, free, run, schedule, wait
+
+from zcompile.cost import Ways
+from zcompile.machine import Compute, Machine
+from zcompile.offloading import session_behind
+from zcompile.runtime.clocks import FIRST, RECENT, Clocks
+from zcompile.schedule import Fetch, Reduce, Run, Wait
+from zcompile.specs import Phase
+
+BARE = Machine("bare", {}, {}, Compute({"float32": 1.0}, 1.0))
+
+
+class Beside:
+    """A device whose compute runs beside the host, at a time of its own."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self):
+        self.now = 0.0
+
+    def stamp(self):
+        self.now += 1.0
+        return At(self.now)
+
+
+class At:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def until(self, later):
+        return later.seconds - self.seconds
+
+
+class OnHost:
+    torch_device = torch.device("cpu")
+
+
+def waited():
+    return 0.0
+
+
+def learned(walks, clocks=None, rows=None):
+    """Costs after walks in which each instruction took so many seconds."""
+    clocks = clocks or Clocks(OnHost(), waited)
+    rows = rows or (run(),)
+    made = schedule(*rows)
+    for seconds in walks:
+        times = seconds if isinstance(seconds, tuple) else (seconds,) * len(rows)
+        clocks.learn(made, [0.0] * len(rows), list(times), {}, frozenset())
+    return clocks.costs(BARE, Ways())
+
+
+def test_the_mean_of_what_a_region_took_counts():
+    assert learned([1.0, 2.0, 3.0]).regions == {"key": 2.0}
+
+
+def test_a_first_call_that_took_ages_counts_little():
+    assert learned([1000.0] + [1.0] * 15).regions["key"] <= 2.0
+
+
+def test_old_samples_are_forgotten():
+    assert learned([9.0] * RECENT + [1.0] * RECENT).regions["key"] == 1.0
+
+
+def test_a_wait_costs_what_it_takes_without_waiting():
+    rows = (fetch(LOW, 0), wait(LOW, 0, 1), run(1), free(LOW, 1))
+    found = learned([(1.0, 5.0, 1.0, 1.0), (3.0, 0.5, 1.0, 1.0)], rows=rows)
+    assert found.issues[Wait, 0] == 0.5
+    assert found.issues[Fetch, 512] == 2.0
+
+
+def test_a_fetch_that_was_under_way_before_does_not_count():
+    clocks = Clocks(OnHost(), waited)
+    made = schedule(fetch(LOW, 0), fetch(HIGH, 1), wait(LOW, 0, 1), run(1))
+    clocks.learn(made, [0.0] * 4, [0.25, 3.0, 1.0, 1.0], {}, frozenset({0}))
+    assert clocks.costs(BARE, Ways()).issues[Fetch, 512] == 3.0
+
+
+def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing():
+    device = Beside()
+    clocks = Clocks(device, waited)
+    made = schedule(run())
+    for _ in range(FIRST + 3):
+        watch = clocks.watch(made, ())
+        watch.begins(0)
+        watch.ends(0)
+        watch.over()
+    assert device.now == 2 * FIRST
+    costs = clocks.costs(BARE, Ways())
+    assert costs.regions == {"key": 1.0}
+    assert 0 < costs.launches["key"] < 0.1
+
+
+def test_what_lies_between_two_calls_is_known_by_their_names():
+    clocks = Clocks(OnHost(), waited)
+    one, other = schedule(), schedule(phase=Phase.BACKWARD)
+    clocks.watch(one, ()).over()
+    time.sleep(0.01)
+    clocks.watch(other, ()).over()
+    clocks.forget()
+    clocks.watch(one, ()).over()
+    assert list(clocks.costs(BARE, Ways()).gaps) == [("forward test", "backward test")]
+    assert clocks.costs(BARE, Ways()).gaps["forward test", "backward test"] >= 0.01
+
+
+def test_a_step_lasts_from_its_first_call_to_that_of_the_next():
+    clocks = Clocks(OnHost(), waited)
+    forward, update = schedule(), schedule(phase=Phase.STEP)
+    for _ in range(3):
+        assert clocks.step_s() is None or clocks.step_s() >= 0.01
+        clocks.watch(forward, ()).over()
+        time.sleep(0.01)
+        clocks.watch(update, ()).over()
+    assert clocks.step_s() >= 0.01
+
+
+@pytest.fixture
+def trained(tmp_path):
+    torch._dynamo.reset()
+    model = on_disk(mlp(), tmp_path)
+    clocks = session_behind(model).executor.clocks
+    clocks.record = True
+    call = torch.compile(model, backend="zinf")
+    train(call, torch.optim.AdamW(model.parameters(), fused=True), 3)
+    yield clocks
+    gc.collect()
+
+
+def test_a_real_step_is_kept_walk_by_walk(trained):
+    walks = trained.timeline()
+    phases = [walk.schedule.phase for walk in walks]
+    assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.STEP]
+    assert [call.schedule for call in trained.last_step.calls] == [w.schedule for w in walks]
+    for walk in walks:
+        assert len(walk.begins) == len(walk.schedule.instructions)
+        moments = [t for pair in zip(walk.begins, walk.ends, strict=True) for t in pair]
+        assert moments == sorted(moments)
+        assert all(stall >= 0 for stall in walk.stalls.values())
+
+
+def test_every_region_and_kind_of_a_real_step_has_a_cost(trained):
+    costs = trained.costs(BARE, Ways())
+    for call in trained.last_step.calls:
+        for x in call.schedule.instructions:
+            if isinstance(x, Run):
+                assert 0 < costs.region_seconds(x.region) < 1.0
+            elif isinstance(x, Fetch | Reduce):
+                assert 0 < costs.issue_seconds(x) < 1.0
+    assert len(costs.gaps) == 3

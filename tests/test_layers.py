@@ -35,7 +35,8 @@ FLOORS = (
     {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump"},
     {"zcompile.block_files", "zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
-    {"zcompile.linear_program"},
+    {"zcompile.linear_program", "zcompile.greedy_placement"},
+    {"zcompile.loads"},
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
     {"zcompile.proof"},
     {"zcompile.regions", "zcompile.walks"},

@@ -30,9 +30,8 @@ from dataclasses import dataclass, field
 
 from zcompile.demand import Demand, Segment
 from zcompile.least_program import COMPUTE, lanes_of_least, links_counted
-from zcompile.linear_program import lane_of
+from zcompile.loads import Room, lane_of
 from zcompile.machine import TIER_LINKS, Link
-from zcompile.passes.place_states import Room
 from zcompile.specs import Phase
 
 

@@ -11,8 +11,9 @@ scipy, which brings HiGHS, is an optional extra.
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from zcompile.loads import Group, lane_of
 from zcompile.machine import Link
 from zcompile.packing import aligned
 from zcompile.specs import Phase
@@ -21,23 +22,6 @@ TIE = 1e-3
 """Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the
 one that moves least. Much less would drown in the solver's tolerance (1e-7 of what is minimised,
 which is near 1 here)."""
-
-
-class Placed(Protocol):
-    """Entries that are alike; see `passes/place_states.py`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def keys(self) -> tuple[int, ...]: ...
-    @property
-    def loads(self) -> Mapping[str, Mapping[tuple[Phase, str], float]]: ...
-
-
-def lane_of(link: str, links: Mapping[str, Link]) -> str:
-    """What a link takes turns on: links that share one are one lane."""
-    shares = links[link].shares
-    return link if shares is None else min(link, shares)
 
 
 @dataclass(frozen=True)
@@ -53,7 +37,7 @@ def is_available() -> bool:
 
 
 def fractions(
-    groups: Sequence[Placed],
+    groups: Sequence[Group],
     room: Mapping[str, int],
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
@@ -84,18 +68,18 @@ def fractions(
     return Fractions(counts, float(sum(found.x[len(columns) :])))
 
 
-def _most(groups: Sequence[Placed]) -> float:
+def _most(groups: Sequence[Group]) -> float:
     """Seconds of all links together, if every entry rests as far away as it can."""
     return sum(len(g.keys) * max(sum(at.values()) for at in g.loads.values()) for g in groups)
 
 
-def _phases(groups: Sequence[Placed], compute_seconds: Mapping[Phase, float]) -> list[Phase]:
+def _phases(groups: Sequence[Group], compute_seconds: Mapping[Phase, float]) -> list[Phase]:
     used = (phase for g in groups for loads in g.loads.values() for phase, _ in loads)
     return list(dict.fromkeys((*compute_seconds, *used)))
 
 
 def _limits(
-    groups: Sequence[Placed],
+    groups: Sequence[Group],
     columns: Sequence[tuple[int, str]],
     phases: Sequence[Phase],
     room: Mapping[str, int],

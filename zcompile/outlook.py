@@ -10,10 +10,10 @@ from zcompile.arrange import Arena, arranged
 from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
 from zcompile.demand import Demand, demand_of
-from zcompile.linear_program import lane_of
+from zcompile.loads import Room, group, lane_of, totals
 from zcompile.machine import Machine
 from zcompile.packing import aligned
-from zcompile.passes.place_states import Room, group, place, totals
+from zcompile.passes.place_states import place
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step

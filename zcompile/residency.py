@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from zcompile.arrange import Arena, arrange
 from zcompile.cost import Costs
 from zcompile.errors import BudgetExceeded
+from zcompile.loads import Room
 from zcompile.packing import ALIGNMENT, aligned
-from zcompile.passes.place_states import Room
 from zcompile.runtime.moves import move, resettle
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from zcompile.arrange import Arena, arranged, window_bytes
 from zcompile.errors import BudgetExceeded
+from zcompile.loads import Room
 from zcompile.machine import Machine
-from zcompile.passes.place_states import Placement, Room, place
+from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
 from zcompile.specs import Phase
 from zcompile.steps import Step

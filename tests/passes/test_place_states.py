@@ -1,0 +1,216 @@
+"""Residency: the table of what rests where, the least that is possible, and the greedy fallback."""
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zcompile import linear_program
+from zcompile.loads import Room, evaluate, group
+from zcompile.machine import Compute, Link, Machine
+from zcompile.passes import place_states
+from zcompile.passes.place_states import Placement, place
+from zcompile.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
+from zcompile.specs import Kind, Phase
+from zcompile.steps import EntryFact, Step, StepCall
+from zcompile.units import GiB, MiB
+
+LAYERS = 4
+NOTHING: Mapping[Phase, float] = {}
+PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+
+
+def machine(disk: float = 1e9, bus: float = 10e9, shares: str | None = None) -> Machine:
+    links = {
+        "h2d": Link("h2d", bus),
+        "d2h": Link("d2h", bus),
+        "disk_read": Link("disk_read", disk, 0.0, shares),
+        "disk_write": Link("disk_write", disk, 0.0, None if shares is None else "disk_read"),
+    }
+    return Machine("small", {}, links, Compute({"float32": 1e12}, 1e11))
+
+
+def call(phase: Phase, reads: dict[int, int], writes: dict[int, int], grads: dict[int, int]):
+    """A schedule of `phase` that reads, writes and makes gradients of so many bytes."""
+    keys = tuple(dict.fromkeys((*reads, *writes, *grads)))
+    at = {key: EntryIndex(n) for n, key in enumerate(keys)}
+    rows = [Fetch(at[k], 0, n, Slot(0, n), Ticket(0)) for k, n in reads.items()]
+    rows += [Store(at[k], 0, n, Slot(0, n), Ticket(0)) for k, n in writes.items()]
+    rows += [Reduce(Register(0), at[k], (), True, "", n) for k, n in grads.items()]
+    schedule = Schedule(phase, "g", tuple(rows), (), 0, (), (), 0, (), 0, 0, 0, 1, {})
+    return StepCall(schedule, keys)
+
+
+def step(sizes: list[int], micro_batches: int = 1, states: int = 2) -> Step:
+    """Adam over parameters of these sizes; key of a state: 100 and more."""
+    params = {n + 1: size for n, size in enumerate(sizes)}
+    moments = {100 * (s + 1) + k: n for s in range(states) for k, n in params.items()}
+    grads = {-k: n for k, n in params.items()}
+    batch = [
+        call(Phase.FORWARD, params, {}, {}),
+        call(Phase.BACKWARD, dict(reversed(params.items())), {}, params),
+    ]
+    update = call(Phase.STEP, {**params, **grads, **moments}, {**params, **moments}, {})
+    kinds = {k: Kind.PARAM for k in params} | {k: Kind.STATE for k in moments}
+    kinds |= {k: Kind.GRAD for k in grads}
+    nbytes = {**params, **moments, **grads}
+    facts = {k: EntryFact(k, str(k), kinds[k], n, "host") for k, n in nbytes.items()}
+    return Step((*batch * micro_batches, update), facts, micro_batches)
+
+
+def room(device: int, host: int = GiB, disk: int | None = None, **how: bool) -> Room:
+    tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
+    return Room(tiers, **how)
+
+
+def bytes_on(placement: Placement, made: Step, tier: str, kind: Kind) -> int:
+    return sum(
+        made.facts[key].nbytes
+        for key, home in placement.homes.items()
+        if home == tier and made.facts[key].kind is kind
+    )
+
+
+SIZES = [MiB] * LAYERS
+
+
+@pytest.fixture(params=["program", "greedy"])
+def way(request, monkeypatch):
+    """With scipy, and without."""
+    if request.param == "greedy":
+        monkeypatch.setattr(place_states, "fractions", lambda *args: None)
+    return request.param
+
+
+def test_with_room_for_everything_everything_rests_on_the_device(way):
+    made = step(SIZES)
+    placement = place(made, machine(), room(16 * MiB), NOTHING)
+    assert set(placement.homes.values()) == {"device"}
+    assert placement.seconds == 0
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_weights_come_first_since_they_are_read_in_every_phase(way, batches):
+    made = step(SIZES, batches)
+    placement = place(made, machine(), room(2 * MiB), NOTHING)
+    assert bytes_on(placement, made, "device", Kind.PARAM) == 2 * MiB
+
+
+def test_what_is_left_after_the_weights_is_filled_too(way):
+    made = step(SIZES)
+    placement = place(made, machine(), room(7 * MiB), NOTHING)
+    assert bytes_on(placement, made, "device", Kind.PARAM) == 4 * MiB
+    assert sum(home == "device" for home in placement.homes.values()) == 7
+
+
+def test_a_phase_that_compute_binds_gives_its_room_to_one_that_a_link_binds(way):
+    """Forward and backward hide their transfers, the step hides none: all bytes are worth the same
+    there, and what the step reads and writes is worth more than what it only reads."""
+    made = step(SIZES)
+    compute = {Phase.FORWARD: 10.0, Phase.BACKWARD: 10.0}
+    placement = place(made, machine(), room(2 * MiB), compute)
+    assert bytes_on(placement, made, "device", Kind.GRAD) == 0
+
+
+def test_the_host_takes_weights_before_states_and_the_disk_takes_the_rest(way):
+    made = step(SIZES)
+    placement = place(made, machine(), room(0, 6 * MiB, GiB), NOTHING)
+    assert bytes_on(placement, made, "host", Kind.PARAM) == 4 * MiB
+    assert bytes_on(placement, made, "disk", Kind.STATE) >= 6 * MiB
+
+
+def test_gradients_of_many_micro_batches_go_before_states(way):
+    """A sum on disk is read and written for each."""
+    made = step(SIZES, 4)
+    placement = place(made, machine(), room(0, 8 * MiB, GiB), NOTHING)
+    assert bytes_on(placement, made, "host", Kind.GRAD) == 4 * MiB
+
+
+def test_where_a_step_reaches_the_host_the_device_serves_weights_and_gradients(way):
+    made = step(SIZES)
+    placement = place(made, machine(), room(8 * MiB, reach=True), NOTHING)
+    assert bytes_on(placement, made, "device", Kind.STATE) == 0
+    assert placement.seconds == 0
+
+
+def test_small_entries_rest_on_the_device_as_long_as_all_of_them_take_little_of_it(way):
+    made = step([MiB] * 4 + [512] * 20)
+    placement = place(made, machine(), room(2 * MiB), NOTHING)
+    small = [k for k, fact in made.facts.items() if fact.nbytes == 512]
+    assert {placement.homes[k] for k in small} == {"device"}
+    tight = place(made, machine(), room(10 * 512), NOTHING)
+    assert sum(home == "device" for home in tight.homes.values()) == 10
+
+
+def capacities_hold(made: Step, placement: Placement, given: Room) -> bool:
+    used: dict[str, int] = {}
+    for key, home in placement.homes.items():
+        used[home] = used.get(home, 0) + made.facts[key].nbytes
+    return all(used.get(tier, 0) <= n for tier, n in given.nbytes.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=8),
+    st.integers(0, 200),
+    st.integers(1, 3),
+    st.sampled_from([None, "disk_write"]),
+)
+def test_budgets_hold_and_no_placement_is_below_the_least(sizes, device, batches, shares):
+    made = step([n * 128 * 1024 for n in sizes], batches)
+    given_room = room(device * 128 * 1024, 64 * MiB, GiB)
+    placement = place(made, machine(shares=shares), given_room, {Phase.BACKWARD: 0.01})
+    assert set(placement.homes) == set(made.facts)
+    assert capacities_hold(made, placement, given_room)
+    assert placement.least_seconds <= placement.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", [0, 1, 2, 3, 5])
+def test_no_placement_of_whole_entries_is_below_the_least(device):
+    made = step([MiB, 2 * MiB], states=1)
+    given_room, links = room(device * MiB), machine().links
+    groups = group(made, machine(), given_room)
+    least = place(made, machine(), given_room, NOTHING).least_seconds
+    keys = list(made.facts)
+    for homes in itertools.product(("device", "host"), repeat=len(keys)):
+        some = Placement(dict(zip(keys, homes, strict=True)), 0.0, 0.0)
+        if capacities_hold(made, some, given_room):
+            assert evaluate(groups, some.homes, NOTHING, links)[0] >= least * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("device", range(0, 17, 2))
+@pytest.mark.parametrize("compute", [0.0, 1e-3, 1.0])
+def test_the_greedy_choice_is_near_the_program(monkeypatch, device, compute):
+    made = step([MiB] * 16)
+    given_room = room(device * 4 * MiB, 24 * MiB, GiB)
+    seconds = dict.fromkeys(PHASES[:2], compute)
+    best = place(made, machine(), given_room, seconds)
+    monkeypatch.setattr(place_states, "fractions", lambda *args: None)
+    assert place(made, machine(), given_room, seconds).seconds <= best.least_seconds * 1.1 + 1e-9
+
+
+def test_shares_are_spread_over_the_layers():
+    made = step([MiB] * 16)
+    placement = place(made, machine(), room(8 * MiB), NOTHING)
+    at = [k for k in sorted(made.facts) if 0 < k < 100 and placement.homes[k] == "device"]
+    assert len(at) == 8
+    assert all(b - a <= 3 for a, b in itertools.pairwise(at))
+
+
+def test_the_program_says_when_it_is_not_there(monkeypatch):
+    monkeypatch.setattr(linear_program, "is_available", lambda: False)
+    assert linear_program.fractions([], {}, {}, {}) is None
+    made = step(SIZES)
+    assert place(made, machine(), room(16 * MiB), NOTHING).seconds == 0
+
+
+def test_torch_is_not_asked():
+    """Pure: the same step, the same placement."""
+    made = step([n * MiB for n in range(1, 9)])
+    torch.manual_seed(1)
+    first = place(made, machine(), room(9 * MiB), NOTHING)
+    torch.manual_seed(2)
+    assert place(made, machine(), room(9 * MiB), NOTHING) == first

@@ -249,6 +249,8 @@ def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
     if entry.key in session.births:
         return session.read_all(entry)
     bytes_ = session.arena.take(entry.nbytes, entry.name)
-    if fetch:
+    if not fetch:
+        session.await_departures(bytes_)
+    else:
         session.fetch(entry, bytes_, after=[session.device.mark()]).join_compute()
     return bytes_

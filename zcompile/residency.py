@@ -102,7 +102,7 @@ class Residency:
                 top -= aligned(fact.nbytes)
                 session.homes.device.plan(key, fact.name, top, fact.nbytes)
         left = resettle(session, homes)
-        self.plan = plan
+        self.plan = session.plan = plan
         session.window_bytes = plan.arena.window_bytes
         session.steps.clear()
         session.meter.plan_device(plan.peak_bytes)
@@ -129,7 +129,7 @@ class Residency:
         self._arranged.clear()
         session.steps.clear()
         session.window_bytes = session.device_budget - session.homes.device.planned_bytes
-        self.plan = None
+        self.plan = session.plan = None
 
     def relieve(self, needed_bytes: int) -> bool:
         """Something needs more of the arena than the plan left: withdraw, and remember how much.

@@ -64,6 +64,8 @@ class Session(Store):
         self.on_step: Callable[[Step], None] = _nobody_plans
         self.relieve: Callable[[int], bool] = _nobody_relieves
         """Asked to make room in the arena; whether it did."""
+        self.plan: Any = None
+        """The `StepPlan` in force, once a step was planned."""
         self.window_bytes = self.device_budget
         """Of the arena, for what streams through: all but what rests there."""
         self.root: weakref.ref[torch.nn.Module] | None = None
@@ -146,6 +148,11 @@ class Session(Store):
         if near.is_near(entry):
             return near.fetch(self, entry, target, begin, after)
         return super().fetch(entry, target, begin=begin, after=after)
+
+    def await_departures(self, target: Tensor) -> None:
+        """Compute may write to `target` from here on: nothing that leaves reads it any more."""
+        for ticket in self._departures.under(target):
+            ticket.join_compute()
 
     def put(
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()

@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from pairs import mlp, on_disk, train
 from written import HIGH, LOW, fetch, free, run, schedule, wait
 
 from zcompile.cost import Ways
-from zcompile.machine import Compute, Machine
+from zcompile.machine import Compute, Link, Machine
 from zcompile.offloading import session_behind
 from zcompile.runtime.clocks import FIRST, RECENT, Clocks
 from zcompile.schedule import Fetch, Reduce, Run, Wait
@@ -120,6 +121,20 @@ def test_a_step_lasts_from_its_first_call_to_that_of_the_next():
         time.sleep(0.01)
         clocks.watch(update, ()).over()
     assert clocks.step_s() >= 0.01
+
+
+def test_links_are_brought_to_what_they_did_in_the_last_steps():
+    told = {"h2d": (0, 0.0)}
+    clocks = Clocks(OnHost(), waited, lambda: dict(told))
+    forward, update = schedule(), schedule(phase=Phase.STEP)
+    for step in range(20):
+        clocks.watch(forward, ()).over()
+        clocks.watch(update, ()).over()
+        told["h2d"] = ((step + 1) << 30, (step + 1) * 2.0)
+    machine = replace(BARE, links={"h2d": Link("h2d", 1e9), "d2h": Link("d2h", 1e9)})
+    found = clocks.costs(machine, Ways()).machine.links
+    assert found["h2d"].bytes_per_s == pytest.approx((1 << 30) / 2, rel=0.05)
+    assert found["d2h"] == machine.links["d2h"]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 
-from zcompile.cost import Costs, Ways, call_name, issued_bytes
+from zcompile.cost import Costs, Ways, call_name, issued_bytes, remeasured
 from zcompile.machine import Machine
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Stamp
@@ -38,7 +38,12 @@ RECENT = 64
 MOST = 16.0
 """Times the median."""
 
+STEPS = 16
+"""Of which the links are measured: with a quarter for each, those before count for a hundredth."""
+
 Samples = dict[object, deque[float]]
+Traffic = Mapping[str, tuple[int, float]]
+IDLE = (0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,16 @@ class Clocks:
     """The times of one session. Used by one thread at a time, as the executor is.
 
     waited  seconds that gradients have waited until others had left, in all
+    traffic bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
     record  whether to keep the timeline of the last step
     on_step called when a step is known to be over, since the next begins; only if `record` is set
     """
 
-    def __init__(self, device: Device, waited: Callable[[], float]) -> None:
+    def __init__(self, device: Device, waited: Callable[[], float],
+                 traffic: Callable[[], Traffic] = dict) -> None:  # fmt: skip
         self.waited = waited
+        self._traffic, self._moved = traffic, traffic()
+        self._rates: deque[tuple[dict[str, int], dict[str, float]]] = deque(maxlen=STEPS)
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
         self._stamp = device.stamp if beside else None
         self.record = False
@@ -93,6 +102,7 @@ class Clocks:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
             self._step_began, self._stepping = now, False
+            self._measure_links()
             self._whole, self._step = tuple(self._step), []
             self.last_step = self._recorder.end()
             if self.record and self._whole:
@@ -109,10 +119,15 @@ class Clocks:
         return DeviceWatch(self, schedule, self._stamp)
 
     def costs(self, machine: Machine, ways: Ways) -> Costs:
-        """What is known by now; blocks until the device has passed what was timed on it."""
+        """What is known by now; blocks until the device has passed what was timed on it.
+
+        machine  as it was probed; its links are brought to what they did in the last steps
+        """
         while self._unread:
             key, begin, end = self._unread.popleft()
             _note(self._regions, key, begin.until(end))
+        for nbytes, busy_s in self._rates:
+            machine = remeasured(machine, nbytes, busy_s)
         return Costs(
             machine,
             ways,
@@ -121,6 +136,14 @@ class Clocks:
             issues={key: _usual(key, times) for key, times in self._issues.items()},
             gaps=_means(self._gaps),
         )
+
+    def _measure_links(self) -> None:
+        """A step is over: what each link moved in it, and how long it took."""
+        before, self._moved = self._moved, self._traffic()
+        step = {link: (n - before.get(link, IDLE)[0], s - before.get(link, IDLE)[1])
+                for link, (n, s) in self._moved.items()}  # fmt: skip
+        self._rates.append(({k: row[0] for k, row in step.items()},
+                            {k: row[1] for k, row in step.items()}))  # fmt: skip
 
     def timeline(self) -> tuple[Walked, ...]:
         """The walks of the last step that another followed, if `record` was set while it ran."""

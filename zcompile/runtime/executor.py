@@ -39,7 +39,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.foresight = Foresight(store)
-        self.clocks = Clocks(store.device, lambda: store._backlog.waited_s)
+        self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
         self.make_copy: MakeCopy | None = None

@@ -1,0 +1,85 @@
+"""A step that was run on throttled links, beside what is predicted of it: the same bytes and peak,
+to the byte, in about the same time."""
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.machine import Compute, Link, Machine
+from zcompile.offloading import session_behind
+from zcompile.prediction import predicted, told
+from zcompile.simulate import simulate
+
+WIDTH, LAYERS = 256, 4
+RATE = 30e6
+"""Bytes per second: a step of this model then takes a few tenths of a second, nearly all of it on
+the links, so that a busy machine does not matter."""
+STEPS = 4
+FACTOR = 2.0
+"""How far the time may be off, here, where others use the processors too."""
+
+
+def trained(tmp_path, throttle, host, record=True, residency=False):
+    """(what was measured of the last steps, the session), some steps into a run."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = zcompile.offload(
+        nn.Sequential(*layers), device="cpu", device_memory="4MiB", host_memory=host,
+        disk=tmp_path, throttle=dict.fromkeys(throttle, RATE), residency=residency,
+    )  # fmt: skip
+    session = session_behind(model)
+    session.executor.clocks.record = record
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def steps(count):
+        for _ in range(count):
+            compiled(torch.ones(8, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(4)
+    zcompile.stats(model, reset=True)
+    steps(STEPS)
+    return zcompile.stats(model), session, model
+
+
+def costs_of(session, throttle):
+    """Of this run: links that nobody throttled are as fast as memory."""
+    rates = {link: RATE if link in throttle else 4e9
+             for link in ("h2d", "d2h", "disk_read", "disk_write")}  # fmt: skip
+    links = {name: Link(name, rate) for name, rate in rates.items()}
+    machine = Machine("here", {}, links, Compute({"float32": 1e10}, 4e9))
+    return session.executor.clocks.costs(machine, session.ways())
+
+
+@pytest.mark.parametrize("residency", [False, True])
+@pytest.mark.parametrize(("throttle", "host"), [
+    (("h2d", "d2h"), "64MiB"),
+    (("disk_read", "disk_write"), "256KiB"),
+    (("disk_read", "disk_write", "h2d", "d2h"), "256KiB"),
+])  # fmt: skip
+def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
+    stats, session, _model = trained(tmp_path, throttle, host, residency=residency)
+    clocks = session.executor.clocks
+    found = predicted(clocks.last_step, costs_of(session, throttle))
+    moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
+    assert {link: found["bytes"][link] for link in moved} == moved
+    assert found["peak"]["device"] == stats["peak"]["device"]
+    assert 1 / FACTOR < found["step_s"] / clocks.step_s() < FACTOR
+    assert found["bound_s"] <= found["step_s"]
+
+
+def test_a_prediction_is_plain_numbers_that_add_up(tmp_path):
+    _, session, _model = trained(tmp_path, ("h2d",), "64MiB")
+    step, costs = session.executor.clocks.last_step, costs_of(session, ("h2d",))
+    timeline = simulate(step, costs)
+    found = told(timeline, step)
+    assert found == predicted(step, costs)
+    assert found["seconds"]["compute"] + found["seconds"]["optimizer"] == pytest.approx(
+        timeline.compute_s
+    )
+    assert sum(found["phases"].values()) == pytest.approx(found["step_s"])
+    assert all(type(n) is int for n in found["bytes"].values())

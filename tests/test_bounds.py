@@ -8,8 +8,8 @@ from zcompile import least_program
 from zcompile.bounds import bound
 from zcompile.demand import Demand, Segment, demand_of
 from zcompile.linear_program import is_available
+from zcompile.loads import Room
 from zcompile.machine import Link
-from zcompile.passes.place_states import Room
 from zcompile.schedule import SERIALS, Fetch, Reduce, Region, Run, Schedule, Slot, Store
 from zcompile.specs import Kind, Phase
 from zcompile.steps import EntryFact, Step, StepCall

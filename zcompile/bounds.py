@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zcompile.demand import Demand, Segment
-from zcompile.least_program import COMPUTE, lanes_of_least, links_counted
+from zcompile.least_program import COMPUTE, least_seconds, links_counted
 from zcompile.loads import Room, lane_of
 from zcompile.machine import TIER_LINKS, Link
 from zcompile.specs import Phase
@@ -71,11 +71,11 @@ class Bound:
 def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     """The least of a step, with `room` for its entries. Pure."""
     plain = tuple(_least(segment, links, room) for segment in demand.segments)
-    sharper = lanes_of_least(demand, links, room)
+    sharper = least_seconds(demand, links, room)
     rows = plain
     if sharper is not None:
         rows = tuple(Least(row.phase, row.nbytes, lanes)
-                     for row, lanes in zip(plain, sharper, strict=True))  # fmt: skip
+                     for row, lanes in zip(plain, sharper.lanes, strict=True))  # fmt: skip
     due: dict[str, float] = {}
     nbytes = {link: 0 for link in links if link in TIER_LINKS}
     phases: dict[Phase, float] = {}
@@ -85,7 +85,8 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
         for link, n in row.nbytes.items():
             nbytes[link] += n
     binding = max(due, key=lambda name: due[name], default=COMPUTE)
-    return Bound(sum(row.least_s for row in rows), nbytes, binding, rows, phases)
+    seconds = sum(row.least_s for row in plain) if sharper is None else sharper.seconds
+    return Bound(seconds, nbytes, binding, rows, phases)
 
 
 def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:

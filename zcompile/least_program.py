@@ -27,16 +27,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zcompile.demand import Demand
-from zcompile.linear_program import is_available, lane_of
+from zcompile.linear_program import is_available
+from zcompile.loads import Room, lane_of
 from zcompile.machine import Link
-from zcompile.passes.place_states import Room
 from zcompile.specs import Phase
 
 COMPUTE = "compute"
 MOST_SEGMENTS = 80
 """Solved in about a second; the plain bound must do for a step of more micro-batches."""
-TIE = 1e-9
-"""Weight of link seconds that do not count: the least traffic among the fastest."""
+SLACK = 1e-6
+"""Of a step that does one thing after the other: as much longer than the least may the way be of
+which the least traffic is told. Ten times what the solver takes for equal."""
 
 
 def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
@@ -52,29 +53,52 @@ def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozen
     return frozenset(wanted & links.keys())
 
 
-def lanes_of_least(
-    demand: Demand, links: Mapping[str, Link], room: Room
-) -> tuple[Mapping[str, float], ...] | None:
-    """Seconds of compute and of each lane, segment by segment, where their sum of maxima is least.
-
-    None without scipy, or for more segments than are worth it.
+@dataclass(frozen=True)
+class LeastSeconds:
+    """seconds  of the step
+    lanes       of compute and of each lane, segment by segment, in a way of taking no longer that
+                moves least
     """
+
+    seconds: float
+    lanes: tuple[Mapping[str, float], ...]
+
+
+def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
+    """The optimum; None without scipy, or for more segments than are worth it."""
     if not is_available() or len(demand.segments) > MOST_SEGMENTS or not demand.groups:
         return None
-    program = _Program()
+    program, unit_s = _Program(), _most_seconds(demand, links)
     _hold(program, demand, room)
-    lanes = [_segment(program, demand, n, links, room) for n in range(len(demand.segments))]
-    found = program.solved()
-    return tuple(
+    lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
+    times = [(("T", n), 1.0) for n in range(len(demand.segments))]
+    found = program.minimised(times)
+    least = sum(found[column] for column, _ in times)
+    program.at_most(least + SLACK, *times)
+    found = program.minimised([term for of in lanes for terms in of.values() for term in terms])
+    busy = tuple(
         {
             COMPUTE: segment.compute_s,
             **{
-                lane: sum(found[column] * seconds for column, seconds in terms)
+                lane: unit_s * sum(found[column] * share for column, share in terms)
                 for lane, terms in of.items()
             },
         }
         for segment, of in zip(demand.segments, lanes, strict=True)
     )
+    return LeastSeconds(unit_s * least, busy)
+
+
+def _most_seconds(demand: Demand, links: Mapping[str, Link]) -> float:
+    """Of a step that computes and moves one thing after the other: a unit of times."""
+    moved = sum(sum(s.reads) + sum(s.writes) for s in demand.segments)
+    slowest = min((link.bytes_per_s for link in links.values()), default=1.0)
+    return max(sum(s.compute_s for s in demand.segments) + moved / slowest, 1e-9)
+
+
+def _unit_bytes(demand: Demand) -> float:
+    """All bytes: in it, and with times by `_most_seconds`, what is solved has numbers around 1."""
+    return float(max(1, sum(demand.groups)))
 
 
 Column = tuple[object, ...]
@@ -88,21 +112,19 @@ class _Program:
     columns: dict[Column, int] = field(default_factory=dict)
     lowest: list[float] = field(default_factory=list)
     highest: list[float | None] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)
     rows: list[tuple[Terms, float]] = field(default_factory=list)
 
-    def column(self, name: Column, lowest: float = 0.0, highest: float | None = None,
-               cost: float = 0.0) -> Column:  # fmt: skip
+    def column(self, name: Column, lowest: float = 0.0, highest: float | None = None) -> Column:
         self.columns[name] = len(self.columns)
         self.lowest.append(lowest)
         self.highest.append(highest)
-        self.costs.append(cost)
         return name
 
     def at_most(self, limit: float, *terms: tuple[Column, float]) -> None:
         self.rows.append((terms, limit))
 
-    def solved(self) -> dict[Column, float]:
+    def minimised(self, costs: Terms) -> dict[Column, float]:
+        """The columns where the sum of `costs` is least."""
         from scipy.optimize import linprog
         from scipy.sparse import csr_array
 
@@ -113,22 +135,22 @@ class _Program:
         )
         limits = [limit for _, limit in self.rows]
         bounds = list(zip(self.lowest, self.highest, strict=True))
-        found = linprog(self.costs, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
+        weights = [0.0] * len(self.columns)
+        for name, cost in costs:
+            weights[self.columns[name]] = cost
+        found = linprog(weights, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
         assert found.success, found.message  # nothing held and everything moved obeys all rows
         return {name: float(found.x[n]) for name, n in self.columns.items()}
 
 
-UNIT = float(1 << 30)
-"""Bytes are counted in GiB, so that coefficients are of one size."""
-
-
 def _hold(program: _Program, demand: Demand, room: Room) -> None:
     """What is held over border b, which segment b begins with."""
-    device = room.nbytes.get("device", 0) / UNIT
-    near = device + room.nbytes.get("host", 0) / UNIT
+    unit = _unit_bytes(demand)
+    device = min(1.0, room.nbytes.get("device", 0) / unit)
+    near = min(1.0, device + room.nbytes.get("host", 0) / unit)
     for b in range(len(demand.segments)):
         for k, nbytes in enumerate(demand.groups):
-            size = nbytes / UNIT
+            size = nbytes / unit
             for kind in "hqde":
                 program.column((kind, k, b), highest=size)
             program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
@@ -140,18 +162,24 @@ def _hold(program: _Program, demand: Demand, room: Room) -> None:
 
 
 def _segment(
-    program: _Program, demand: Demand, n: int, links: Mapping[str, Link], room: Room
+    program: _Program,
+    demand: Demand,
+    n: int,
+    links: Mapping[str, Link],
+    room: Room,
+    unit_s: float,
 ) -> dict[str, list[tuple[Column, float]]]:
-    """Columns and rows of segment n; by lane, what its seconds are made of."""
+    """Columns and rows of segment n; by lane, what its time is made of, in `unit_s`."""
     segment, after = demand.segments[n], (n + 1) % len(demand.segments)
-    program.column(("T", n), lowest=segment.compute_s, cost=1.0)
+    program.column(("T", n), lowest=segment.compute_s / unit_s)
+    unit = _unit_bytes(demand)
     lanes: dict[str, list[tuple[Column, float]]] = {}
     for link in sorted(links_counted(links, room, segment.phase)):
         held, new = ("h", "d") if link in ("h2d", "d2h") else ("q", "e")
-        seconds = UNIT / links[link].bytes_per_s
+        seconds = unit / links[link].bytes_per_s / unit_s
         for k in range(len(demand.groups)):
-            moved = program.column((link, k, n), cost=TIE * seconds)
-            read, written = segment.reads[k] / UNIT, segment.writes[k] / UNIT
+            moved = program.column((link, k, n))
+            read, written = segment.reads[k] / unit, segment.writes[k] / unit
             if link in ("h2d", "disk_read"):
                 program.at_most(-read, (moved, -1.0), ((held, k, n), -1.0))
             else:

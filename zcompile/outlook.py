@@ -11,9 +11,10 @@ from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
 from zcompile.demand import Demand, demand_of
 from zcompile.loads import Room, group, lane_of, totals
-from zcompile.machine import Machine
+from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
 from zcompile.passes.place_states import place
+from zcompile.runtime.staging import staging_size
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
@@ -23,6 +24,9 @@ from zcompile.units import GiB
 
 MORE_BYTES = GiB
 """What a shadow price is the price of."""
+MORE_ENTRIES = 4
+"""Entries rest whole, so that one more GiB may hold none more: planned again is with room for so
+many of the largest, and the price is per GiB of that."""
 
 COMPARED = 1
 """Walks of a step that is only compared with others. In the first nothing is ahead, for any."""
@@ -49,8 +53,11 @@ class Terms:
     chunk_bytes: int
 
     def on(self, machine: Machine) -> "Terms":
-        """The same for another machine."""
-        return replace(self, machine=machine)
+        """The same for another machine, whose host has room for another staging ring."""
+        ring = staging_size(machine.tiers["host"], "disk" in machine.tiers, self.emulates)
+        ways = replace(self.ways, chunk_bytes=ring.chunk_bytes, ring_bytes=ring.nbytes,
+                       backlog_bytes=ring.nbytes)  # fmt: skip
+        return replace(self, machine=machine, ways=ways)
 
     def costs(self) -> Costs:
         return Costs(self.machine, self.ways)
@@ -61,12 +68,13 @@ class Shadow:
     """What one more GiB of a tier saves of a step, in seconds.
 
     least_s    of the bound
-    planned_s  of the simulated step, planned again with that GiB
+    planned_s  of the simulated step, planned again with `nbytes` more; per GiB of them
     """
 
     tier: str
     least_s: float
     planned_s: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -147,8 +155,12 @@ def room_of(terms: Terms, activation_bytes: int) -> Room:
     if not (terms.arena_given or terms.emulates):
         whole = tiers["device"]
         tiers["device"] = max(whole - activation_bytes, whole // LEAST_SHARE)
-    tiers["host"] = max(0, tiers["host"] - terms.ways.ring_bytes)
-    return Room(tiers, reach=terms.emulates, straight=terms.emulates)
+    tiers["host"] -= terms.ways.ring_bytes
+    return Room(
+        {tier: tiers[tier] for tier in TIERS if tier in tiers},
+        reach=terms.emulates,
+        straight=terms.emulates,
+    )
 
 
 def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> dict[str, int]:
@@ -180,17 +192,20 @@ def _shadows(
     """
     links, costs = terms.machine.links, terms.costs()
     now = bound(demand, links, room).seconds
+    largest = max((fact.nbytes for fact in step.facts.values()), default=0)
+    more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
     made = []
-    for tier, nbytes in room.nbytes.items():
-        if tier == "disk":
-            continue
-        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
+    for tier in ("device", "host"):
+        nbytes = room.nbytes[tier]
+        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
         homes = place(step, terms.machine, replace(larger, nbytes=beside), compute_s).homes
         again = simulate(arranged(step, homes, planned.arena), costs, homes, COMPARED)
-        least_s = now - bound(demand, links, larger).seconds
-        made.append(Shadow(tier, least_s, planned.seconds - again.step_s))
+        dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
+        least_s = now - bound(demand, links, dearer).seconds
+        saved_s = (planned.seconds - again.step_s) * MORE_BYTES / more
+        made.append(Shadow(tier, least_s, saved_s, more))
     return tuple(made)
 
 

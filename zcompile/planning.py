@@ -30,7 +30,6 @@ from zcompile.runtime.device_paper import PaperDevice, blank_like
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.plant import SHARE_OF_MACHINE
 from zcompile.runtime.probe import machine_for
-from zcompile.runtime.staging import staging_size
 from zcompile.steps import Step
 from zcompile.torch_private import BackendFailed, check_torch, trees
 from zcompile.units import TiB
@@ -45,7 +44,7 @@ CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": Cuda
 TRACED_BYTES = 4 * TiB
 """Of the arena that a step on paper is traced for: tracing never fails for want of room; a plan is
 arranged for the machine afterwards."""
-MOST_CHUNKS = 4096
+MOST_CHUNKS = 2048
 """Of one state, over all parameters. A real step may have more, smaller ones; that hides nothing
 else, but takes its time to simulate."""
 
@@ -122,18 +121,16 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         if tier not in found.tiers:
             raise ConfigInvalid("machine", found.name, f"has no tier {tier!r}; add it, or give "
                                 f"{tier}_memory")  # fmt: skip
-    has_disk = "disk" in found.tiers
-    staging = staging_size(found.tiers["host"], has_disk, emulates)
     ways = Ways(
         asynchronous=not (here and device.type == "cpu"),
         straight_read=emulates,
         straight_write=emulates,
-        chunk_bytes=staging.chunk_bytes,
-        ring_bytes=staging.nbytes,
-        backlog_bytes=staging.nbytes,
     )
-    return Terms(found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
-                 stand_in.chunk_bytes)  # fmt: skip
+    terms = Terms(
+        found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
+        stand_in.chunk_bytes,
+    )  # fmt: skip
+    return terms.on(found)
 
 
 def _capacities(config: Config) -> dict[str, int]:
@@ -165,8 +162,6 @@ def trace(
     make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     session = PaperSession(Config(device="cpu"), TRACED_BYTES, terms.emulates)
-    steps: list[Step] = []
-    session.on_step = lambda step: steps.append(_settled(step, session))
     try:
         copied = copy_on_paper(model, session)
         trained = [p for p in copied.parameters() if p.requires_grad]
@@ -176,9 +171,11 @@ def trace(
         inputs = trees.tree_map(_input, example_inputs)
         with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
             _run(copied, inputs, make(trained), micro_batches)
+        step = session.executor.recorder.end()
+        assert step is not None, "a step was run"
         samples, tokens = _counts(example_inputs)
         return Traced(
-            steps[-1],
+            _settled(step, session),
             sum(p.numel() for p in model.parameters()),
             session.saved_bytes // micro_batches,
             samples,

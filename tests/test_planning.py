@@ -1,0 +1,237 @@
+"""`zcompile.plan`: a training step on paper, and what is told of it."""
+
+import json
+import resource
+from dataclasses import replace
+
+import pytest
+import small_models
+import torch
+from torch import nn
+
+import zcompile
+from zcompile import planning
+from zcompile.config import Config
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported
+from zcompile.machine import Compute, Link, Machine, with_tier
+from zcompile.specs import Kind, Phase
+from zcompile.units import GiB, KiB, MiB
+
+LINKS = {
+    "h2d": Link("h2d", 1e9),
+    "d2h": Link("d2h", 1e9),
+    "disk_read": Link("disk_read", 2e8),
+    "disk_write": Link("disk_write", 1e8),
+}
+SMALL = Machine(
+    "small",
+    {"device": 4 * MiB, "host": 8 * MiB, "disk": GiB},
+    LINKS,
+    Compute({"float32": 1e11}, 1e10),
+)
+
+
+class Text(nn.Module):
+    """A GPT that gives its loss."""
+
+    def __init__(self, width=64, layers=2):
+        super().__init__()
+        self.gpt = small_models.GPT(layers, width, vocabulary=128)
+
+    def forward(self, ids, targets):
+        return nn.functional.cross_entropy(self.gpt(ids).flatten(0, 1), targets.flatten())
+
+
+def on_meta(make=Text, **sizes):
+    with torch.device("meta"):
+        return make(**sizes)
+
+
+IDS = torch.zeros(2, 16, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def terms():
+    return planning.terms_of(Config(device="cpu"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def traced(terms):
+    return planning.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
+
+
+def test_a_step_on_paper_has_the_calls_of_a_real_one(traced):
+    phases = [call.phase for call in traced.step.calls]
+    assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2 + [Phase.STEP]
+    assert traced.step.micro_batches == 2
+
+
+def test_a_step_on_paper_is_about_the_entries_of_a_real_one(traced):
+    model = Text()
+    zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    steps = []
+    session = zcompile.offloading.session_behind(model)
+    session.on_step = steps.append
+    compiled = torch.compile(model, backend="zinf", dynamic=False)
+    for _ in range(2):
+        compiled(IDS, IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def told(step):
+        return sorted((fact.name, fact.kind.name, fact.nbytes) for fact in step.facts.values())
+
+    assert told(traced.step) == told(steps[-1])
+    zcompile.close(model)
+
+
+def test_tied_weights_are_one_entry(traced):
+    weights = [f.name for f in traced.step.facts.values() if f.kind is Kind.PARAM]
+    assert len(weights) == len(set(weights)) == len(list(on_meta().parameters()))
+
+
+def test_the_callers_model_is_left_as_it_was():
+    model = Text()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zcompile.plan(model, IDS, IDS, machine=SMALL)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_model_larger_than_this_machine_takes_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
+    model = on_meta(width=16 * 1024, layers=2)  # 26 GB of weights
+    report = zcompile.plan(model, IDS, IDS, machine="h200-node")
+    assert report.parameters > 6_000_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB - before < 2 * GiB
+
+
+def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, terms):
+    report = planning.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)))
+    assert report.fits
+    assert all(link.nbytes == 0 for link in report.links)
+    assert report.gap == pytest.approx(1.0, abs=0.02)
+    assert report.bottleneck == report.bound_by == "compute"
+
+
+@pytest.mark.parametrize("device", [256 * KiB, MiB, 2 * MiB])
+@pytest.mark.parametrize("host", [MiB, 4 * MiB])
+def test_no_plan_is_below_its_bound(traced, terms, device, host):
+    small = with_tier(with_tier(SMALL, "device", device), "host", host)
+    at = replace(terms.on(small), arena_given=True)
+    report = planning.report_of(traced, at, prices=False)
+    assert report.gap >= 1 - 1e-6
+    assert all(link.nbytes >= link.least_nbytes for link in report.links)
+    assert report.fits
+    assert all(row.used <= row.capacity for row in report.tiers)
+
+
+def test_what_does_not_fit_is_said_tier_by_tier(traced, terms):
+    without_disk = with_tier(with_tier(SMALL, "disk", 0), "host", MiB)
+    at = replace(terms.on(with_tier(without_disk, "device", 300 * KiB)), arena_given=True)
+    report = planning.report_of(traced, at)
+    assert not report.fits
+    assert set(report.missing_bytes) == {"host"}
+    assert "does not fit, it lacks" in str(report)
+
+
+def test_activations_that_fill_the_device_are_what_it_lacks(terms):
+    traced = planning.trace(on_meta(), (IDS.repeat(64, 4), IDS.repeat(64, 4)), terms)
+    report = planning.report_of(traced, terms)
+    assert report.activation_bytes > SMALL.tiers["device"]
+    assert set(report.missing_bytes) == {"device"}
+
+
+def test_a_device_too_small_for_one_region_is_told_what_it_needs(traced, terms):
+    at = replace(terms, machine=with_tier(SMALL, "device", 16 * KiB), arena_given=True)
+    with pytest.raises(BudgetExceeded) as caught:
+        planning.report_of(traced, at)
+    assert caught.value.needed_bytes > 16 * KiB
+
+
+def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, terms):
+    at = replace(terms, machine=with_tier(SMALL, "device", 512 * KiB), arena_given=True)
+    report = planning.report_of(traced, at, prices=False)
+    assert report.suggested_samples > report.samples
+    fast = planning.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)), prices=False)
+    assert fast.suggested_samples == 1
+
+
+def test_one_more_gib_saves_about_what_the_bound_says(traced, terms):
+    at = replace(terms, machine=with_tier(SMALL, "device", MiB), arena_given=True)
+    device = planning.report_of(traced, at).shadows[0]
+    assert device.tier == "device"
+    assert device.least_s > 0
+    assert device.planned_s > 0
+
+
+def test_a_report_is_a_record_and_a_text(traced, terms):
+    report = planning.report_of(traced, terms)
+    told = json.loads(report.to_json())
+    assert told["parameters"] == report.parameters
+    assert told["gap"] == report.gap
+    assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}
+    assert "no plan takes less than" in str(report)
+    assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
+
+
+def test_arguments_may_go_by_name_and_the_loss_may_be_a_field():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, scale):
+            return {"loss": None, "logits": self.layer(x) * scale}
+
+    x = torch.empty(4, 8, device="meta")
+    report = zcompile.plan(Named(), {"x": x, "scale": 2.0}, machine=SMALL, optimizer="sgd")
+    assert report.samples == 4
+    assert report.tokens == 0
+
+
+def test_a_graph_break_is_walked_on_paper_too():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.one(x).relu()
+            torch._dynamo.graph_break()
+            return self.two(x * 2).sum()
+
+    terms = planning.terms_of(Config(device="cpu"), SMALL)
+    found = planning.trace(Broken(), (torch.empty(4, 8, device="meta"),), terms)
+    assert sum(call.phase is Phase.FORWARD for call in found.step.calls) == 2
+    grads = [f for f in found.step.facts.values() if f.kind is Kind.GRAD]
+    assert len(grads) == 4
+
+
+def test_a_model_that_looks_at_values_is_told_so():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.sum() if y.sum().item() > 0 else y.mean()
+
+    with pytest.raises(Unsupported, match="asks for the value of a tensor"):
+        zcompile.plan(Looks(), torch.empty(4, 8), machine=SMALL)
+
+
+@pytest.mark.parametrize(("changed", "error", "says"), [
+    ({"optimizer": "adam"}, ConfigInvalid, "is none of adamw, sgd"),
+    ({"micro_batches": 0}, ConfigInvalid, "must be an int of at least 1"),
+    ({"model": nn.ReLU()}, Unsupported, "has no parameters"),
+    ({"model": "gpt"}, Unsupported, "is not a torch.nn.Module"),
+    ({"model": nn.Linear(8, 8).requires_grad_(False)}, Unsupported, "requires a gradient"),
+    ({"machine": replace(SMALL, tiers={"device": GiB})}, ConfigInvalid, "has no tier 'host'"),
+])  # fmt: skip
+def test_what_cannot_be_planned_says_why(changed, error, says):
+    given = {"model": nn.Linear(8, 8), "machine": SMALL, **changed}
+    with pytest.raises(error, match=says):
+        zcompile.plan(given.pop("model"), torch.empty(4, 8), **given)

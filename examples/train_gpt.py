@@ -101,6 +101,11 @@ def model(shape: Shape | None = None) -> GPT:
     return GPT(shape or Shape())
 
 
+def gpt3() -> GPT:
+    """The shape of GPT-3, 175 B parameters: for `zinf plan`, which makes it without memory."""
+    return GPT(Shape(layers=96, width=12288, heads=96, context=2048, vocabulary=50257))
+
+
 @torch.no_grad()
 def continue_text(gpt: nn.Module, start: bytes, count: int, context: int, device: torch.device,
                   choices: int = 20) -> Iterator[bytes]:  # fmt: skip

@@ -84,7 +84,7 @@ def plan(args: argparse.Namespace) -> Answer:
         return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
     points = tuple(_points(traced, terms, *sweep))
     if args.plot is not None:
-        args.plot.write_text(_picture(points), encoding="utf-8")
+        _write(args.plot, _picture(points))
     return Answer("\n".join(_swept(points)), points, 0 if any(p.fits for p in points) else 1)
 
 
@@ -143,6 +143,14 @@ def _swept(points: Sequence[Point]) -> Iterator[str]:
          told(p.bound_seconds), p.bottleneck) for p in points])  # fmt: skip
     yield ""
     yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}"
+        raise ConfigInvalid("plot", str(path), why) from error
 
 
 def _picture(points: Sequence[Point]) -> str:

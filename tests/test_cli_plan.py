@@ -1,0 +1,214 @@
+"""`zinf plan`: models by name, sweeps, plots, and what is said of a wrong question."""
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from zcompile.cli.model_source import example_inputs, find_model
+from zcompile.cli.plan import read_sweep
+from zcompile.cli.plots import bars, svg
+from zcompile.errors import ConfigInvalid
+from zcompile.units import GiB, MiB
+
+MODELS = """
+import torch
+
+class Shape:
+    context = 16
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shape = Shape()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.head = torch.nn.Linear(32, 64)
+
+    def forward(self, ids, targets=None):
+        logits = self.head(self.embed(ids))
+        if targets is None:
+            return logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def tiny():
+    return Tiny()
+
+def sized(width):
+    return torch.nn.Linear(width, width)
+
+def nothing():
+    return None
+
+picture = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4))
+empty = torch.nn.ReLU()
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A module `paper_models` where one stands."""
+    (tmp_path / "paper_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("paper_models", None)
+
+
+ON = ("--machine", "desktop-24gb")
+
+
+def test_a_plan_says_whether_it_fits_and_what_a_step_takes(zinf, models):
+    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--batch", 2)
+    assert code == 0
+    assert out.startswith("4.16 K parameters on desktop-24gb: fits\n")
+    assert "no plan takes less than" in out
+
+
+def test_a_plan_for_a_program_is_the_report(zinf, models):
+    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--json", "--micro-batches", 3)
+    told = json.loads(out)
+    assert code == 0
+    assert told["fits"] is True
+    assert told["micro_batches"] == 3
+    assert told["tokens"] == 16  # what the model takes
+
+
+def test_a_model_of_floats_is_planned_by_the_shape_of_its_input(zinf, models):
+    code, out, _ = zinf(
+        "plan", "paper_models:picture", *ON, "--shape", "3,4,4", "--optimizer", "sgd"
+    )
+    assert code == 0
+    assert "samples/s" in out
+    assert "tokens/s" not in out
+
+
+def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
+    code, out, _ = zinf("plan", "paper_models:tiny", "--machine", models / "none.toml")
+    assert code == 1
+    machine = models / "small.toml"
+    machine.write_text('name = "small"\n[tiers]\ndevice = "32KiB"\nhost = "264KiB"\n'
+                       '[links.h2d]\nbytes_per_s = "1GB/s"\n[links.d2h]\nbytes_per_s = "1GB/s"\n'
+                       '[compute]\nmemory_bytes_per_s = "9GB/s"\n'
+                       '[compute.flops_per_s]\nfloat32 = "1TFLOP/s"\n')  # fmt: skip
+    code, out, _ = zinf("plan", "paper_models:tiny", "--machine", machine)
+    assert code == 1
+    assert "does not fit, it lacks" in out
+
+
+def test_a_sweep_is_a_table_a_plot_and_a_picture(zinf, models):
+    picture = models / "sweep.svg"
+    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--host", "1MiB",
+                        "--sweep", "device=64KiB..256KiB:3", "--plot", picture)  # fmt: skip
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split() == ["device", "fits", "step", "least", "bottleneck"]
+    assert [line.split()[0] for line in lines[1:4]] == ["64.0", "160", "256"]
+    assert "|####" in lines[-3]
+    names = [node.tag.rpartition("}")[2] for node in ElementTree.parse(picture).iter()]
+    assert names.count("polyline") == 2
+
+
+def test_a_sweep_for_a_program_has_a_point_per_size(zinf, models):
+    _, out, _ = zinf("plan", "paper_models:tiny", *ON, "--sweep", "device=1KiB..64MiB:2", "--json")
+    first, last = json.loads(out)
+    assert first["step_seconds"] is None
+    assert first["fits"] is False
+    assert last["step_seconds"] >= last["bound_seconds"]
+
+
+def test_shapes_and_papers_are_answered_by_scale(zinf):
+    code, out, _ = zinf("plan", "--paper", "figure-2a")
+    assert code == 0
+    assert "ZeRO-Infinity" in out
+    code, out, _ = zinf("plan", "transformer:layers=10,hidden=4096,heads=16", "--machine",
+                        "dgx2-v100-1node")  # fmt: skip
+    assert code == 0
+    assert "layers" in out
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ((), "is missing; name a model"),
+    (("gpt",), "is neither module:name nor a config.json that is there"),
+    (("paper_models:",), "is neither module:name"),
+    (("no_such_module:model",), "cannot be imported"),
+    (("paper_models:huge",), "has no 'huge'; paper_models has Shape, Tiny"),
+    (("paper_models:number",), "is a int; name a module, or what makes one"),
+    (("paper_models:sized",), "needs arguments (width)"),
+    (("paper_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
+    (("paper_models:picture",), "takes (input), which cannot be guessed; give --shape"),
+    (("paper_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
+    (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
+    (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
+    (("paper_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
+    (("paper_models:tiny", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
+    (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
+    (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
+    (("config.json",), "is not there"),
+])  # fmt: skip
+def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, asked, says):
+    code, _, err = zinf("plan", *asked, *ON)
+    assert code == 2
+    assert says in err
+
+
+def test_a_model_without_parameters_cannot_be_planned(zinf, models):
+    code, _, err = zinf("plan", "paper_models:empty", *ON, "--shape", "3")
+    assert code == 1
+    assert "ReLU has no parameters" in err
+
+
+def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128,
+        "n_positions": 32,
+    }))  # fmt: skip
+    for name in (tmp_path, tmp_path / "config.json"):
+        code, out, _ = zinf("plan", name, *ON, "--json", "--batch", 2)
+        assert code == 0
+        assert json.loads(out)["tokens"] == 64
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("{", "is no config"),
+    ('{"model_type": "no_such"}', "of model_type 'no_such'"),
+])  # fmt: skip
+def test_a_config_that_cannot_be_used_says_why(tmp_path, text, says):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigInvalid, match=says):
+        find_model(str(tmp_path))
+
+
+def test_a_model_that_is_made_for_a_plan_takes_no_memory(models):
+    model = find_model("paper_models:tiny")
+    assert all(p.is_meta for p in model.parameters())
+    assert set(example_inputs(model, 3, None, None)[0]) == {"ids", "targets"}
+
+
+@pytest.mark.parametrize(("text", "read"), [
+    ("device=1GiB..3GiB:3", ("device", (GiB, 2 * GiB, 3 * GiB))),
+    ("host=1MiB..2MiB:2", ("host", (MiB, 2 * MiB))),
+])  # fmt: skip
+def test_a_sweep_includes_both_ends(text, read):
+    assert read_sweep(text) == read
+
+
+@pytest.mark.parametrize("text", [
+    "device=2GiB..1GiB", "device=1GiB..2GiB:1", "tape=1GiB..2GiB", "device=1GiB", "device=a..b",
+])  # fmt: skip
+def test_a_sweep_that_leads_nowhere_is_refused(text):
+    with pytest.raises(ConfigInvalid):
+        read_sweep(text)
+
+
+def test_bars_leave_out_what_cannot_run():
+    assert list(bars([("a", 2.0), ("bb", None), ("c", 1.0)], "t"))[1:] == [
+        " a |" + "#" * 50, "bb |  (cannot run)", " c |" + "#" * 25,
+    ]  # fmt: skip
+
+
+def test_a_picture_is_well_formed_whatever_its_words():
+    ElementTree.fromstring(svg("a < b & c", ["<x>"], {"&": [1.0], "none": [None]}))

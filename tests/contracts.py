@@ -1,4 +1,4 @@
-"""Contracts of the private torch APIs that are about graphs, and where all contracts are kept."""
+"""Contracts of the private torch APIs that are about graphs and modes, and where all are kept."""
 
 from collections.abc import Callable
 
@@ -206,3 +206,71 @@ def is_symbol() -> None:
 def catch_dynamic(model: torch.nn.Module, ids: Tensor) -> fx.GraphModule:
     torch._dynamo.mark_dynamic(ids, (0, 1))
     return catch(model, ids).gm
+
+
+class Counting(private.DispatchMode):
+    """Sees every op, within a compiled function too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((func, private.is_compiling_now()))
+        return func(*args, **(kwargs or {}))
+
+
+@contract
+def DispatchMode() -> None:
+    """A mode that says so does not keep what runs under it from being compiled."""
+    graphs: list[object] = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    with Counting() as mode:
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    assert len(graphs) == 1
+    assert (torch.ops.aten.sin.default, False) in mode.seen
+
+
+@contract
+def without_modes() -> None:
+    with Counting() as mode:
+        with private.without_modes():
+            torch.ones(2).cos()
+        torch.ones(2).sin()
+    seen = [func for func, _ in mode.seen]
+    assert torch.ops.aten.cos.default not in seen
+    assert torch.ops.aten.sin.default in seen
+
+
+@contract
+def is_compiling_now() -> None:
+    """True where a backend is asked, in forward and when backward is compiled; False elsewhere."""
+    said: list[bool] = []
+
+    def backend(gm, inputs):
+        said.append(private.is_compiling_now())
+        return gm.forward
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    assert said == [True]
+    assert not private.is_compiling_now()
+
+
+@contract
+def BackendFailed() -> None:
+    """What a backend raises is found inside."""
+
+    def backend(gm, inputs):
+        raise KeyError("mine")
+
+    with pytest.raises(private.BackendFailed) as caught:
+        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+    assert isinstance(caught.value.inner_exception, KeyError)

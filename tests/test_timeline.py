@@ -42,8 +42,8 @@ def test_it_shows_measured_beside_predicted(run, capsys):
     assert main(["timeline", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 4 of run-0"
-    (step,) = [line.split() for line in lines if line.split()[:1] == ["step"]][1:]
-    assert step == ["step", "2.00", "s", "1.50", "s", "0.75"]
+    (step,) = [line.split() for line in lines if line.startswith("  whole step")]
+    assert step == ["whole", "step", "2.00", "s", "1.50", "s", "0.75"]
     measured, predicted = [line.split("|")[1] for line in lines if line.endswith("|")]
     assert measured == "." * 36 + "#" * 36, "waits for half of it, then computes"
     assert predicted == "." * 24 + "#" * 48

@@ -28,3 +28,7 @@ def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsy
     assert all(m["predicted_begin_s"] <= m["predicted_end_s"] for m in moments)
     assert {m["call"] for m in moments} >= {0, 1, 2}
     assert 0 < shown["predicted"]["compute_s"] <= shown["predicted"]["step_s"]
+    measured = shown["measured"]
+    assert sum(measured["phases"].values()) == measured["step_s"]
+    walked = moments[-1]["end_s"] - moments[0]["begin_s"]
+    assert measured["step_s"] > walked, "what lies before the first call is part of a step"

@@ -61,7 +61,7 @@ class _Writer:
         if step is not None:
             machine = machine_for(session.config, session.device)
             simulated = simulate(step, clocks.costs(machine, session.ways()))
-        measured = replace(measured_of(walks), nbytes=moved, busy_s=busy)
+        measured = replace(measured_of(walks, clocks.last_step_s()), nbytes=moved, busy_s=busy)
         record = recorded(self._steps, measured, walks, simulated)
         form.timeline_file(self._run).write_text(records.encode(record))
 
@@ -99,8 +99,12 @@ def _moment(
     )
 
 
-def measured_of(walks: Sequence[Walked]) -> form.StepRecord:
-    """All of a step that its walks can tell."""
+def measured_of(walks: Sequence[Walked], step_s: float | None = None) -> form.StepRecord:
+    """All of a step that its walks can tell.
+
+    step_s  from its first call to that of the next: what the walks do not cover is what came before
+            the first, as in a prediction
+    """
     compute_s = sum(
         end - begin
         for walk in walks
@@ -114,6 +118,9 @@ def measured_of(walks: Sequence[Walked]) -> form.StepRecord:
         end = walk.ends[-1]
         phases[phase] = phases.get(phase, 0.0) + end - since
         since = end
+    walked_s = sum(phases.values())
+    first = walks[0].schedule.phase.value
+    phases[first] += max(0.0, (step_s or 0.0) - walked_s)
     stall_s = sum(sum(walk.stalls.values()) for walk in walks)
     return form.StepRecord(sum(phases.values()), compute_s, stall_s, phases, {}, {})
 

@@ -29,7 +29,7 @@ def _lines(run: str, record: TimelineRecord) -> Iterator[str]:
     yield f"step {record.step} of {run}"
     yield f"  {'':<20} {'measured':>12} {'predicted':>12} {'ratio':>7}"
     measured, predicted = record.measured, record.predicted
-    rows = [("step", "step_s"), ("compute", "compute_s"), ("stall", "stall_s")]
+    rows = [("whole step", "step_s"), ("compute", "compute_s"), ("stall", "stall_s")]
     for title, field in rows:
         yield _row(title, getattr(measured, field), getattr(predicted, field, None))
     for phase, seconds in measured.phases.items():

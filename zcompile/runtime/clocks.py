@@ -10,7 +10,8 @@ than MOST times their median. A step is the sum of hundreds of such times and co
 their means: noise only ever adds, so medians or minima would sum up to too little every time. The
 limit leaves out what happens once: a first call that allocates and warms up, a machine that sleeps.
 Of instructions that may wait for a transfer (`Wait`, `Borrow`) it is the minimum, which is what
-they take when they need not; what `Reduce` waits for is known, and taken off.
+they take when they need not; what `Reduce` waits for is known, and taken off. Between two calls it
+is the median: a user may do anything there now and then, and a plan is made there once.
 """
 
 from collections import deque
@@ -134,7 +135,7 @@ class Clocks:
             regions=_means(self._regions),
             launches=_means(self._launches),
             issues={key: _usual(key, times) for key, times in self._issues.items()},
-            gaps=_means(self._gaps),
+            gaps={key: median(times) for key, times in self._gaps.items()},
         )
 
     def _measure_links(self) -> None:
@@ -152,6 +153,10 @@ class Clocks:
     def step_s(self) -> float | None:
         """From the first call of a step to that of the next, of late; None before the second."""
         return median(self._steps) if self._steps else None
+
+    def last_step_s(self) -> float | None:
+        """As `step_s`, of the last step alone."""
+        return self._steps[-1] if self._steps else None
 
     def forget(self) -> None:
         """Something else was done meanwhile: what follows is no gap between two calls."""

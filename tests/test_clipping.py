@@ -91,7 +91,8 @@ def disk_bytes(tmp_path, clip, host_memory):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(),
                           nn.Linear(512, 512, bias=False))  # fmt: skip
-    model = on_disk(model, tmp_path, device_memory="8MiB", host_memory=host_memory)
+    model = on_disk(model, tmp_path, device_memory="8MiB", host_memory=host_memory,
+                    residency=False)  # fmt: skip
     optimizer = optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     for n in range(4):

@@ -125,7 +125,7 @@ def disk_bytes(tmp_path, **fields):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(),
                           nn.Linear(512, 512, bias=False))  # fmt: skip
-    model = on_disk(model, tmp_path, device_memory="8MiB", **fields)
+    model = on_disk(model, tmp_path, device_memory="8MiB", residency=False, **fields)
     optimizer = optim.AdamW(model.parameters(), fused=True)
     call = torch.compile(model, backend="zinf")
     for n in range(4):

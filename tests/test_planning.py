@@ -72,9 +72,9 @@ def test_a_step_on_paper_is_about_the_entries_of_a_real_one(traced):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     steps = []
     session = zcompile.offloading.session_behind(model)
-    session.on_step = steps.append
+    session.executor.on_step = steps.append
     compiled = torch.compile(model, backend="zinf", dynamic=False)
-    for _ in range(2):
+    for _ in range(3):
         compiled(IDS, IDS).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -72,7 +72,8 @@ def test_the_bytes_of_a_step_are_those_worked_out_by_hand(tmp_path):
     forward begins with, at most each parameter once."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = on_disk(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), tmp_path)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = on_disk(model, tmp_path, residency=False)
     call = torch.compile(model, backend="zinf")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     data = list(batches(1, width=64))

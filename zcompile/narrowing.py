@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import Column, Row, lower_step
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
@@ -39,7 +40,14 @@ def make_copy(entry: Entry, cast: Cast) -> None:
     build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_bytes,
                     session.device.chunk_bytes)  # fmt: skip
     kind = ("copy", numel, cast, tuple(column.resident for column in columns))
-    session.executor.run(session.step(kind, build), [], [entry, copy])
+    try:
+        schedule = session.step(kind, build)
+    except BudgetExceeded as error:
+        if not session.relieve(error.needed_bytes):
+            raise
+        make_copy(entry, cast)  # anew, since they rest elsewhere now
+        return
+    session.executor.run(schedule, [], [entry, copy])
     entry.copies[cast.narrow] = (copy, version)
 
 

@@ -139,7 +139,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 def _open(config: Config) -> Session:
     session = furnish(Session(config, TieredTensor.over))
-    if config.residency and not config.durable:
+    if config.residency and not config.durable and config.param_dtype is None:
         session.plan_with(Residency(session))
     return session
 

@@ -81,4 +81,3 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         session.meter.count("steps")
         durable.commit_step(session, optimizer)
         session.norms.step_ended()
-        session.stepped()

@@ -170,7 +170,8 @@ def trace(
                               "plan a model that is to be trained")  # fmt: skip
         inputs = trees.tree_map(_input, example_inputs)
         with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
-            _run(copied, inputs, make(trained), micro_batches)
+            made = make(trained)  # alive until its states are told
+            _run(copied, inputs, made, micro_batches)
         step = session.executor.recorder.end()
         assert step is not None, "a step was run"
         samples, tokens = _counts(example_inputs)

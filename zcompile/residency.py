@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 WARM_UP = 2
 """Steps that are seen before one is planned: the first makes the states, the second is usual."""
 
+MOST_PLANS = 8
+"""After so many the steps of a run have nothing in common that is worth another."""
+
 
 class Residency:
     """Plans the steps of one session, and gives its executor the schedules for the plan."""
@@ -42,6 +45,9 @@ class Residency:
         self._seen = 0
         self._arranged: dict[tuple[int, frozenset[EntryIndex]], Schedule] = {}
         self._least_window = 0
+        self._plans = 0
+        self._base = Step(())
+        """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
 
     @property
@@ -53,16 +59,19 @@ class Residency:
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
-        if self._seen >= WARM_UP and self._is_new(step):
-            self.withdraw()
-            self.apply(self.planned(step))
-
-    def _is_new(self, step: Step) -> bool:
-        """Whether it uses what the plan in force knows nothing of."""
-        if self.plan is None:
-            return True
-        used = {key for key, fact in step.facts.items() if fact.kind.lasting}
-        return not used <= self.plan.step.facts.keys()
+        if self._seen < WARM_UP or self._plans > MOST_PLANS:
+            return
+        if self.plan is not None and _lasting(step) <= self._base.facts.keys():
+            return
+        self._base = step = joined(self._base, step)
+        self.withdraw()
+        self.apply(self.planned(step))
+        self._plans += 1
+        if self._plans > MOST_PLANS:
+            log.warning(
+                "every step uses other parameters or states than those before: the plan of %d "
+                "steps together stays", MOST_PLANS
+            )  # fmt: skip
 
     def costs(self) -> Costs:
         """What is known of this machine and what ran on it."""
@@ -165,3 +174,16 @@ class Residency:
             self.session.meter.plan_device(plan.resident_bytes + made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]
+
+
+def joined(before: Step, step: Step) -> Step:
+    """`step`, with those planned for before if it does not replace them: a generator and its
+    discriminator take turns, and each must find its own on the device."""
+    if _lasting(before) <= step.facts.keys():
+        return step
+    facts = {**before.facts, **step.facts}
+    return Step((*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches))
+
+
+def _lasting(step: Step) -> set[int]:
+    return {key for key, fact in step.facts.items() if fact.kind.lasting}

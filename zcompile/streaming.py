@@ -223,7 +223,13 @@ def apply_deferred(entry: Entry) -> None:
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
     build = partial(lower_step, "what was deferred", [row], len(operands), 1,
                     session.window_bytes, session.device.chunk_bytes)  # fmt: skip
-    schedule = session.step(("deferred", changes, here), build)
+    try:
+        schedule = session.step(("deferred", changes, here), build)
+    except BudgetExceeded as error:
+        if not session.relieve(error.needed_bytes):
+            raise
+        apply_deferred(entry)
+        return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 
 

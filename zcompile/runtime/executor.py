@@ -22,6 +22,7 @@ from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Borrow, Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
+from zcompile.steps import Step
 
 Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
 """The schedule for these very entries, where they rest now."""
@@ -30,6 +31,10 @@ Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
 def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
     """What the passes planned: every parameter is fetched."""
     return schedule
+
+
+def _nobody_plans(step: Step) -> None:
+    """What rests where stays as it is."""
 
 
 class Executor:
@@ -45,6 +50,8 @@ class Executor:
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
         self.fit: Fit = as_it_is
+        self.on_step: Callable[[Step], None] = _nobody_plans
+        """Told of each step that was recorded, before the next begins."""
 
     @property
     def is_running(self) -> bool:
@@ -62,8 +69,10 @@ class Executor:
         values = _registers(schedule, args)
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
-        schedule = self.fit(schedule, entries)
+        if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
+            self.on_step(step)
         self.recorder.note(schedule, entries)
+        schedule = self.fit(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)

@@ -16,7 +16,7 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     """
     session.executor.foresight.abandon()
     session.drain()
-    wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes and e.of is None}
+    wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes}
     left: list[Entry] = []
     for home in ("device", "disk", "host"):
         due = [e for e, to in wanted.items() if to == home and e.home != home]

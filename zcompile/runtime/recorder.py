@@ -12,17 +12,18 @@ from zcompile.steps import EntryFact, Step, StepCall
 
 
 class Recorder:
-    """The calls since the last optimizer's step ended; one that is not `on` costs nothing."""
+    """The calls since a step began: with the first forward after an optimizer was done.
+
+    Several optimizers, or one that runs within backward, make one step together.
+    """
 
     def __init__(self) -> None:
-        self.on = True
+        self._stepped = False
         self._calls: list[StepCall] = []
         self._facts: dict[int, EntryFact] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
-        if not self.on:
-            return
         for entry in entries:
             key = key_of(entry)
             self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
@@ -33,8 +34,20 @@ class Recorder:
                 self._facts.setdefault(fact.key, fact)
         self._calls.append(StepCall(schedule, tuple(key_of(e) for e in entries)))
 
+    def stepped(self) -> None:
+        """An optimizer is done. What nothing forward came before is not a step to plan for."""
+        if any(call.phase is Phase.FORWARD for call in self._calls):
+            self._stepped = True
+        else:
+            self.end()
+
+    def ends_with(self, schedule: Schedule) -> bool:
+        """Whether the next step begins with `schedule`."""
+        return self._stepped and schedule.phase is Phase.FORWARD
+
     def end(self) -> Step | None:
         """The step that has just ended; None, if nothing of it was recorded."""
+        self._stepped = False
         calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
         return Step(calls, facts, _micro_batches(calls)) if calls else None
 

@@ -61,7 +61,6 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
-        self.on_step: Callable[[Step], None] = _nobody_plans
         self.relieve: Callable[[int], bool] = _nobody_relieves
         """Asked to make room in the arena; whether it did."""
         self.plan: Any = None
@@ -100,10 +99,11 @@ class Session(Store):
 
     def end_step(self) -> None:
         self.stepping = None
+        self.executor.recorder.stepped()
 
     def plan_with(self, planner: Planner) -> None:
         """From here on `planner` hears of every step, and decides what rests on the device."""
-        self.on_step, self.relieve = planner.step_ended, planner.relieve
+        self.executor.on_step, self.relieve = planner.step_ended, planner.relieve
         self.arena.relieve = planner.relieve
         self.executor.fit = planner.fit
 
@@ -119,12 +119,6 @@ class Session(Store):
             ring_bytes=ring.nbytes,
             backlog_bytes=ring.nbytes,
         )
-
-    def stepped(self) -> None:
-        """A step of an optimizer is over, its commit included: what was recorded may be planned."""
-        step = self.executor.recorder.end()
-        if step is not None:
-            self.on_step(step)
 
     def note_whole(self, op: str) -> None:
         """An op gathers whole tensors; inside an optimizer's step this is told once.
@@ -177,10 +171,6 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
-
-
-def _nobody_plans(step: Step) -> None:
-    """A session whose placement stays as it is."""
 
 
 def _nobody_relieves(needed_bytes: int) -> bool:

@@ -69,8 +69,7 @@ class DeviceTier:
         self._taken.discard(extent.offset)
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        if begin < end:
-            yield begin, self._arena.slot(extent.offset + begin, end - begin)
+        yield begin, self._arena.slot(extent.offset + begin, end - begin)
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         raise AssertionError("what rests on the device is borrowed")

@@ -127,6 +127,15 @@ def test_no_plan_is_below_its_bound(traced, terms, device, host):
     assert all(row.used <= row.capacity for row in report.tiers)
 
 
+def test_every_weight_gradient_and_state_rests_somewhere(traced, terms):
+    rows = planning.report_of(traced, terms, prices=False).tiers
+    weights, gradients, states = (
+        sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "states")
+    )
+    assert weights >= traced.parameters * 4
+    assert (gradients, states) == (weights, 2 * weights)
+
+
 def test_what_does_not_fit_is_said_tier_by_tier(traced, terms):
     without_disk = with_tier(with_tier(SMALL, "disk", 0), "host", MiB)
     at = replace(terms.on(with_tier(without_disk, "device", 300 * KiB)), arena_given=True)

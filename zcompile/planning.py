@@ -97,7 +97,8 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
 
     raises  BudgetExceeded
     """
-    found = look(traced.step, terms, traced.activation_bytes, traced.chunk_bytes, prices)
+    with _quiet():
+        found = look(traced.step, terms, traced.activation_bytes, traced.chunk_bytes, prices)
     return Report.of(
         found, terms, Facts(traced.parameters, traced.activation_bytes, traced.samples,
                             traced.tokens, traced.step.micro_batches)
@@ -263,7 +264,7 @@ def _counts(inputs: Any) -> tuple[int, int]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Tracing makes many objects and no garbage worth looking for."""
+    """Tracing and planning make many objects, and no garbage worth looking for."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -185,6 +185,30 @@ def test_a_report_is_a_record_and_a_text(traced, terms):
     assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
 
 
+def test_links_that_take_turns_are_told_together(traced, terms):
+    turns = {"disk_read": "disk_write", "disk_write": "disk_read"}
+    links = {name: replace(link, shares=turns.get(name)) for name, link in LINKS.items()}
+    little = {"device": 512 * KiB, "host": MiB, "disk": GiB}
+    at = replace(terms.on(replace(SMALL, links=links, tiers=little)), arena_given=True)
+    report = planning.report_of(traced, at, prices=False)
+    assert report.bottleneck == report.bound_by == "disk_read and disk_write"
+
+
+def test_an_offloaded_model_can_be_planned_for_another_machine():
+    model = zcompile.offload(Text(), device="cpu", host_memory="64MiB", device_memory="16MiB")
+    assert zcompile.plan(model, IDS, IDS, machine=SMALL).parameters == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert zcompile.stats(model)["graphs"] == 0
+    zcompile.close(model)
+
+
+def test_a_plan_can_be_dumped(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZINF_DUMP", str(tmp_path))
+    zcompile.plan(nn.Linear(8, 8), torch.empty(4, 8), machine=SMALL)
+    assert list(tmp_path.iterdir())
+
+
 def test_arguments_may_go_by_name_and_the_loss_may_be_a_field():
     class Named(nn.Module):
         def __init__(self):

@@ -67,7 +67,7 @@ class Report:
     activation_bytes   that forward keeps for backward on the device, outside the arena
     step_seconds       of one optimizer step with all its micro-batches, once training is under way
     compute_seconds    of which the device computes; it idles in the others
-    bottleneck         "compute" or a link: what most of the step waits for
+    bottleneck         "compute", a link, or two that take turns: what the step waits for longest
     bound_seconds      no plan takes less, on this machine with these budgets (`bounds.py`)
     suggested_samples  per micro-batch: the smallest batch whose forward and backward hide what
                        moves, since compute grows with the batch and what moves does not
@@ -112,9 +112,9 @@ class Report:
             compute_seconds=timeline.compute_s,
             idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
             phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
-            bottleneck=_bottleneck(found),
+            bottleneck=_told(_bottleneck(found), terms),
             bound_seconds=least.seconds,
-            bound_by=least.binding,
+            bound_by=_told(least.binding, terms),
             links=tuple(
                 LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
                         timeline.busy_s.get(name, 0.0))
@@ -173,6 +173,12 @@ def _bottleneck(found: Outlook) -> str:
         name = max(lanes, key=lambda lane: lanes[lane])
         due[name] = due.get(name, 0.0) + lanes[name]
     return max(due, key=lambda name: due[name], default="compute")
+
+
+def _told(lane: str, terms: Terms) -> str:
+    """A resource for people: links that take turns by both names."""
+    link = terms.machine.links.get(lane)
+    return lane if link is None or link.shares is None else f"{lane} and {link.shares}"
 
 
 def _lines(report: Report) -> Iterator[str]:

@@ -9,12 +9,15 @@ on schedules are arranged for them (`arrange.py`). Joins the two wings for a who
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
 
 from zcompile.arrange import Arena, arrange
-from zcompile.cost import Costs
+from zcompile.cost import Costs, replan_pays
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
 from zcompile.packing import ALIGNMENT, aligned
+from zcompile.prediction import predicted
 from zcompile.runtime.moves import move, resettle
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
@@ -33,6 +36,11 @@ log = logging.getLogger(__name__)
 WARM_UP = 2
 """Steps that are seen before one is planned: the first makes the states, the second is usual."""
 
+REVIEW = 4
+"""A plan is looked at again when so many times as many steps have been seen: costs that are known
+better by then are worth some milliseconds, and those of a long run are known."""
+PREDICTED_FOR = 4
+"""Steps for which a prediction is not made anew."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -46,6 +54,8 @@ class Residency:
         self._arranged: dict[tuple[int, frozenset[EntryIndex]], Schedule] = {}
         self._least_window = 0
         self._plans = 0
+        self._next_review = WARM_UP * REVIEW
+        self._predicted: tuple[int, dict[str, Any]] | None = None
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -62,6 +72,7 @@ class Residency:
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         if self.plan is not None and _lasting(step) <= self._base.facts.keys():
+            self._review()
             return
         self._base = step = joined(self._base, step)
         self.withdraw()
@@ -72,6 +83,31 @@ class Residency:
                 "every step uses other parameters or states than those before: the plan of %d "
                 "steps together stays", MOST_PLANS
             )  # fmt: skip
+
+    def _review(self) -> None:
+        """Plan again, now and then, at costs as they are by now; keep that if it pays."""
+        plan = self.plan
+        if plan is None or self._seen < self._next_review:
+            return
+        self._next_review = self._seen * REVIEW
+        began = perf_counter()
+        now_s = simulate(plan.step, self.costs(), plan.placement.homes).step_s
+        other = self.planned(self._base)
+        if replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
+            log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", now_s,
+                     other.seconds)  # fmt: skip
+            self.withdraw()
+            self.apply(other)
+
+    def prediction(self) -> dict[str, Any] | None:
+        """What a step under the plan should take, at costs as they were a few steps ago at most;
+        as `prediction.predicted`. None: no step was planned yet."""
+        if self.plan is None:
+            return None
+        if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
+            made = predicted(self.plan.step, self.costs(), self.plan.placement.homes)
+            self._predicted = self._seen, made
+        return self._predicted[1]
 
     def costs(self) -> Costs:
         """What is known of this machine and what ran on it."""
@@ -112,9 +148,11 @@ class Residency:
                 session.homes.device.plan(key, fact.name, top, fact.nbytes)
         left = resettle(session, homes)
         self.plan = session.plan = plan
+        self._predicted = None
         session.window_bytes = plan.arena.window_bytes
         session.steps.clear()
-        session.meter.plan_device(plan.peak_bytes)
+        session.meter.resident_bytes = session.homes.device.planned_bytes
+        session.meter.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         log.info(
             "a step was planned: %s rest on the device, %s are left to stream through; "
             "%.3g s a step, bound by %s%s",
@@ -137,6 +175,7 @@ class Residency:
         session.homes.device.clear()
         self._arranged.clear()
         session.steps.clear()
+        session.meter.resident_bytes = session.homes.device.planned_bytes
         session.window_bytes = session.device_budget - session.homes.device.planned_bytes
         self.plan = session.plan = None
 
@@ -171,7 +210,7 @@ class Residency:
                     raise
                 return schedule
             verify_schedule(made)
-            self.session.meter.plan_device(plan.resident_bytes + made.peak_bytes)
+            self.session.meter.plan_device(made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]
 

@@ -14,11 +14,14 @@ from functools import cached_property
 
 from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.handover import Handover, handover, last_writes
+from zcompile.home_bytes import Copies
 from zcompile.runtime.copies import source_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Schedule
 from zcompile.specs import Phase
+from zcompile.verify_schedule import verify_handover
+from zcompile.walks import Called
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
@@ -38,6 +41,16 @@ class Call:
         """Gradients are new entries in every step, so they do not count."""
         lasting = (e.key for e in self.entries if e.kind.lasting)
         return self.schedule.serial, tuple(lasting)
+
+    @property
+    def called(self) -> Called:
+        """For the proof of what is handed over."""
+        copies: Copies = {
+            (index, narrow): copy.key
+            for index, entry in enumerate(self.entries)
+            for narrow, (copy, _) in entry.copies.items()
+        }
+        return Called(self.schedule, [entry.key for entry in self.entries], copies)
 
     def written_in(self, before: "Call") -> Mapping[int, int]:
         """Ticket of a fetch of this call -> the instruction of `before` after which what it brings
@@ -87,7 +100,9 @@ class Foresight:
     def _plan(self, now: Call, then: Call) -> Mapping[int, Sequence[Fetch]]:
         pair = now.identity, then.identity
         if pair not in self._plans:
-            self._plans[pair] = handover(now.schedule, then.schedule, then.written_in(now))
+            made = handover(now.schedule, then.schedule, then.written_in(now))
+            verify_handover(now.called, then.called, made)
+            self._plans[pair] = made
             self._store.meter.plan_device(self._plans[pair].peak_bytes)
             if len(self._plans) > MEMORY:
                 self._plans.popitem(last=False)

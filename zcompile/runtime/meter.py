@@ -56,6 +56,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.device, self.host, self.disk = Gauge(), Gauge(), Gauge()
+        self.resident_bytes = 0
+        """Of the device arena, for what rests there."""
         self.planned_device, self.planned_host, self.planned_disk = Gauge(), Gauge(), Gauge()
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
@@ -101,8 +103,9 @@ class Meter:
             self._counts[what] += n
 
     def plan_device(self, nbytes: int) -> None:
-        """A schedule was made that will use `nbytes` of the device arena at once."""
-        self.planned_device.at_least(nbytes)
+        """A schedule was made that will use `nbytes` of the device arena at once, beside what
+        rests there."""
+        self.planned_device.at_least(nbytes + self.resident_bytes)
 
     def bytes(self) -> dict[str, int]:
         with self._lock:

@@ -30,6 +30,7 @@ from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
+from zcompile.verify_schedule import verify_schedule
 
 logger = logging.getLogger("zcompile.runtime.session")
 
@@ -40,6 +41,7 @@ class Planner(Protocol):
     def step_ended(self, step: Step) -> None: ...
     def relieve(self, needed_bytes: int) -> bool: ...
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
+    def prediction(self) -> dict[str, Any] | None: ...
 
 
 class Session(Store):
@@ -63,6 +65,8 @@ class Session(Store):
         self.numbers = count()
         self.relieve: Callable[[int], bool] = _nobody_relieves
         """Asked to make room in the arena; whether it did."""
+        self.prediction: Callable[[], dict[str, Any] | None] = _nothing_planned
+        """What a step should take, once one was planned."""
         self.plan: Any = None
         """The `StepPlan` in force, once a step was planned."""
         self.window_bytes = self.device_budget
@@ -76,6 +80,7 @@ class Session(Store):
         """The step schedule of `key`, which says all that `build` depends on; built once."""
         if key not in self.steps:
             self.steps[key] = build()
+            verify_schedule(self.steps[key])
             self.meter.plan_device(self.steps[key].peak_bytes)
         return self.steps[key]
 
@@ -105,6 +110,7 @@ class Session(Store):
         """From here on `planner` hears of every step, and decides what rests on the device."""
         self.executor.on_step, self.relieve = planner.step_ended, planner.relieve
         self.arena.relieve = planner.relieve
+        self.prediction = planner.prediction
         self.executor.fit = planner.fit
 
     def ways(self) -> Ways:
@@ -171,6 +177,10 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
+
+
+def _nothing_planned() -> None:
+    return None
 
 
 def _nobody_relieves(needed_bytes: int) -> bool:

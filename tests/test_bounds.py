@@ -85,6 +85,15 @@ def test_gradients_and_states_compete_for_the_device():
 
 
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+def test_where_disk_and_device_meet_two_ways_share_what_moves():
+    demand = Demand((P,), (Segment(F, 0.0, (P,), (0,), (True,)),))
+    ways = links(disk_read=300.0, disk_write=300.0)
+    room = Room({"device": 0, "host": P, "disk": 10**9}, straight=True)
+    assert bound(demand, ways, room).seconds == pytest.approx(P / 400)
+    assert bound(demand, ways, Room(dict(room.nbytes))).seconds == pytest.approx(P / 100)
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 5 * P), st.integers(0, 5 * P), st.integers(1, 3), st.booleans())
 def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(device, host, times, disk):

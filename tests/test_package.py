@@ -90,7 +90,7 @@ def test_the_readme_names_every_command():
     told = subprocess.run([sys.executable, "-m", "zcompile.cli", "--help"], cwd=ROOT,
                           capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
     commands = re.findall(r"^    (\w+) ", told.stdout, re.MULTILINE)
-    assert commands == ["doctor", "show", "diff", "schedule", "explain", "disk"]
+    assert commands == ["doctor", "show", "diff", "schedule", "timeline", "explain", "plan", "disk"]
     for command in commands:
         assert f"zinf {command}" in README
 

@@ -98,7 +98,7 @@ def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:
     for bus, disk, parts in ways:
         if disk in counted:
             nbytes[disk] = max(0, sum(parts) - near)
-        if bus in counted:
+        if bus in counted and not (room.straight and disk in counted):
             nbytes[bus] = max(0, sum(parts) - device)
     seconds = {COMPUTE: segment.compute_s}
     for link, n in nbytes.items():

@@ -13,7 +13,8 @@ For every segment s, between the borders b and b', which reads R[k] and writes W
     out[k]   >= W[k] - d[k,b']                 what was written is sent, or is still there only
     out[k]   >= d[k,b] - d[k,b'] - W[k]        so is what was there only and was not written anew;
                                                if anybody reads it later
-    the same of the disk, with q for h and e for d
+    the same of the disk, with q for h and e for d; where disk and device exchange bytes themselves,
+    what comes and leaves by either counts in the first three
     T[s]     >= seconds of its compute
     T[s]     >= seconds of each link for these bytes; links that take turns count together
 
@@ -40,14 +41,16 @@ SLACK = 1e-6
 which the least traffic is told. Ten times what the solver takes for equal."""
 
 
-def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
-    """The links that a byte must pass which is not near enough.
+BESIDE = {"h2d": "disk_read", "d2h": "disk_write"}
+"""The other way between the device and what is far, where the two exchange bytes themselves."""
 
-    Where a disk and the device exchange bytes themselves, or compute reaches the host, one that is
-    not on the device need not pass the bus.
+
+def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
+    """The links that a byte must pass, or can, which is not near enough.
+
+    Where compute reaches the host, what is not on the device need not pass the bus.
     """
-    by_bus = not room.straight and not (room.reach and phase is Phase.STEP)
-    wanted = {"h2d", "d2h"} if by_bus else set()
+    wanted = set() if room.reach and phase is Phase.STEP else {"h2d", "d2h"}
     if "disk" in room.nbytes:
         wanted |= {"disk_read", "disk_write"}
     return frozenset(wanted & links.keys())
@@ -174,19 +177,22 @@ def _segment(
     program.column(("T", n), lowest=segment.compute_s / unit_s)
     unit = _unit_bytes(demand)
     lanes: dict[str, list[tuple[Column, float]]] = {}
-    for link in sorted(links_counted(links, room, segment.phase)):
+    counted = links_counted(links, room, segment.phase)
+    for link in sorted(counted):
         held, new = ("h", "d") if link in ("h2d", "d2h") else ("q", "e")
         seconds = unit / links[link].bytes_per_s / unit_s
         for k in range(len(demand.groups)):
             moved = program.column((link, k, n))
+            ways = [(moved, -1.0)]
+            if room.straight and BESIDE.get(link) in counted:
+                ways.append(((BESIDE[link], k, n), -1.0))
             read, written = segment.reads[k] / unit, segment.writes[k] / unit
             if link in ("h2d", "disk_read"):
-                program.at_most(-read, (moved, -1.0), ((held, k, n), -1.0))
+                program.at_most(-read, *ways, ((held, k, n), -1.0))
             else:
-                program.at_most(-written, (moved, -1.0), ((new, k, after), -1.0))
+                program.at_most(-written, *ways, ((new, k, after), -1.0))
                 if segment.lives[k]:
-                    program.at_most(written, ((new, k, n), 1.0), ((new, k, after), -1.0),
-                                    (moved, -1.0))  # fmt: skip
+                    program.at_most(written, *ways, ((new, k, n), 1.0), ((new, k, after), -1.0))
             lanes.setdefault(lane_of(link, links), []).append((moved, seconds))
     for terms in lanes.values():
         program.at_most(0.0, *terms, (("T", n), -1.0))

@@ -14,6 +14,12 @@ from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.machine import TIERS, with_tier
 from zcompile.units import parse_size, show_size
 
+_TIERS = {
+    "device": "bytes of the device's arena, activations beside it, as 24GiB; by default what the "
+    "machine's device has, activations within",
+    "host": "bytes of the host, staging within",
+    "disk-bytes": "bytes of the disk",
+}
 MOST_STEPS = 64
 STEPS = 8
 """Points of a sweep, if it does not say."""
@@ -43,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "--machine` lists them); by default this one")  # fmt: skip
     for tier in ("device", "host", "disk-bytes"):
         parser.add_argument(f"--{tier}", metavar="SIZE",
-                            help=f"bytes of the {tier.partition('-')[0]}, as 24GiB")  # fmt: skip
+                            help=_TIERS[tier])  # fmt: skip
     parser.add_argument("--batch", type=int, default=1, help="samples of a micro-batch; default 1")
     parser.add_argument("--seq", type=int, help="tokens of a sample; default: what the model takes")
     parser.add_argument("--shape", metavar="N,N", help="of the input of a model that takes floats, "

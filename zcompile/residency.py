@@ -13,7 +13,9 @@ from time import perf_counter
 from typing import Any
 
 from zcompile.arrange import Arena, arrange
+from zcompile.bounds import bound
 from zcompile.cost import Costs, replan_pays
+from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
 from zcompile.packing import ALIGNMENT, aligned
@@ -101,11 +103,16 @@ class Residency:
 
     def prediction(self) -> dict[str, Any] | None:
         """What a step under the plan should take, at costs as they were a few steps ago at most;
-        as `prediction.predicted`. None: no step was planned yet."""
+        as `prediction.predicted`, with the least that any plan could take and what
+        binds it. None: no step was planned yet."""
         if self.plan is None:
             return None
         if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
-            made = predicted(self.plan.step, self.costs(), self.plan.placement.homes)
+            costs, plan = self.costs(), self.plan
+            made = predicted(plan.step, costs, plan.placement.homes)
+            demand = demand_of(self._base, costs.region_seconds)
+            least = bound(demand, costs.machine.links, self._room(self._base))
+            made |= {"least_s": least.seconds, "binding": least.binding}
             self._predicted = self._seen, made
         return self._predicted[1]
 

@@ -1,0 +1,139 @@
+"""One plan for a whole step: within its budgets, proven, and the fastest of those tried."""
+
+import functools
+
+import pytest
+import torch
+from small_models import GPT
+from torch import nn
+
+import zcompile
+from zcompile.arrange import Arena, arranged
+from zcompile.cost import Costs, Ways
+from zcompile.errors import BudgetExceeded
+from zcompile.loads import Room
+from zcompile.machine import Compute, Link, Machine
+from zcompile.offloading import session_behind
+from zcompile.schedule import Fetch, Run, Store
+from zcompile.simulate import simulate
+from zcompile.specs import Phase
+from zcompile.step_plan import StepPlan, compute_seconds, plan_step
+from zcompile.steps import Step
+from zcompile.units import GiB, KiB, MiB
+from zcompile.verify_schedule import verify_schedule
+
+MACHINE = Machine(
+    "a slow bus",
+    {},
+    {name: Link(name, 200e6, 20e-6) for name in ("h2d", "d2h", "disk_read", "disk_write")},
+    Compute({"float32": 50e9}, 5e9, 5e-6),
+)
+COSTS = Costs(MACHINE, Ways())
+LEAST_CHUNK = 16 * KiB
+
+
+@functools.cache
+def recorded() -> Step:
+    """A step of a small GPT, as a real run records it."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = zcompile.offload(GPT(4, 64, 64), device="cpu", device_memory="8MiB",
+                             host_memory="64MiB", residency=False)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled = torch.compile(model, backend="zinf")
+    ids = torch.randint(0, 64, (2, 17))
+    for _ in range(2):  # the recorder begins anew with the next forward
+        logits = compiled(ids[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    logits = compiled(ids[:, :-1])
+    nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    optimizer.step()
+    step = session_behind(model).executor.recorder.end()
+    assert step is not None
+    zcompile.close(model)
+    return step
+
+
+STATE_BYTES = sum(fact.nbytes for fact in recorded().facts.values())
+
+
+def planned(device: int, host: int = GiB, disk: int | None = None, **arena: int) -> StepPlan:
+    step = recorded()
+    tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
+    shared = Arena(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
+    compute = compute_seconds(step, COSTS.region_seconds)
+    return plan_step(
+        step, MACHINE, Room(tiers), shared, compute,
+        lambda made, homes: simulate(made, COSTS, homes).step_s,
+    )  # fmt: skip
+
+
+BUDGETS = [2 * STATE_BYTES, STATE_BYTES // 2, STATE_BYTES // 4, STATE_BYTES // 8]
+
+
+@pytest.mark.parametrize("device", BUDGETS)
+def test_residents_and_window_fit_the_budget_and_every_schedule_is_proven(device):
+    plan = planned(device)
+    assert plan.resident_bytes + plan.arena.window_bytes <= device
+    assert plan.peak_bytes <= device
+    for call in plan.step.calls:
+        verify_schedule(call.schedule)
+
+
+def test_with_room_for_everything_nothing_is_left_to_stream():
+    plan = planned(2 * STATE_BYTES)
+    assert plan.arena.window_bytes == 0
+    rows = [x for call in plan.step.calls for x in call.schedule.instructions]
+    assert not any(isinstance(x, Fetch | Store) for x in rows)
+
+
+def test_what_is_computed_is_what_was_recorded():
+    def work(step: Step) -> list[object]:
+        return [
+            x.region.key
+            for call in step.calls
+            if call.phase is not Phase.STEP
+            for x in call.schedule.instructions
+            if isinstance(x, Run)
+        ]
+
+    assert work(planned(STATE_BYTES // 4).step) == work(recorded())
+
+
+def test_less_memory_never_makes_a_step_faster():
+    seconds = [planned(device).seconds for device in BUDGETS]
+    assert all(a <= b * 1.02 for a, b in zip(seconds, seconds[1:], strict=False)), seconds
+
+
+def test_a_plan_is_faster_than_fetching_everything():
+    fetching = arranged(recorded(), {}, Arena(STATE_BYTES // 4, 64, LEAST_CHUNK))
+    everything_fetched = simulate(fetching, COSTS, {}).step_s
+    assert planned(STATE_BYTES // 4).seconds < everything_fetched
+
+
+def test_what_is_asked_to_be_left_is_left():
+    plan = planned(2 * STATE_BYTES, window_bytes=MiB)
+    assert plan.arena.window_bytes >= MiB
+
+
+def test_the_same_step_gives_the_same_plan():
+    plans = [planned(STATE_BYTES // 4) for _ in range(2)]
+    assert plans[0].placement == plans[1].placement
+    assert plans[0].arena == plans[1].arena
+
+
+def test_a_device_that_cannot_hold_what_one_region_reads_is_told():
+    with pytest.raises(BudgetExceeded, match="needs .* on the device"):
+        planned(8 * KiB)
+
+
+def test_without_prefetch_no_fetch_starts_before_its_region():
+    plan = planned(STATE_BYTES // 4, max_lead=0)
+    for call in plan.step.calls:
+        pending = 0
+        for x in call.schedule.instructions if call.phase is not Phase.STEP else ():
+            pending += isinstance(x, Fetch)
+            assert not (isinstance(x, Run) and pending > 8)
+            pending = 0 if isinstance(x, Run) else pending

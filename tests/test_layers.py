@@ -53,11 +53,21 @@ FLOORS = (
     {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
     {"zcompile.graph", "zcompile.graph_plan", "zcompile.schedule"},
     {"zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},
-    {"zcompile.torch_private", "zcompile.run_format", "zcompile.safetensors_file",
-     "zcompile.machine_file"},
+    {
+        "zcompile.torch_private",
+        "zcompile.run_format",
+        "zcompile.safetensors_file",
+        "zcompile.machine_file",
+    },
     {"zcompile.machine"},
-    {"zcompile.errors", "zcompile.units", "zcompile.records", "zcompile.version", "triton_kernels",
-     "zcompile.byte_ranges"},
+    {
+        "zcompile.errors",
+        "zcompile.units",
+        "zcompile.records",
+        "zcompile.version",
+        "triton_kernels",
+        "zcompile.byte_ranges",
+    },
 )
 """Top to bottom. A room is a module, or a package with all its modules."""
 

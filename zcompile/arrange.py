@@ -81,7 +81,8 @@ def arrange(
         for address, block in zip(pack_quickly(blocks), blocks, strict=True)
     ]
     placed = [_placed(*each) for each in zip(moved, slots, strict=True)]
-    still = [v for v in stages.values if v not in moved]
+    arriving = {v.wait.register for v in moved}
+    still = [v for v in stages.values if v.wait.register not in arriving]
     instructions = tuple(_Assembly(stages, placed, starts, still).instructions())
     return replace(
         schedule,

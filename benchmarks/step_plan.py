@@ -3,7 +3,7 @@
     python -m benchmarks.step_plan --disk /mnt/nvme
 
 A GPT of 12 layers on the emulated device. Links are throttled to the bytes per FLOP of one H200
-with one NVMe drive (its machine file, and the FLOP/s that this machine was measured at), and to
+with one NVMe drive (its machine file; fp32 on both), and to
 three harsher ratios. Budgets go from where everything fits down to a twelfth of it. A second table
 turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in its
 place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
@@ -38,8 +38,8 @@ SHARES: Mapping[str, Mapping[str, float]] = {
     "all at a half": {"disk_read": 0.5, "disk_write": 0.5, "h2d": 0.5, "d2h": 0.5},
     "bus at a quarter": {"h2d": 0.25, "d2h": 0.25},
 }
-WARM_UP = 3
-"""Two steps as the passes planned them, and one in which entries have just moved."""
+WARM_UP = 7
+"""Two steps as the passes planned them, four under the first plan, one after its review."""
 HOST_SHARE = 0.7
 """Of all states: the host holds so much, the disk the rest."""
 
@@ -68,7 +68,7 @@ NOT_PLANNED: Mapping[str, Any] = {
 
 def throttle_of(mine: Machine, like: Machine, share: Mapping[str, float]) -> dict[str, float]:
     """Rates at which this machine has the bytes per FLOP of `like`."""
-    ratio = mine.compute.flops_per_s["float32"] / like.compute.flops_per_s["bfloat16"]
+    ratio = mine.compute.flops_per_s["float32"] / like.compute.flops_per_s["float32"]
     links = ("disk_read", "disk_write", "h2d", "d2h")
     return {name: like.links[name].bytes_per_s * ratio * share.get(name, 1.0) for name in links}
 

@@ -11,6 +11,7 @@ from zcompile.cost import (
     LEAST_MEASURED_BYTES,
     Costs,
     call_name,
+    line_through,
     measured,
     predicted_seconds,
     remeasured,
@@ -95,3 +96,13 @@ def test_only_links_that_were_in_use_change():
 ])  # fmt: skip
 def test_replanning_pays_if_it_is_earned_back(step_s, replanned_s, planning_s, left, pays):
     assert replan_pays(step_s, replanned_s, planning_s, left) is pays
+
+
+def test_a_chunk_of_another_size_costs_by_what_others_like_it_took():
+    line = line_through([(1000, 2e-3), (3000, 4e-3)])
+    assert line.fixed_s == 2e-3
+    assert 2 * line.fixed_s + 4000 * line.s_per_byte == pytest.approx(6e-3)
+    region = Region("other", "", lambda: (), Work(nbytes=2000), "adam float32!")
+    costs = Costs(MACHINE, alike={"adam float32!": line})
+    assert costs.region_seconds(region) == pytest.approx(3e-3)
+    assert Costs(MACHINE).region_seconds(region) != pytest.approx(3e-3)

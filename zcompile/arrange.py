@@ -18,7 +18,7 @@ start as early as the arena's window allows.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zcompile.lower_step import lower_step
+from zcompile.lower_step import DEPTH, lower_step
 from zcompile.packing import Block, aligned, live_peak, pack_quickly
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
@@ -101,6 +101,7 @@ class Arena:
     window_bytes  for what is fetched
     max_lead      runs that a fetch may start ahead
     chunk_bytes   most bytes per operand and chunk of the optimizer's step
+    depth         most chunks of that step in the arena at once
     reach         that step computes with what rests on the host where it lies
     """
 
@@ -108,6 +109,7 @@ class Arena:
     max_lead: int
     chunk_bytes: int
     reach: bool = False
+    depth: int = DEPTH
 
 
 def arranged(step: Step, homes: Mapping[int, str], arena: Arena) -> Step:
@@ -140,7 +142,7 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: Arena) -> Schedul
         for row in schedule.rows
     ]  # fmt: skip
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names),
-                      arena.window_bytes, arena.chunk_bytes)  # fmt: skip
+                      arena.window_bytes, arena.chunk_bytes, arena.depth)  # fmt: skip
 
 
 def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:

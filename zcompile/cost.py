@@ -4,10 +4,10 @@ Measured where something has run, predicted from work and machine where nothing 
 measured comes in as data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from zcompile.machine import Compute, Link, Machine
 from zcompile.schedule import Fetch, Instruction, Reduce, Region, Schedule, Store, Work
@@ -24,6 +24,24 @@ LEAST_GAIN = 0.03
 """Of a step: less is what steps differ by themselves, and replanning would never end."""
 STEPS_TO_PAY = 50
 """Planning again must be earned back within so many steps."""
+
+
+class Line(NamedTuple):
+    """Seconds of regions that differ only in how much they touch."""
+
+    fixed_s: float
+    s_per_byte: float
+
+
+NO_LINES: Mapping[str, Line] = MappingProxyType({})
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> Line:
+    """(bytes, seconds) of some regions: the least of them is the fixed part of each, the rest goes
+    by their bytes. Then their sum is right, and none costs less than nothing."""
+    fixed_s = min(seconds for _, seconds in points)
+    nbytes = sum(n for n, _ in points)
+    return Line(fixed_s, (sum(s for _, s in points) - fixed_s * len(points)) / max(nbytes, 1))
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class Costs:
     """Machine and measurements together.
 
     regions   region key -> seconds of compute
+    alike     `Region.like` -> seconds of compute by the bytes it touches
     launches  region key -> seconds of the host to start it, where compute runs beside it
     issues    (instruction class, `issued_bytes`) -> seconds of the host
     gaps      (`call_name` of one call, of the next) -> seconds of the host between them
@@ -61,14 +80,18 @@ class Costs:
     machine: Machine
     ways: Ways = Ways()
     regions: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    alike: Mapping[str, "Line"] = field(default_factory=lambda: NO_LINES)
     launches: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
     issues: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
     gaps: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
 
     def region_seconds(self, region: Region) -> float:
-        """Measured if it has run, else predicted."""
-        known = self.regions.get(region.key)
-        return predicted_seconds(region.work, self.machine.compute) if known is None else known
+        """Measured if it has run, by others like it if those have, else predicted."""
+        if (known := self.regions.get(region.key)) is not None:
+            return known
+        if (line := self.alike.get(region.like)) is not None:
+            return line.fixed_s + line.s_per_byte * region.work.nbytes
+        return predicted_seconds(region.work, self.machine.compute)
 
     def launch_seconds(self, region: Region) -> float:
         """Of the host, which starts a region and goes on."""

@@ -36,6 +36,8 @@ CHUNK_ELEMENTS = 1024
 """Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 DEPTH = 3
 """Chunks in the arena at once: one arrives, one computes, one leaves."""
+DEEP = 8
+"""Where operands come over links of different speed, more chunks on their way even them out."""
 
 
 def lower_step(
@@ -45,15 +47,17 @@ def lower_step(
     entries: int,
     budget_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
+    depth: int = DEPTH,
 ) -> Schedule:
     """The schedule that computes `rows` in order.
 
     inputs       how many registers the call fills
     entries      how many entries the call names
     chunk_bytes  most bytes of a chunk of one operand
+    depth        most chunks in the arena at once
     raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
     """
-    depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name)
+    depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
     lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(name, inputs, depth, lane_bytes)
     for row, elements in zip(rows, sizes, strict=True):
@@ -84,10 +88,10 @@ def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
 
 
 def _sizes(
-    rows: Sequence[Row], budget_bytes: int, chunk_bytes: int, name: str
+    rows: Sequence[Row], budget_bytes: int, chunk_bytes: int, name: str, most: int
 ) -> tuple[int, list[int]]:
     """How many chunks are in the arena at once, and the elements of a chunk of each row."""
-    for depth in range(DEPTH, 0, -1):
+    for depth in range(most, 0, -1):
         sizes = [_elements(row, budget_bytes // depth, chunk_bytes) for row in rows]
         if None not in sizes:
             return depth, [n or 1 for n in sizes]

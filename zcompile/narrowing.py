@@ -38,7 +38,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
     )
     row = Row(numel, columns, (), Narrowing(((0, 1),)))
     build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_bytes,
-                    session.device.chunk_bytes)  # fmt: skip
+                    session.device.chunk_bytes, session.depth)  # fmt: skip
     kind = ("copy", numel, cast, tuple(column.resident for column in columns))
     try:
         schedule = session.step(kind, build)

@@ -16,10 +16,11 @@ from zcompile.arrange import Arena, arrange
 from zcompile.bounds import bound
 from zcompile.cost import Costs, replan_pays
 from zcompile.demand import demand_of
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.loads import Room
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.prediction import predicted
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moves import move, resettle
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 WARM_UP = 2
 """Steps that are seen before one is planned: the first makes the states, the second is usual."""
 
-REVIEW = 4
+REVIEW = 3
 """A plan is looked at again when so many times as many steps have been seen: costs that are known
 better by then are worth some milliseconds, and those of a long run are known."""
 PREDICTED_FOR = 4
@@ -58,6 +59,7 @@ class Residency:
         self._plans = 0
         self._next_review = WARM_UP * REVIEW
         self._predicted: tuple[int, dict[str, Any]] | None = None
+        self._tried = False
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -73,18 +75,27 @@ class Residency:
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
-        if self.plan is not None and _lasting(step) <= self._base.facts.keys():
+        if self._tried and _lasting(step) <= self._base.facts.keys():
             self._review()
             return
-        self._base = step = joined(self._base, step)
-        self.withdraw()
-        self.apply(self.planned(step))
+        self._base, self._tried = joined(self._base, step), True
+        self._plan_anew()
         self._plans += 1
         if self._plans > MOST_PLANS:
             log.warning(
                 "every step uses other parameters or states than those before: the plan of %d "
                 "steps together stays", MOST_PLANS
             )  # fmt: skip
+
+    def _plan_anew(self) -> None:
+        """A plan for `_base`; without one training goes on as the passes planned it."""
+        with deferred_interrupts():  # one between two moves would leave neither plan in force
+            self.withdraw()
+            try:
+                self.apply(self.planned(self._base))
+            except (BudgetExceeded, Unsupported, DiskUnusable) as error:
+                self.session.homes.device.clear()
+                log.warning("a whole step could not be planned, so every use fetches: %s", error)
 
     def _review(self) -> None:
         """Plan again, now and then, at costs as they are by now; keep that if it pays."""
@@ -98,8 +109,7 @@ class Residency:
         if replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
             log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", now_s,
                      other.seconds)  # fmt: skip
-            self.withdraw()
-            self.apply(other)
+            self._plan_anew()
 
     def prediction(self) -> dict[str, Any] | None:
         """What a step under the plan should take, at costs as they were a few steps ago at most;
@@ -142,6 +152,9 @@ class Residency:
         for entry in session.entries():
             if key_of(entry) not in step.facts and entry.home in nbytes:
                 nbytes[entry.home] -= entry.place.extent.nbytes
+        # First fit leaves holes between entries of different sizes; what finds none goes to disk.
+        largest = max((fact.nbytes for fact in step.facts.values()), default=0)
+        nbytes["host"] = max(0, nbytes["host"] - max(largest, nbytes["host"] // 32))
         return Room(nbytes, session.reaches_host, session.reaches_host)
 
     def apply(self, plan: StepPlan) -> None:
@@ -156,7 +169,7 @@ class Residency:
         left = resettle(session, homes)
         self.plan = session.plan = plan
         self._predicted = None
-        session.window_bytes = plan.arena.window_bytes
+        session.window_bytes, session.depth = plan.arena.window_bytes, plan.arena.depth
         session.steps.clear()
         session.meter.resident_bytes = session.homes.device.planned_bytes
         session.meter.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
@@ -195,9 +208,11 @@ class Residency:
         if self.plan is None or session.executor.is_running:
             return False
         self._least_window = max(self._least_window, needed_bytes)
+        self._tried = False
         log.info("%s of the arena are needed at once: what rests on the device goes back",
                  show_size(needed_bytes))  # fmt: skip
-        self.withdraw()
+        with deferred_interrupts():
+            self.withdraw()
         return True
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:

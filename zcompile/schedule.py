@@ -67,12 +67,14 @@ class Region:
     text  its ops, for people
     call  positional values in, a tuple of values out
     work  what it computes and touches, from which its seconds can be predicted
+    like  names those that take as long per byte touched; "": none do
     """
 
     key: str
     text: str
     call: Callable[..., tuple[Any, ...]]
     work: Work = NO_WORK
+    like: str = ""
 
 
 @dataclass(frozen=True)

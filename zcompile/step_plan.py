@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from zcompile.arrange import Arena, arranged, window_bytes
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
+from zcompile.lower_step import DEEP, DEPTH
 from zcompile.machine import Machine
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
@@ -19,6 +20,8 @@ from zcompile.steps import Step
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
+PARTS = (16, 8, 4, 2, 1)
+"""Parts of the arena that are tried too: chunks of an optimizer's step grow with the window."""
 ROUNDS = 4
 """A placement changes what the window must hold, and that the placement; so often at most."""
 LEAST_SETS = 3
@@ -73,14 +76,16 @@ def plan_step(
     best: StepPlan | None = None
     refused: BudgetExceeded | None = None
     for window, placement in _windows(step, machine, room, arena, compute_seconds):
-        try:
-            made = _planned(step, placement, replace(arena, window_bytes=window), seconds)
-        except BudgetExceeded as error:
-            refused = error
-            continue
-        if best is None or made.seconds < best.seconds:
-            best = made
-        if not window:
+        for depth in (DEPTH, DEEP):
+            shared = replace(arena, window_bytes=window, depth=depth)
+            try:
+                made = _planned(step, placement, shared, seconds)
+            except BudgetExceeded as error:
+                refused = error
+                break
+            if best is None or made.seconds < best.seconds:
+                best = made
+        if not window and best is not None:
             break  # nothing moves
     if best is None:
         assert refused is not None
@@ -123,8 +128,11 @@ def _windows(
         if window not in tried:
             tried.add(window)
             yield window, placement
-    if whole not in tried:
-        yield whole, beside(whole)
+    for part in PARTS:
+        window = max(least, whole // part)
+        if window not in tried:
+            tried.add(window)
+            yield window, beside(window)
 
 
 def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:

@@ -54,7 +54,8 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     widths = (c.dtype.itemsize * (1 + c.writes) for c in row.columns)
     work = Work(nbytes=(last - first) * sum(widths), ops=1)
     call = partial(_call, row.compute, first, last)
-    return Region(key, f"chunk [{first}, {last})", call, work)
+    like = " ".join((name, *(f"{c.dtype}{'!' if c.writes else ''}" for c in row.columns)))
+    return Region(key, f"chunk [{first}, {last})", call, work, like)
 
 
 def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:

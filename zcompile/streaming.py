@@ -190,7 +190,7 @@ def stream(
     key = tuple(call.signature)
     name = func._schema.name.removeprefix("aten::")
     build = partial(lower_step, name, rows, len(call.inputs), len(call.entries),
-                    session.window_bytes, session.device.chunk_bytes)  # fmt: skip
+                    session.window_bytes, session.device.chunk_bytes, session.depth)  # fmt: skip
     try:
         schedule = session.step(key, build)
     except BudgetExceeded as error:
@@ -222,7 +222,7 @@ def apply_deferred(entry: Entry) -> None:
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
     build = partial(lower_step, "what was deferred", [row], len(operands), 1,
-                    session.window_bytes, session.device.chunk_bytes)  # fmt: skip
+                    session.window_bytes, session.device.chunk_bytes, session.depth)  # fmt: skip
     try:
         schedule = session.step(("deferred", changes, here), build)
     except BudgetExceeded as error:

@@ -5,28 +5,26 @@ later on: what a region costs does not change from step to step, and reading it 
 either. Where compute runs beside the host (CUDA), events of the device time the regions of the
 first walks, and are read when costs are asked for.
 
-Of what was timed more than once the mean of the last RECENT counts, of which none counts for more
-than MOST times their median. A step is the sum of hundreds of such times and comes near the sum of
-their means: noise only ever adds, so medians or minima would sum up to too little every time. The
-limit leaves out what happens once: a first call that allocates and warms up, a machine that sleeps.
-Of instructions that may wait for a transfer (`Wait`, `Borrow`) it is the minimum, which is what
-they take when they need not; what `Reduce` waits for is known, and taken off. Between two calls it
-is the median: a user may do anything there now and then, and a plan is made there once.
+What stands for many samples of one thing is said in `samples.py`. Of instructions that may wait for
+a transfer (`Wait`, `Borrow`) it is the minimum, which is what they take when they need not; what
+`Reduce` waits for is known, and taken off. Between two calls it is the median: a user may do
+anything there now and then, and a plan is made there once.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 
-from zcompile.cost import Costs, Ways, call_name, issued_bytes, remeasured
+from zcompile.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
 from zcompile.machine import Machine
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Stamp
 from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.samples import RECENT, Samples
 from zcompile.runtime.store import Entry
-from zcompile.schedule import Borrow, Fetch, Run, Schedule, Wait
+from zcompile.schedule import Borrow, Fetch, Region, Run, Schedule, Wait
 from zcompile.specs import Phase
 from zcompile.steps import Step
 
@@ -34,15 +32,9 @@ FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
 """Of later walks one in so many is."""
-RECENT = 64
-"""Samples kept of each thing that is timed."""
-MOST = 16.0
-"""Times the median."""
-
 STEPS = 16
 """Of which the links are measured: with a quarter for each, those before count for a hundredth."""
 
-Samples = dict[object, deque[float]]
 Traffic = Mapping[str, tuple[int, float]]
 IDLE = (0, 0.0)
 
@@ -81,11 +73,12 @@ class Clocks:
         self.last_step: Step | None = None
         self._recorder = Recorder()
         self._walks: dict[int, int] = {}
-        self._regions: Samples = {}
-        self._launches: Samples = {}
-        self._issues: Samples = {}
-        self._gaps: Samples = {}
-        self._unread: deque[tuple[str, Stamp, Stamp]] = deque()
+        self._regions = Samples()
+        self._alike: dict[str, dict[str, int]] = {}
+        self._launches = Samples()
+        self._issues = Samples()
+        self._gaps = Samples()
+        self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
         self._last: tuple[str, float] | None = None
         self._step_began: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)
@@ -98,7 +91,7 @@ class Clocks:
         now = perf_counter()
         if self._last is not None:
             before, ended = self._last
-            _note(self._gaps, (before, call_name(schedule)), now - ended)
+            self._gaps.note((before, call_name(schedule)), now - ended)
         if schedule.phase is Phase.FORWARD and self._stepping:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
@@ -125,17 +118,23 @@ class Clocks:
         machine  as it was probed; its links are brought to what they did in the last steps
         """
         while self._unread:
-            key, begin, end = self._unread.popleft()
-            _note(self._regions, key, begin.until(end))
+            region, begin, end, cold = self._unread.popleft()
+            self._ran(region, begin.until(end), cold)
         for nbytes, busy_s in self._rates:
             machine = remeasured(machine, nbytes, busy_s)
+        regions = self._regions.means()
+        waits = {key: s for key, s in self._issues.leasts().items() if _may_wait(key)}
         return Costs(
             machine,
             ways,
-            regions=_means(self._regions),
-            launches=_means(self._launches),
-            issues={key: _usual(key, times) for key, times in self._issues.items()},
-            gaps={key: median(times) for key, times in self._gaps.items()},
+            regions=regions,
+            alike={
+                like: line_through([(nbytes, regions[key]) for key, nbytes in keys.items()])
+                for like, keys in self._alike.items()
+            },
+            launches=self._launches.means(),
+            issues=self._issues.means() | waits,
+            gaps=self._gaps.medians(),
         )
 
     def _measure_links(self) -> None:
@@ -169,23 +168,35 @@ class Clocks:
     def learn(self, schedule: Schedule, begins: list[float], ends: list[float],
               waits: Mapping[int, float], given: frozenset[int]) -> None:  # fmt: skip
         """A walk was timed; `waits` are those of gradients, by instruction."""
-        stalls = dict(waits)
+        stalls, cold = dict(waits), self._is_cold(schedule)
         for index, x in enumerate(schedule.instructions):
             seconds = ends[index] - begins[index]
             if isinstance(x, Run):
-                known = self._regions if self._stamp is None else self._launches
-                _note(known, x.region.key, seconds)
+                if self._stamp is None:
+                    self._ran(x.region, seconds, cold)
+                else:
+                    self._launches.note(x.region.key, seconds, cold)
             elif not (isinstance(x, Fetch) and x.ticket in given):
                 key = type(x), issued_bytes(x)
-                _note(self._issues, key, seconds - waits.get(index, 0.0))
+                self._issues.note(key, seconds - waits.get(index, 0.0))
                 if isinstance(x, Wait):
-                    stalls[index] = seconds - min(self._issues[key])
+                    stalls[index] = seconds - self._issues.least(key)
         if self.record:
             self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
 
-    def timed(self, stamps: list[tuple[str, Stamp, Stamp]]) -> None:
+    def _ran(self, region: Region, seconds: float, cold: bool) -> None:
+        self._regions.note(region.key, seconds, cold)
+        if region.like:
+            self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
+
+    def timed(self, schedule: Schedule, stamps: list[tuple[Region, Stamp, Stamp]]) -> None:
         """Regions were timed on the device; they are read later."""
-        self._unread.extend(stamps)
+        cold = self._is_cold(schedule)
+        self._unread.extend((region, begin, end, cold) for region, begin, end in stamps)
+
+    def _is_cold(self, schedule: Schedule) -> bool:
+        """Whether this was the first walk of it."""
+        return self._walks.get(schedule.serial) == 1
 
 
 class Watch:
@@ -240,7 +251,7 @@ class DeviceWatch(HostWatch):
     def __init__(self, clocks: Clocks, schedule: Schedule, stamp: Callable[[], Stamp]) -> None:
         super().__init__(clocks, schedule)
         self._stamp = stamp
-        self._stamps: list[tuple[str, Stamp, Stamp]] = []
+        self._stamps: list[tuple[Region, Stamp, Stamp]] = []
         self._open: Stamp | None = None
 
     def begins(self, index: int) -> None:
@@ -252,33 +263,16 @@ class DeviceWatch(HostWatch):
         super().ends(index)
         x = self.schedule.instructions[index]
         if isinstance(x, Run) and self._open is not None:
-            self._stamps.append((x.region.key, self._open, self._stamp()))
+            self._stamps.append((x.region, self._open, self._stamp()))
 
     def over(self) -> None:
         super().over()
-        self.clocks.timed(self._stamps)
+        self.clocks.timed(self.schedule, self._stamps)
 
 
 def _nobody_looks() -> None:
     return
 
 
-def _note(samples: Samples, key: object, seconds: float) -> None:
-    times = samples.get(key)
-    if times is None:
-        times = samples[key] = deque(maxlen=RECENT)
-    times.append(seconds)
-
-
-def _means(samples: Samples) -> dict[object, float]:
-    return {key: _mean(times) for key, times in samples.items()}
-
-
-def _mean(times: deque[float]) -> float:
-    most = MOST * median(times)
-    return fmean(min(seconds, most) for seconds in times)
-
-
-def _usual(key: object, times: deque[float]) -> float:
-    kind = key[0] if isinstance(key, tuple) else key
-    return min(times) if kind in (Wait, Borrow) else _mean(times)
+def _may_wait(key: object) -> bool:
+    return isinstance(key, tuple) and key[0] in (Wait, Borrow)

@@ -18,6 +18,7 @@ from zcompile.config import Config
 from zcompile.cost import Ways
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.lower_step import DEPTH
 from zcompile.runtime import near
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
@@ -69,6 +70,8 @@ class Session(Store):
         """What a step should take, once one was planned."""
         self.plan: Any = None
         """The `StepPlan` in force, once a step was planned."""
+        self.depth = DEPTH
+        """Most chunks of a step in the arena at once."""
         self.window_bytes = self.device_budget
         """Of the arena, for what streams through: all but what rests there."""
         self.root: weakref.ref[torch.nn.Module] | None = None

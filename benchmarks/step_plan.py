@@ -103,19 +103,18 @@ def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.
     return model, stepper(model, torch.compile(model, backend="zinf"))
 
 
-def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run, Step]:
-    """Train for some steps, the first of which count for nothing; and the record of the last."""
+def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run, Step | None]:
+    """Train for some steps, the first of which count for nothing; and the record of the last. What
+    is predicted is so before the steps that it is compared with."""
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
         model, step = offloaded(args, device, disk=disk, **fields)
         for number in range(WARM_UP):
             step(*data(args, number))
-        zcompile.stats(model, reset=True)
+        told = zcompile.stats(model, reset=True)["predicted"] or NOT_PLANNED
         seconds = [step(*data(args, number)) for number in range(args.steps)]
         stats = zcompile.stats(model)
         recorded = session_behind(model).executor.recorder.end()
         zcompile.close(model)
-    assert recorded is not None
-    told = stats["predicted"] or NOT_PLANNED
     moved = {link: n / args.steps for link, n in stats["bytes"].items()}
     return Run(
         measured_s=statistics.median(seconds),
@@ -187,12 +186,14 @@ def ablations(args: argparse.Namespace, whole: int, throttle: dict[str, float]) 
         "planned": {}, "no prefetch": {"max_lead": 0}, "no residency": {"residency": False},
     }  # fmt: skip
     base: Run | None = None
+    seen: Step | None = None
     for name, how in variants.items():
         run, step = measured(args, device, throttle=throttle, host_memory="4GiB", **how)
-        base = base or run
+        base, seen = base or run, seen or step
         print(f"| {name} | {run.measured_s:.3f} | {run.measured_s / base.measured_s:.2f} "
               f"| {run.moved_bytes / MiB:.1f} |", flush=True)  # fmt: skip
-    print(f"| LRU in place of the plan (counted) | - | - | {lru_bytes(step, device) / MiB:.1f} |")
+    assert seen is not None
+    print(f"| LRU in place of the plan (counted) | - | - | {lru_bytes(seen, device) / MiB:.1f} |")
 
 
 def beside_eager(args: argparse.Namespace, whole: int) -> None:

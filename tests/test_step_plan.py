@@ -43,6 +43,7 @@ def recorded() -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     ids = torch.randint(0, 64, (2, 17))
+    session_behind(model).executor.recorder.on = True
     for _ in range(2):  # the recorder begins anew with the next forward
         logits = compiled(ids[:, :-1])
         nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()

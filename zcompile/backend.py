@@ -8,7 +8,7 @@ of each call.
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -166,6 +166,7 @@ class _Graph:
         regions = session.regions if session is not None else {}
         known = len(regions)
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
+        schedule = replace(schedule, trains=told_as == "forward")
         verify_schedule(schedule)
         self.watch.lowered(schedule, told_as)
         if session is None:

@@ -123,7 +123,7 @@ class BlockFile:
 
     def read_small(self, begin: int, end: int, name: str) -> Tensor:
         """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
-        made = torch.empty(end - begin, dtype=torch.uint8)
+        made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         try:
             with self.path.open("rb", buffering=0) as file:
                 moved = os.preadv(file.fileno(), [Buffer.over(made).view], begin)

@@ -53,6 +53,7 @@ class PaperSession(Session):
         self.executor: _PaperExecutor = _PaperExecutor(self, self.gradients)
         self.regions = _PaperRegions()
         furnish(self)
+        self.executor.recorder.on = True
 
     @property
     def saved_bytes(self) -> int:

@@ -18,10 +18,10 @@ from zcompile.cost import Costs, replan_pays
 from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.loads import Room
-from zcompile.packing import ALIGNMENT, aligned
+from zcompile.lower_step import DEPTH
 from zcompile.prediction import predicted
 from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.moves import move, resettle
+from zcompile.runtime.moves import resettle, send_away
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
@@ -30,7 +30,7 @@ from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
-from zcompile.steps import Step
+from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 from zcompile.verify_schedule import verify_schedule
 
@@ -44,6 +44,8 @@ REVIEW = 3
 better by then are worth some milliseconds, and those of a long run are known."""
 PREDICTED_FOR = 4
 """Steps for which a prediction is not made anew."""
+MOST_RELIEFS = 4
+"""After so many, what needs the room has it for good."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -60,6 +62,7 @@ class Residency:
         self._next_review = WARM_UP * REVIEW
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
+        self._reliefs = 0
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -70,15 +73,20 @@ class Residency:
         assert session is not None, "a session asks, so it is there"
         return session
 
+    @property
+    def _lead(self) -> int:
+        return UNBOUNDED_LEAD if self.session.config.max_lead else 0
+
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
-        if self._tried and _lasting(step) <= self._base.facts.keys():
+        if self._tried and lasting(step) <= self._base.facts.keys():
             self._review()
             return
-        self._base, self._tried = joined(self._base, step), True
+        alive = {key_of(entry) for entry in self.session.entries()}
+        self._base, self._tried = joined(of_the_living(self._base, alive), step), True
         self._plan_anew()
         self._plans += 1
         if self._plans > MOST_PLANS:
@@ -88,14 +96,12 @@ class Residency:
             )  # fmt: skip
 
     def _plan_anew(self) -> None:
-        """A plan for `_base`; without one training goes on as the passes planned it."""
-        with deferred_interrupts():  # one between two moves would leave neither plan in force
-            self.withdraw()
+        """A plan for `_base`. Without one training goes on as before."""
+        with deferred_interrupts():  # one between two moves would leave no plan in force
             try:
                 self.apply(self.planned(self._base))
             except (BudgetExceeded, Unsupported, DiskUnusable) as error:
-                self.session.homes.device.clear()
-                log.warning("a whole step could not be planned, so every use fetches: %s", error)
+                log.warning("a whole step could not be planned, so entries stay: %s", error)
 
     def _review(self) -> None:
         """Plan again, now and then, at costs as they are by now; keep that if it pays."""
@@ -121,7 +127,8 @@ class Residency:
             costs, plan = self.costs(), self.plan
             made = predicted(plan.step, costs, plan.placement.homes)
             demand = demand_of(self._base, costs.region_seconds)
-            least = bound(demand, costs.machine.links, self._room(self._base))
+            links = machine_for(self.session.config, self.session.device).links
+            least = bound(demand, links, self._room(self._base))  # as they are, not as they did
             made |= {"least_s": least.seconds, "binding": least.binding}
             self._predicted = self._seen, made
         return self._predicted[1]
@@ -136,8 +143,7 @@ class Residency:
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
-        lead = UNBOUNDED_LEAD if session.config.max_lead else 0
-        arena = Arena(self._least_window, lead, session.device.chunk_bytes, room.reach)
+        arena = Arena(self._least_window, self._lead, session.device.chunk_bytes, room.reach)
         compute = compute_seconds(step, costs.region_seconds)
 
         def seconds(made: Step, homes: Mapping[int, str]) -> float:
@@ -158,46 +164,72 @@ class Residency:
         return Room(nbytes, session.reaches_host, session.reaches_host)
 
     def apply(self, plan: StepPlan) -> None:
-        """Move every entry to its home; from here on schedules are arranged for it."""
+        """Move every entry to its home; from here on schedules are arranged for it.
+
+        At every instant a schedule may be arranged for where entries rest by then: what is on the
+        device lies in berths, and the window ends where they begin.
+        """
         session, homes = self.session, plan.placement.homes
-        top = session.device_budget // ALIGNMENT * ALIGNMENT
-        for key, home in homes.items():
-            if home == "device":
-                fact = plan.step.facts[key]
-                top -= aligned(fact.nbytes)
-                session.homes.device.plan(key, fact.name, top, fact.nbytes)
-        left = resettle(session, homes)
+        device = session.homes.device
+        self._quiet()
+        device.window_bytes = plan.arena.window_bytes
+        left = send_away(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
+        device.clear()
+        wanted = sorted((key for key, home in homes.items() if home == "device"),
+                        key=lambda key: -plan.step.facts[key].nbytes)  # fmt: skip
+        facts = [plan.step.facts[key] for key in wanted]
+        crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
+        left += resettle(session, {key: h for key, h in homes.items() if key not in set(crowded)})
         self.plan = session.plan = plan
         self._predicted = None
-        session.window_bytes, session.depth = plan.arena.window_bytes, plan.arena.depth
-        session.steps.clear()
-        session.meter.resident_bytes = session.homes.device.planned_bytes
+        self._in_force(min(plan.arena.window_bytes, device.floor), plan.arena.depth)
         session.meter.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
+        binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
         log.info(
             "a step was planned: %s rest on the device, %s are left to stream through; "
             "%.3g s a step, bound by %s%s",
-            show_size(plan.resident_bytes),
-            show_size(plan.arena.window_bytes),
+            show_size(device.planned_bytes),
+            show_size(session.window_bytes),
             plan.seconds,
-            ", ".join(f"{phase.value}: {by}" for phase, by in plan.placement.binding.items()),
-            f"; {len(left)} entries found no room where they should rest" if left else "",
-        )
+            ", ".join(binding),
+            f"; {len(left) + len(crowded)} entries found no room where they should rest"
+            if left or crowded else "",
+        )  # fmt: skip
 
     def withdraw(self) -> None:
         """Nothing rests on the device any more, as far as other tiers have room."""
-        session = self.session
-        if self.plan is None:
-            return
-        away = {key: "host" for key, home in self.plan.placement.homes.items() if home == "device"}
-        for entry in resettle(session, away):
-            move(session, entry, "disk")
+        session, device = self.session, self.session.homes.device
+        self._quiet()
+        send_away(session, self._near(), {})
         session.homes.wanted = {}
-        session.homes.device.clear()
-        self._arranged.clear()
-        session.steps.clear()
-        session.meter.resident_bytes = session.homes.device.planned_bytes
-        session.window_bytes = session.device_budget - session.homes.device.planned_bytes
+        device.clear()
+        device.window_bytes = session.device_budget
         self.plan = session.plan = None
+        self._in_force(device.floor, DEPTH)
+
+    def _quiet(self) -> None:
+        """Nothing is under way, and nothing was handed over to what comes next."""
+        session = self.session
+        session.executor.foresight.abandon()
+        session.drain()
+
+    def _near(self) -> list[Entry]:
+        """What rests on the device."""
+        return [entry for entry in self.session.entries() if entry.place.tier.on_device]
+
+    def _is_misplaced(self, entry: Entry, homes: Mapping[int, str]) -> bool:
+        """Whether it is to leave the device, or its berth there."""
+        key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
+        stays = homes.get(key) == "device" and device.is_berth(key, extent)
+        return not stays or extent.offset < device.window_bytes
+
+    def _in_force(self, window_bytes: int, depth: int) -> None:
+        """From here on so much of the arena is streamed through."""
+        session = self.session
+        session.window_bytes, session.depth = window_bytes, depth
+        session.meter.resident_bytes = session.homes.device.planned_bytes
+        session.steps.clear()
+        self._arranged.clear()
 
     def relieve(self, needed_bytes: int) -> bool:
         """Something needs more of the arena than the plan left: withdraw, and remember how much.
@@ -205,20 +237,29 @@ class Residency:
         False if that cannot help: nothing rests there, or a schedule that reads it is running.
         """
         session = self.session
-        if self.plan is None or session.executor.is_running:
+        resident = session.homes.device.planned_bytes
+        if not resident or session.executor.is_running:
             return False
-        self._least_window = max(self._least_window, needed_bytes)
-        self._tried = False
-        log.info("%s of the arena are needed at once: what rests on the device goes back",
-                 show_size(needed_bytes))  # fmt: skip
+        at_once = session.arena.used_bytes - resident + needed_bytes
+        self._least_window = max(self._least_window + self._least_window // 2, at_once)
+        self._reliefs += 1
         with deferred_interrupts():
             self.withdraw()
+        self._tried = self._reliefs >= MOST_RELIEFS
+        log.log(
+            logging.WARNING if self._tried else logging.INFO,
+            "%s of the arena are needed at once: what rests on the device goes back%s",
+            show_size(at_once),
+            ", and stays there, since this keeps happening" if self._tried else "",
+        )
         return True
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """The schedule for these very entries, where they rest now."""
-        plan = self.plan
-        if plan is None or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        session = self.session
+        if not session.homes.device.planned_bytes:
+            return schedule
+        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
             return schedule
         resident = frozenset(
             EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
@@ -226,25 +267,12 @@ class Residency:
         key = schedule.serial, resident
         if key not in self._arranged:
             try:
-                made = arrange(schedule, resident, plan.arena.window_bytes, plan.arena.max_lead)
+                made = arrange(schedule, resident, session.window_bytes, self._lead)
             except BudgetExceeded as error:
                 if not self.relieve(error.needed_bytes):
                     raise
                 return schedule
             verify_schedule(made)
-            self.session.meter.plan_device(made.peak_bytes)
+            session.meter.plan_device(made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]
-
-
-def joined(before: Step, step: Step) -> Step:
-    """`step`, with those planned for before if it does not replace them: a generator and its
-    discriminator take turns, and each must find its own on the device."""
-    if _lasting(before) <= step.facts.keys():
-        return step
-    facts = {**before.facts, **step.facts}
-    return Step((*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches))
-
-
-def _lasting(step: Step) -> set[int]:
-    return {key for key, fact in step.facts.items() if fact.kind.lasting}

@@ -202,6 +202,7 @@ class Schedule:
     serial       tells schedules apart; unique in a process
     arena_bytes  bytes of the device arena that the slots lie in
     peak_bytes   largest sum of slots taken at once
+    trains       a forward that a backward follows
     rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
     """
 
@@ -219,6 +220,7 @@ class Schedule:
     peak_bytes: int
     budget_bytes: int | None
     names: Mapping[int, str]
+    trains: bool = False
     rows: tuple[Any, ...] = ()
 
     def fetches(self) -> Iterator[Fetch]:

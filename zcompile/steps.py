@@ -4,7 +4,7 @@ Pure data, recorded in a real step or in one on paper; all planning of a whole s
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zcompile.schedule import Borrow, Fetch, Reduce, Schedule
 from zcompile.schedule import Store as StoreHome
@@ -80,3 +80,25 @@ class Step:
     calls: tuple[StepCall, ...]
     facts: Mapping[int, EntryFact] = field(default_factory=dict)
     micro_batches: int = 1
+
+
+def joined(before: Step, step: Step) -> Step:
+    """`step`, with those planned for before if it does not replace them: a generator and its
+    discriminator take turns, and each must find its own on the device."""
+    if lasting(before) <= step.facts.keys():
+        return step
+    facts = {**before.facts, **step.facts}
+    return Step((*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches))
+
+
+def of_the_living(step: Step, alive: set[int]) -> Step:
+    """Without the calls that use what is gone by now, as the states of an optimizer made anew."""
+    gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}
+    calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
+    facts = {k: f for k, f in step.facts.items() if k not in gone and -k not in gone}
+    return replace(step, calls=calls, facts=facts)
+
+
+def lasting(step: Step) -> set[int]:
+    """Keys of what outlives the step."""
+    return {key for key, fact in step.facts.items() if fact.kind.lasting}

@@ -108,7 +108,7 @@ class _Whole(TensorBytes):
 
     def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
         if self._rows is None:
-            self._rows = torch.empty(self.tensor.size(), dtype=self.tensor.dtype)
+            self._rows = torch.empty(self.tensor.size(), dtype=self.tensor.dtype, device="cpu")
         flat = self._rows.view(-1).view(torch.uint8)
         _copy(flat[begin : begin + source.numel()], source)
         return ()

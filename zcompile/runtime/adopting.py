@@ -28,7 +28,7 @@ class Copier:
 
     def read(self, kept: Resting) -> Tensor:
         """The bytes in ordinary host memory: uint8 [nbytes]."""
-        memory = torch.zeros(kept.nbytes, dtype=torch.uint8)
+        memory = torch.zeros(kept.nbytes, dtype=torch.uint8, device="cpu")
         with DataReader(self._directories) as data:
             for begin, end in kept.written:
                 low, high = _blocks(kept, begin, end)

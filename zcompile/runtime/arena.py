@@ -118,23 +118,18 @@ class Arena:
         memory = self._whole()[begin : begin + nbytes]
         return self._device.lend(memory, partial(self._returned.append, begin))
 
-    def hold(self, begin: int, nbytes: int, name: str) -> None:
-        """Planned room for what will rest here. raises BudgetExceeded if something lies there"""
-        if not self._enter(begin, nbytes, name):
-            self._settle()
-            if not self._enter(begin, nbytes, name):
-                with self._lock:
-                    raise self._crowded(nbytes, f"room at {begin} for {name!r}, which is to rest "
-                                        "on the device,")  # fmt: skip
-
-    def _enter(self, begin: int, nbytes: int, name: str) -> bool:
+    def hold(self, nbytes: int, above: int, name: str) -> int | None:
+        """Where `nbytes` will rest, at `above` or higher, as high as they fit; None: nowhere."""
         with self._lock:
             self._reap()
-            if any(low < begin + nbytes and begin < high for low, high in self._held()):
-                return False
-            self._lent[begin] = (begin + nbytes, name)
-            self._in_use.change(nbytes)
-            return True
+            top = self.budget_bytes // ALIGNMENT * ALIGNMENT
+            for begin, end in [*reversed(self._held()), (0, above)]:
+                if top - nbytes >= max(end, above):
+                    self._lent[top - nbytes] = (top, name)
+                    self._in_use.change(nbytes)
+                    return top - nbytes
+                top = min(top, begin // ALIGNMENT * ALIGNMENT)
+            return None
 
     def let_go(self, begin: int) -> None:
         """Nothing rests any more in the room held from `begin` on."""

@@ -72,6 +72,7 @@ class Clocks:
         self.on_step: Callable[[], None] = _nobody_looks
         self.last_step: Step | None = None
         self._recorder = Recorder()
+        self._recorder.on = True
         self._walks: dict[int, int] = {}
         self._regions = Samples()
         self._alike: dict[str, dict[str, int]] = {}
@@ -102,7 +103,6 @@ class Clocks:
             if self.record and self._whole:
                 self.on_step()
                 self._step_began = perf_counter()
-        self._stepping |= schedule.phase is Phase.STEP
         if self.record:
             self._recorder.note(schedule, entries)
         count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
@@ -111,6 +111,10 @@ class Clocks:
         if self._stamp is None or count > FIRST:
             return HostWatch(self, schedule)
         return DeviceWatch(self, schedule, self._stamp)
+
+    def stepped(self) -> None:
+        """An optimizer is done: the next forward begins a step."""
+        self._stepping = True
 
     def costs(self, machine: Machine, ways: Ways) -> Costs:
         """What is known by now; blocks until the device has passed what was timed on it.

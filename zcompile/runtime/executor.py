@@ -72,13 +72,13 @@ class Executor:
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
         self.recorder.note(schedule, entries)
-        schedule = self.fit(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
         if schedule.casts:
             assert self.make_copy is not None, "a copy is wanted where nobody can cast"
             freshen(schedule, entries, self.make_copy)
+        schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.compiled()

@@ -39,6 +39,8 @@ class Homes:
         """`of`: key of the parameter that it is the gradient of. raises TierFull"""
         if of is not None and self.device.has_berth(-of, nbytes):
             return Place(nbytes, self.device, self.device.berth(-of))
+        if kind is Kind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
+            return Place(nbytes, self.device, spare)
         wanted = None if of is None else self.wanted.get(of)
         for tier in sorted(self._order(kind, nbytes), key=lambda tier: tier.name != wanted):
             try:

@@ -1,6 +1,6 @@
 """Entries change their home, between two steps, when a placement says so."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.recorder import key_of
@@ -14,8 +14,6 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     What makes room moves first: to the device, then to disk, then from disk to the host. Berths for
     what goes to the device are planned already (`DeviceTier.plan`).
     """
-    session.executor.foresight.abandon()
-    session.drain()
     wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes}
     left: list[Entry] = []
     for home in ("device", "disk", "host"):
@@ -25,21 +23,44 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     return left
 
 
+def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:
+    """Each of `entries` leaves the device, for where `homes` has it, else for where there is room;
+    returns those for which there is none."""
+    left = []
+    for entry in entries:
+        first = homes.get(key_of(entry), "host")
+        ways = dict.fromkeys((first if first != "device" else "host", "host", "disk"))
+        if not any(move(session, entry, home) for home in ways):
+            left.append(entry)
+    return left
+
+
 def move(session: Session, entry: Entry, home: str) -> bool:
-    """`entry` rests on `home` from here on; False if there is no room. Nothing is under way."""
+    """`entry` rests on `home` from here on; False if there is no room. Nothing is under way.
+
+    raises  what a transfer raises; then the entry is where it was
+    """
     if entry.home == home:
         return True
     place = entry.place
-    held = any(held for _, _, held in place.written.pieces(0, entry.nbytes))
+    held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
     with deferred_interrupts():
         value = session.read_all(entry) if held else None
-        version, extent = entry.version, place.extent
+        version, old_extent = entry.version, place.extent
         old = session.homes.move(place, key_of(entry), entry.born, home)
         if old is None:
             return False
+        new, new_extent = place.tier, place.extent
         place.written.clear()
-        if value is not None:
-            session.put(entry, value).wait()
-            entry.version = version
-        old.release(extent)
+        try:
+            if value is not None:
+                session.put(entry, value).wait()
+        except BaseException:
+            place.tier, place.extent = old, old_extent
+            for low, high in held:
+                place.written.add(low, high)
+            new.release(new_extent)
+            raise
+        entry.version = version
+        old.release(old_extent)
     return True

@@ -10,20 +10,36 @@ from zcompile.schedule import Reduce, Schedule
 from zcompile.specs import Kind, Phase
 from zcompile.steps import EntryFact, Step, StepCall
 
+MOST_CALLS = 20_000
+"""Of one step; beyond that, nobody ends it: a loop that updates parameters by itself."""
+
 
 class Recorder:
     """The calls since a step began: with the first forward after an optimizer was done.
 
-    Several optimizers, or one that runs within backward, make one step together.
+    Several optimizers, or one that runs within backward, make one step together. A forward without
+    a backward counts once, however often it runs: an evaluation is no part of the step, and a
+    frozen piece of a model is. A recorder that is not `on` costs nothing.
     """
 
     def __init__(self) -> None:
+        self.on = False
         self._stepped = False
         self._calls: list[StepCall] = []
+        self._alone: set[tuple[int, tuple[int, ...]]] = set()
         self._facts: dict[int, EntryFact] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
+        if not self.on:
+            return
+        call = StepCall(schedule, tuple(key_of(e) for e in entries))
+        if len(self._calls) >= MOST_CALLS:
+            return
+        if schedule.phase is Phase.FORWARD and not schedule.trains:
+            if (schedule.serial, call.entries) in self._alone:
+                return
+            self._alone.add((schedule.serial, call.entries))
         for entry in entries:
             key = key_of(entry)
             self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
@@ -32,7 +48,7 @@ class Recorder:
                 param = entries[x.entry]
                 fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
                 self._facts.setdefault(fact.key, fact)
-        self._calls.append(StepCall(schedule, tuple(key_of(e) for e in entries)))
+        self._calls.append(call)
 
     def stepped(self) -> None:
         """An optimizer is done. What nothing forward came before is not a step to plan for."""
@@ -48,6 +64,7 @@ class Recorder:
     def end(self) -> Step | None:
         """The step that has just ended; None, if nothing of it was recorded."""
         self._stepped = False
+        self._alone.clear()
         calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
         return Step(calls, facts, _micro_batches(calls)) if calls else None
 

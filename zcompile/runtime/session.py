@@ -108,6 +108,7 @@ class Session(Store):
     def end_step(self) -> None:
         self.stepping = None
         self.executor.recorder.stepped()
+        self.executor.clocks.stepped()
 
     def plan_with(self, planner: Planner) -> None:
         """From here on `planner` hears of every step, and decides what rests on the device."""
@@ -115,6 +116,7 @@ class Session(Store):
         self.arena.relieve = planner.relieve
         self.prediction = planner.prediction
         self.executor.fit = planner.fit
+        self.executor.recorder.on = True
 
     def ways(self) -> Ways:
         """How bytes travel here, for who predicts it."""

@@ -226,7 +226,7 @@ class Store:
 
     def read_all(self, entry: Entry) -> Tensor:
         """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
-        memory = torch.empty(entry.nbytes, dtype=torch.uint8)
+        memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         self.read(entry, memory).wait()
         return memory
 

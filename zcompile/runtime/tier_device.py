@@ -2,6 +2,7 @@
 
 A *berth* is a range of the arena that one entry will have. It counts as used from its planning on,
 whether or not its entry exists: a gradient comes anew in every step and finds its berth free.
+What a step makes for itself may rest in room that is *spare*, between the window and the berths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,10 @@ from zcompile.runtime.tiers import Buffer, Extent, Stretch
 
 
 class DeviceTier:
-    """Berths of one arena. Bytes are moved by compute itself, so nothing here moves any."""
+    """Berths of one arena. Bytes are moved by compute itself, so nothing here moves any.
+
+    window_bytes  of the arena, from its bottom, that stay free of berths and spare room
+    """
 
     name = "device"
     alignment = ALIGNMENT
@@ -28,20 +32,36 @@ class DeviceTier:
         self._arena = arena
         self._berths: dict[int, Extent] = {}
         self._taken: set[int] = set()
+        self._spare: set[int] = set()
+        self.window_bytes = arena.budget_bytes
 
     @property
     def planned_bytes(self) -> int:
         """Of all berths."""
         return sum(extent.nbytes for extent in self._berths.values())
 
-    def plan(self, key: int, name: str, address: int, nbytes: int) -> None:
-        """The entry `key` will have [address, address + nbytes) of the arena.
+    @property
+    def floor(self) -> int:
+        """The lowest address of any berth; the end of the arena, if there is none."""
+        found = (extent.offset for extent in self._berths.values())
+        return min(found, default=self._arena.budget_bytes)
 
-        raises  BudgetExceeded, if something lies there
+    def plan(self, key: int, name: str, nbytes: int) -> bool:
+        """The entry `key` will have a berth, above the window; False if there is no room for it.
+
+        One that has a berth large enough above the window keeps it.
         """
         size = aligned(nbytes)
-        self._arena.hold(address, size, name)
-        self._berths[key] = Extent(0, address, size, name)
+        old = self._berths.get(key)
+        if old is not None and old.nbytes >= size and old.offset >= self.window_bytes:
+            return True
+        if old is not None:
+            return False  # somebody is in it, else it were cleared
+        begin = self._arena.hold(size, self.window_bytes, name)
+        if begin is None:
+            return False
+        self._berths[key] = Extent(0, begin, size, name)
+        return True
 
     def clear(self) -> None:
         """Give back the berths that no entry is in."""
@@ -61,11 +81,30 @@ class DeviceTier:
         self._taken.add(extent.offset)
         return extent
 
+    def is_berth(self, key: int, extent: Extent) -> bool:
+        """Whether `extent` is the berth of `key`."""
+        own = self._berths.get(key)
+        return own is not None and own.offset == extent.offset
+
+    def spare(self, nbytes: int, name: str) -> Extent | None:
+        """Room between window and berths for what a step makes for itself, if there is any."""
+        if not self._berths:
+            return None
+        size = aligned(nbytes)
+        begin = self._arena.hold(size, self.window_bytes, name)
+        if begin is None:
+            return None
+        self._spare.add(begin)
+        return Extent(0, begin, size, name)
+
     def reserve(self, nbytes: int, name: str) -> Extent:
         """There is room for what was planned only. raises TierFull"""
         raise TierFull(name, nbytes, [self.usage()])
 
     def release(self, extent: Extent) -> None:
+        if extent.offset in self._spare:
+            self._spare.discard(extent.offset)
+            self._arena.let_go(extent.offset)
         self._taken.discard(extent.offset)
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -86,3 +125,4 @@ class DeviceTier:
     def close(self) -> None:
         self._berths.clear()
         self._taken.clear()
+        self._spare.clear()

@@ -145,6 +145,9 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     (("paper_models:tiny", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
     (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
     (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
+    (("paper_models:tiny", "--sweep", "device=8..9"), "sweep='8' has no unit, and so means 8 b"),
+    (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
+    (("transformer:layers=1,hidden=64,heads=1", "--device", "16"), "write it with one, as 16GiB"),
     (("config.json",), "is not there"),
 ])  # fmt: skip
 def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, asked, says):

@@ -252,6 +252,9 @@ def test_a_name_that_nobody_knows_lists_those_that_are_known():
         find("h20-node")
     with pytest.raises(MachineUnknown, match=r"desktop-24gb, .* by its path, as \./desk\.toml"):
         find("desk")
+    with pytest.raises(MachineUnknown) as told:
+        find("nope")
+    assert str(told.value).count("known are") == str(told.value).count("h200-node") == 1
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path):

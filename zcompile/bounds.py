@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from zcompile.demand import Demand, Segment
 from zcompile.least_program import COMPUTE, least_seconds, links_counted
-from zcompile.loads import Room, lane_of
+from zcompile.loads import Room
 from zcompile.machine import TIER_LINKS, Link
 from zcompile.specs import Phase
 
@@ -102,6 +102,6 @@ def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:
             nbytes[bus] = max(0, sum(parts) - device)
     seconds = {COMPUTE: segment.compute_s}
     for link, n in nbytes.items():
-        lane = lane_of(link, links)
+        lane = links[link].lane
         seconds[lane] = seconds.get(lane, 0.0) + n / links[link].bytes_per_s
     return Least(segment.phase, nbytes, seconds)

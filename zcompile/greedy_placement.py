@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from zcompile.loads import TIERS, Group, Loads, Room, lane_of, lanes_of, totals
+from zcompile.loads import TIERS, Group, Loads, Room, lanes_of, totals
 from zcompile.machine import Link, Machine
 from zcompile.packing import aligned
 from zcompile.specs import Phase
@@ -52,7 +52,7 @@ def _weights(
     weights = {}
     for (phase, link), seconds in busy.items():
         longest = max(compute_seconds.get(phase, 0.0), *lanes_of(phase, busy, links).values())
-        lane = lanes_of(phase, busy, links)[lane_of(link, links)]
+        lane = lanes_of(phase, busy, links)[links[link].lane]
         weights[phase, link] = 1.0 if lane >= longest * 0.999 else 1e-3 * seconds
     return weights
 

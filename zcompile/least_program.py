@@ -29,7 +29,7 @@ from typing import Any
 
 from zcompile.demand import Demand
 from zcompile.linear_program import is_available
-from zcompile.loads import Room, lane_of
+from zcompile.loads import Room
 from zcompile.machine import Link
 from zcompile.specs import Phase
 
@@ -193,7 +193,7 @@ def _segment(
                 program.at_most(-written, *ways, ((new, k, after), -1.0))
                 if segment.lives[k]:
                     program.at_most(written, *ways, ((new, k, n), 1.0), ((new, k, after), -1.0))
-            lanes.setdefault(lane_of(link, links), []).append((moved, seconds))
+            lanes.setdefault(links[link].lane, []).append((moved, seconds))
     for terms in lanes.values():
         program.at_most(0.0, *terms, (("T", n), -1.0))
     return lanes

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zcompile.loads import Group, lane_of
+from zcompile.loads import Group
 from zcompile.machine import Link
 from zcompile.packing import aligned
 from zcompile.specs import Phase
@@ -92,7 +92,7 @@ def _limits(
         upper.append([*sizes, *[0.0] * len(phases)])
         limit.append(float(nbytes))
     for phase in phases:
-        for lane in {lane_of(link, links) for link in links}:
+        for lane in {links[link].lane for link in links}:
             busy = [_on_lane(groups[n].loads[tier], phase, lane, links) for n, tier in columns]
             if any(busy):
                 upper.append([*busy, *[-float(p is phase) for p in phases]])
@@ -104,7 +104,5 @@ def _on_lane(
     loads: Mapping[tuple[Phase, str], float], phase: Phase, lane: str, links: Mapping[str, Link]
 ) -> float:
     return sum(
-        seconds
-        for (p, link), seconds in loads.items()
-        if p is phase and lane_of(link, links) == lane
+        seconds for (p, link), seconds in loads.items() if p is phase and links[link].lane == lane
     )

@@ -114,12 +114,6 @@ def totals(
     return busy
 
 
-def lane_of(link: str, links: Mapping[str, Link]) -> str:
-    """What a link takes turns on: links that share one are one lane."""
-    shares = links[link].shares
-    return link if shares is None else min(link, shares)
-
-
 def lanes_of(
     phase: Phase, busy: Mapping[tuple[Phase, str], float], links: Mapping[str, Link]
 ) -> dict[str, float]:
@@ -127,7 +121,7 @@ def lanes_of(
     lanes: dict[str, float] = {}
     for (p, link), seconds in busy.items():
         if p is phase:
-            lane = lane_of(link, links)
+            lane = links[link].lane
             lanes[lane] = lanes.get(lane, 0.0) + seconds
     return lanes
 

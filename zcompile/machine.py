@@ -70,6 +70,11 @@ class Link:
                 raise MachineInvalid(where, f"shares={self.shares!r}", "is the link itself",
                                      "name the other link, or leave it out")  # fmt: skip
 
+    @property
+    def lane(self) -> str:
+        """What it takes turns on: links that share a lane name it by the first of them."""
+        return self.name if self.shares is None else min(self.name, self.shares)
+
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_s
 
@@ -133,6 +138,11 @@ class Machine:
     @property
     def nodes(self) -> int:
         return self.ranks // self.ranks_per_node
+
+    def told(self, lane: str) -> str:
+        """A lane for people: links that take turns by both names."""
+        link = self.links.get(lane)
+        return lane if link is None or link.shares is None else f"{lane} and {link.shares}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Machine, (self.name, dict(self.tiers), dict(self.links), self.compute, self.ranks,
@@ -227,8 +237,13 @@ def throttled(machine: Machine, rates: Mapping[str, float], latency_s: float = 0
 def nearest(key: str, known: Iterable[str]) -> str:
     """What to do about a `key` that is not among the `known`."""
     known = list(known)
-    near = get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known) or 'none'}"
+    return guess(key, known).rstrip() or f"known are {', '.join(known) or 'none'}"
+
+
+def guess(key: str, known: Iterable[str]) -> str:
+    """A question, and a space, if one of the `known` is like `key`; else nothing."""
+    near = get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _check_known(where: str, what: str, why: str, key: str, known: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.errors import ZinfError
-from zcompile.machine import Compute, Link, Machine, MachineInvalid, nearest
+from zcompile.machine import Compute, Link, Machine, MachineInvalid, guess, nearest
 from zcompile.units import (
     parse_flops,
     parse_rate,
@@ -42,8 +42,8 @@ class MachineUnknown(ZinfError, LookupError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         known = list(known)
         super().__init__(
-            f"machine={name!r} names no machine; {nearest(name, known)} (known: "
-            f"{', '.join(known)}; a file is given by its path, as ./{name.rpartition('/')[2]}.toml)"
+            f"machine={name!r} names no machine; {guess(name, known)}known are {', '.join(known)}; "
+            f"a file is given by its path, as ./{name.rpartition('/')[2]}.toml"
         )
 
 

@@ -10,7 +10,7 @@ from zcompile.arrange import Arena, arranged
 from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
 from zcompile.demand import Demand, demand_of
-from zcompile.loads import Room, group, lane_of, totals
+from zcompile.loads import Room, group, totals
 from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
 from zcompile.passes.place_states import place
@@ -222,6 +222,6 @@ def _lanes(
     lanes: dict[Phase, dict[str, float]] = {}
     for (phase, link), seconds in totals(groups, counts).items():
         of = lanes.setdefault(phase, {})
-        lane = lane_of(link, machine.links)
+        lane = machine.links[link].lane
         of[lane] = of.get(lane, 0.0) + seconds
     return lanes

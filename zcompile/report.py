@@ -9,7 +9,7 @@ from zcompile.outlook import Outlook, Shadow, Terms
 from zcompile.packing import aligned
 from zcompile.records import encode, plain
 from zcompile.specs import Kind
-from zcompile.units import show_size
+from zcompile.units import show_seconds, show_size
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
 _COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",
@@ -112,9 +112,9 @@ class Report:
             compute_seconds=timeline.compute_s,
             idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
             phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
-            bottleneck=_told(_bottleneck(found), terms),
+            bottleneck=terms.machine.told(_bottleneck(found)),
             bound_seconds=least.seconds,
-            bound_by=_told(least.binding, terms),
+            bound_by=terms.machine.told(least.binding),
             links=tuple(
                 LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
                         timeline.busy_s.get(name, 0.0))
@@ -173,12 +173,6 @@ def _bottleneck(found: Outlook) -> str:
         name = max(lanes, key=lambda lane: lanes[lane])
         due[name] = due.get(name, 0.0) + lanes[name]
     return max(due, key=lambda name: due[name], default="compute")
-
-
-def _told(lane: str, terms: Terms) -> str:
-    """A resource for people: links that take turns by both names."""
-    link = terms.machine.links.get(lane)
-    return lane if link is None or link.shares is None else f"{lane} and {link.shares}"
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -262,11 +256,3 @@ def show_count(n: int) -> str:
         if n >= factor:
             return f"{n / factor:.3g} {unit}"
     return str(n)
-
-
-def show_seconds(seconds: float) -> str:
-    """A time for people: "12.3 ms", "4.56 s"."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return "0 s" if not seconds else f"{seconds / 1e-9:.3g} ns"

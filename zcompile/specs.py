@@ -6,10 +6,15 @@ from typing import NewType
 
 import torch
 
+from zcompile.units import KiB
+
 ParamName = NewType("ParamName", str)
 """Dotted name of a parameter, "layers.3.mlp.up.weight"; for people."""
 NodeName = NewType("NodeName", str)
 """Name of an fx node; unique in its graph, so it serves as a key. Never parsed."""
+SMALL_BYTES = 64 * KiB
+"""An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
+costs several times that. So small ones rest near, even in room that is kept for others."""
 
 
 class Kind(enum.Enum):

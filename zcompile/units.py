@@ -136,4 +136,4 @@ def show_seconds(seconds: float) -> str:
         if abs(seconds) >= factor:
             value = seconds / factor
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    return f"{seconds * 1e6:.2f} us" if seconds else "0"
+    return f"{seconds * 1e6:.2f} us" if seconds else "0 s"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from zcompile.cli.scale import dgx2
-from zcompile.scale import bandwidth, paper
+from zcompile.scale import article, bandwidth
 from zcompile.scale.figures import FIGURES, TOLERANCE, Row
 from zcompile.scale.placing import use_of_job
 from zcompile.scale.shapes import Transformer
@@ -50,7 +50,7 @@ def _tflops(job, machine):
 
 
 def _trained(nodes, name):
-    return next(run.job for run in paper.TABLE_1 if (run.nodes, run.name) == (nodes, name))
+    return next(run.job for run in article.TABLE_1 if (run.nodes, run.name) == (nodes, name))
 
 
 def test_the_one_calibrated_point_is_where_it_was_put():
@@ -70,7 +70,7 @@ def test_the_20t_run_lies_between_no_overlap_and_full_overlap():
 
 
 def test_a_trillion_scales_better_than_linearly_from_4_to_32_nodes():
-    per_gpu = [_tflops(run.job, dgx2(run.nodes)) for run in paper.SCALED]
+    per_gpu = [_tflops(run.job, dgx2(run.nodes)) for run in article.SCALED]
     assert per_gpu == sorted(per_gpu)
     assert per_gpu[-1] > 1.1 * per_gpu[0]
 
@@ -87,7 +87,7 @@ def test_overlap_matters_most_at_small_batch():
     assert 1 < gains[-1] < 1.15
 
 
-@pytest.mark.parametrize("run", [*paper.TABLE_1, *paper.SCALED],
+@pytest.mark.parametrize("run", [*article.TABLE_1, *article.SCALED],
                          ids=lambda run: f"{run.name} on {run.nodes}")  # fmt: skip
 def test_the_runs_of_the_paper_fit_where_it_put_them(run):
     # Except one: 18.3 TiB of states on 512 GPUs, which have 16 TiB.

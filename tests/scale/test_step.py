@@ -59,7 +59,7 @@ def test_an_update_from_disk_reads_and_writes_states_beside_each_other():
                   for duplex in (False, True))  # fmt: skip
     states_s = 72e6 * 12 / 1e9
     assert full.busy_s["disk_read"] == full.busy_s["disk_write"] == pytest.approx(states_s)
-    assert half.busy_s["disk_read+disk_write"] == pytest.approx(2 * states_s)
+    assert half.busy_s["disk_read and disk_write"] == pytest.approx(2 * states_s)
     assert states_s < full.update_s < 1.5 * states_s
     assert half.update_s == pytest.approx(2 * states_s)  # the disk never waits for the CPU
 

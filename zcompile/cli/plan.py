@@ -10,9 +10,10 @@ from zcompile.cli.answer import Answer
 from zcompile.cli.model_source import example_inputs, find_model
 from zcompile.cli.plots import bars, svg
 from zcompile.cli.scale import PREFIX, scale_answer
+from zcompile.cli.sizes import read_size
 from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.machine import TIERS, with_tier
-from zcompile.units import parse_size, show_size
+from zcompile.units import show_seconds, show_size
 
 _TIERS = {
     "device": "bytes of the device's arena, activations beside it, as 24GiB; by default what the "
@@ -81,7 +82,7 @@ def plan(args: argparse.Namespace) -> Answer:
 
     terms = planning.terms_of(Config(**_budgets(args)), args.machine)
     if args.disk_bytes is not None:
-        terms = terms.on(with_tier(terms.machine, "disk", _size("disk-bytes", args.disk_bytes)))
+        terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
     model = find_model(args.model)
     inputs = example_inputs(model, args.batch, args.seq, args.shape)
     traced = planning.trace(model, inputs, terms, args.optimizer, args.micro_batches)
@@ -95,15 +96,9 @@ def plan(args: argparse.Namespace) -> Answer:
 
 
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:
-    given = {"device_memory": args.device, "host_memory": args.host}
-    return {name: size for name, size in given.items() if size is not None}
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigInvalid(option, text, f"cannot be used: {error}") from error
+    given = {"device_memory": ("device", args.device), "host_memory": ("host", args.host)}
+    return {name: read_size(option, text) for name, (option, text) in given.items()
+            if text is not None}  # fmt: skip
 
 
 def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
@@ -116,7 +111,7 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
                             f"80GiB:10; tiers are {', '.join(TIERS)}")  # fmt: skip
     if count and not (count.isdecimal() and 2 <= int(count) <= MOST_STEPS):
         raise ConfigInvalid("sweep", text, f"asks for {count!r} steps; give 2 to {MOST_STEPS}")
-    first, last = _size("sweep", low), _size("sweep", high)
+    first, last = read_size("sweep", low), read_size("sweep", high)
     if first >= last:
         raise ConfigInvalid("sweep", text, "begins where it should end; write FROM..TO")
     n = int(count or STEPS)
@@ -139,7 +134,7 @@ def _points(traced: Any, terms: Any, tier: str, sizes: Sequence[int]) -> Iterato
 
 
 def _swept(points: Sequence[Point]) -> Iterator[str]:
-    from zcompile.report import show_seconds, table
+    from zcompile.report import table
 
     def told(seconds: float | None) -> str:
         return "-" if seconds is None else show_seconds(seconds)

@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zcompile.cli.answer import Answer
+from zcompile.cli.sizes import read_size
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.machine import Machine, with_tier
 from zcompile.machine_file import find, names
+from zcompile.scale.article import ASSUMED
 from zcompile.scale.figures import FIGURES, TOLERANCE, Row
-from zcompile.scale.paper import ASSUMED
 from zcompile.scale.placing import Group, fastest, group_of, use_of_job
 from zcompile.scale.rates import Assumptions, Job
 from zcompile.scale.shapes import Transformer, read_shape
 from zcompile.scale.step import StepTime, step_time
 from zcompile.scale.strategies import STRATEGIES, Use, use_of
-from zcompile.units import parse_size, show_size
+from zcompile.units import show_size
 
 PREFIX = "transformer:"
 PLACED = ("weights", "optimizer", "checkpoints")
@@ -82,7 +83,7 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     machine = find(args.machine)
     for field, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
         if text := getattr(args, field, None):
-            machine = with_tier(machine, tier, parse_size(text))
+            machine = with_tier(machine, tier, read_size(field.replace("_", "-"), text))
     beside = {key: getattr(args, key, None) for key in ("batch", "seq")}
     return transformer_answer(
         args.model, machine, {key: str(value) for key, value in beside.items() if value is not None}

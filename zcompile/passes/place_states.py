@@ -19,12 +19,9 @@ from zcompile.linear_program import fractions
 from zcompile.loads import TIERS, Group, Room, evaluate, group
 from zcompile.machine import Machine
 from zcompile.packing import aligned
-from zcompile.specs import Phase
+from zcompile.specs import SMALL_BYTES, Phase
 from zcompile.steps import Step
-from zcompile.units import KiB
 
-SMALL_BYTES = 64 * KiB
-"""At 10 GB/s such an entry travels in 6 us, and starting its transfer costs several times that."""
 SMALL_SHARE = 8
 """Small entries rest on the device as long as all take no more than this part of it."""
 

@@ -12,12 +12,7 @@ from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.place import Place
 from zcompile.runtime.tier_device import DeviceTier
 from zcompile.runtime.tiers import Extent, TierIO
-from zcompile.specs import Kind
-from zcompile.units import KiB
-
-SMALL_BYTES = 64 * KiB
-"""Entries up to this rest on the host even in room that is kept for gradients: a request to a disk
-costs as much as the bytes of one that is much larger."""
+from zcompile.specs import SMALL_BYTES, Kind
 
 
 class Homes:

@@ -11,7 +11,7 @@ from functools import partial
 
 from zcompile.runtime.checksums import BEST, Piece, Running
 from zcompile.runtime.extents import Written
-from zcompile.runtime.pages import bring_bytes
+from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.place import Place
 from zcompile.runtime.staging import Staging
 from zcompile.runtime.ticket import Countdown, Promise
@@ -76,7 +76,7 @@ class Moving:
     def _write(self, place: Place, extent: Extent, begin: int, end: int,
                buffer: Buffer) -> Promise:  # fmt: skip
         for at, memory in place.tier.pieces(place.extent, begin, min(end, place.extent.nbytes)):
-            bring_bytes(buffer.memory[at - begin :], memory, memory.numel())
+            copy_bytes(buffer.memory[at - begin :], memory, memory.numel())
         return self._tier.write(extent, begin, buffer.part(0, end - begin))
 
     def _copy(self, extent: Extent, versions: Versions, begin: int, end: int,

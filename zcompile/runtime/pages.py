@@ -73,14 +73,6 @@ def copy_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
-def bring_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
-    """Copy to host memory from memory of the host or of a device; blocks."""
-    if source.is_cpu:
-        copy_bytes(target, source, nbytes)
-    else:
-        target[:nbytes].copy_(source[:nbytes])
-
-
 def clear_bytes(target: Tensor, nbytes: int) -> None:
     """Zero host memory: one thread, the GIL released."""
     ctypes.memset(target.data_ptr(), 0, nbytes)

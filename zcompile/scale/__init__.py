@@ -2,7 +2,7 @@
 
 Nothing is traced and nothing runs: formulas (`shapes.py`, `bandwidth.py`), memory by strategy
 (`strategies.py`), and a simulation of one rank's step layer by layer (`events.py`, `step.py`).
-`paper.py` holds the figures that ZeRO-Infinity printed, as data to be compared with.
+`article.py` holds the figures that ZeRO-Infinity printed, as data to be compared with.
 
 Source of formulas and figures, where no other is named: ZeRO-Infinity, arXiv:2104.07857.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
 
 from zcompile.machine import Machine
-from zcompile.scale import bandwidth, paper, strategies
+from zcompile.scale import article, bandwidth, strategies
 from zcompile.scale.rates import Job
 from zcompile.scale.step import StepTime, step_time
 from zcompile.units import GiB, TiB
@@ -54,9 +54,9 @@ class Row:
 
 def figure_2a(_cluster: Cluster) -> Iterator[Row]:
     """Memory by shape."""
-    for row in paper.FIGURE_2A:
+    for row in article.FIGURE_2A:
         shape, small = row.shape(32), row.shape(4)
-        parameters, printed, why = paper.ODDITY_2A
+        parameters, printed, why = article.ODDITY_2A
         yield Row(f"{row.parameters}T parameters", "T", shape.parameters / 1e12, row.parameters,
                   "formula")  # fmt: skip
         for name, unit, nbytes, text in (
@@ -81,7 +81,7 @@ def figure_3(_cluster: Cluster) -> Iterator[Row]:
               100 * bandwidth.efficiency(weights, 70e9), "50.6", "formula")  # fmt: skip
     yield Row("optimizer states, bandwidth over that of weights", "x", times, "4", "formula")
     for hidden_k, rate in ((2, 2e9), (8, 1e9)):
-        intensity = bandwidth.checkpoint_intensity(hidden_k * paper.KILO)
+        intensity = bandwidth.checkpoint_intensity(hidden_k * article.KILO)
         yield Row(f"checkpoints, hidden {hidden_k}K, {rate / 1e9:.0f} GB/s", "%",
                   100 * bandwidth.efficiency(intensity, rate), "50", "at least")  # fmt: skip
     for name, of_batch, rates in (
@@ -100,7 +100,7 @@ def figure_3(_cluster: Cluster) -> Iterator[Row]:
 
 def table_3(_cluster: Cluster) -> Iterator[Row]:
     """Bandwidth that faster devices need."""
-    for times, peak, slow, total, peer in paper.TABLE_3:
+    for times, peak, slow, total, peer in article.TABLE_3:
         need = bandwidth.needed(times)
         for name, unit, ours, text in (
             ("compute per device", "PFLOP/s", need.peak_flops_per_s / 1e15, peak),
@@ -113,25 +113,25 @@ def table_3(_cluster: Cluster) -> Iterator[Row]:
 
 def table_1(cluster: Cluster) -> Iterator[Row]:
     """All runs, in TFLOP/s per GPU."""
-    return _trained(paper.TABLE_1, cluster)
+    return _trained(article.TABLE_1, cluster)
 
 
 def figure_5a(cluster: Cluster) -> Iterator[Row]:
     """512 GPUs, 0.5T to 20T."""
-    return _trained(tuple(run for run in paper.TABLE_1 if run.nodes == 32), cluster)
+    return _trained(tuple(run for run in article.TABLE_1 if run.nodes == 32), cluster)
 
 
 def figure_5b(cluster: Cluster) -> Iterator[Row]:
     """1T on more and more nodes; better than linear is more per GPU."""
-    return _trained(paper.SCALED, cluster)
+    return _trained(article.SCALED, cluster)
 
 
 def figure_5c(cluster: Cluster) -> Iterator[Row]:
     """One node, 10B to 1T."""
-    return _trained(tuple(run for run in paper.TABLE_1 if run.nodes == 1), cluster)
+    return _trained(tuple(run for run in article.TABLE_1 if run.nodes == 1), cluster)
 
 
-def _trained(runs: tuple[paper.Trained, ...], cluster: Cluster) -> Iterator[Row]:
+def _trained(runs: tuple[article.Trained, ...], cluster: Cluster) -> Iterator[Row]:
     for run in runs:
         ours = step_time(run.job, cluster(run.nodes)).flops_per_s / 1e12
         printed = None if run.tflops is None else f"{run.tflops:g}"
@@ -142,7 +142,7 @@ def _trained(runs: tuple[paper.Trained, ...], cluster: Cluster) -> Iterator[Row]
 def figure_6a(cluster: Cluster) -> Iterator[Row]:
     """The largest model on one node, by strategy."""
     by_name = {strategy.name: strategy for strategy in strategies.STRATEGIES}
-    for found in paper.FIGURE_6A:
+    for found in article.FIGURE_6A:
         shape = strategies.largest(by_name[found.strategy], cluster(1))
         billions = 0.0 if shape is None else shape.parameters / 1e9
         printed = None if found.billions is None else f"{found.billions:g}"
@@ -151,8 +151,8 @@ def figure_6a(cluster: Cluster) -> Iterator[Row]:
 
 def figure_6d(cluster: Cluster) -> Iterator[Row]:
     """How many times as fast a step is with transfers ahead of and beside compute."""
-    machine = cluster(paper.OVERLAPPED_NODES)
-    for job in paper.OVERLAPPED:
+    machine = cluster(article.OVERLAPPED_NODES)
+    for job in article.OVERLAPPED:
         yield Row(f"batch {job.shape.batch:g}", "x", speedup(job, machine))
 
 

@@ -108,6 +108,10 @@ class Rates:
         link = self.machine.links[name]
         return link.latency_s + nbytes / link.bytes_per_s
 
+    def lane(self, link: str) -> str:
+        """What a link takes turns on."""
+        return self.machine.links[link].lane
+
     @property
     def share(self) -> float:
         """Parameters of a block that rest with one rank."""

@@ -31,7 +31,7 @@ class StepTime:
     update_s     the optimizer's part
     compute_s    of the device in forward and backward
     flops_per_s  as the paper counts: 8 FLOPs per parameter and token, over all seconds
-    busy_s       by lane
+    busy_s       by lane, as `Machine.told` has it
     """
 
     passes_s: float
@@ -50,8 +50,9 @@ def step_time(job: Job, machine: Machine, assumed: Assumptions | None = None) ->
     rates = Rates(job, machine, assumed or Assumptions())
     passes, update = simulate(passes_tasks(rates)), simulate(update_tasks(rates))
     seconds = passes.seconds + update.seconds
+    busy_s = {machine.told(lane): s for lane, s in _sum(passes, update).items()}
     return StepTime(passes.seconds, update.seconds, passes.busy_s["device"],
-                    job.shape.step_flops / seconds, _sum(passes, update))  # fmt: skip
+                    job.shape.step_flops / seconds, busy_s)  # fmt: skip
 
 
 def _sum(*timelines: Timeline) -> dict[str, float]:
@@ -132,8 +133,7 @@ class _Passes:
         return self._computed[before] if before >= 0 else None
 
     def _link(self, link: str, name: str, nbytes: float, *after: int | None) -> int:
-        return self._add(name, lane_of(self.rates.machine, link), self.rates.link(link, nbytes),
-                         *after)  # fmt: skip
+        return self._add(name, self.rates.lane(link), self.rates.link(link, nbytes), *after)
 
     def _add(self, name: str, lane: str, seconds: float, *after: int | None) -> int:
         waits = tuple(i for i in after if i is not None)
@@ -157,19 +157,13 @@ def update_tasks(rates: Rates) -> list[Task]:
         last = [ends[-UPDATE_BUFFERS]] if len(ends) >= UPDATE_BUFFERS else []
         if rates.update_read_bytes:
             seconds = rates.link("disk_read", rates.update_read_bytes)
-            last = [add(f"read {block}", lane_of(rates.machine, "disk_read"), seconds, *last)]
+            last = [add(f"read {block}", rates.lane("disk_read"), seconds, *last)]
         last = [add(f"update {block}", "cpu" if on_host else "device", rates.update_s, *last)]
         if on_host and rates.job.weights == "device":
             seconds = rates.link("h2d", WEIGHT_BYTES * rates.share)
-            add(f"weights {block}", lane_of(rates.machine, "h2d"), seconds, *last)
+            add(f"weights {block}", rates.lane("h2d"), seconds, *last)
         if rates.update_write_bytes:
             seconds = rates.link("disk_write", rates.update_write_bytes)
-            last = [add(f"write {block}", lane_of(rates.machine, "disk_write"), seconds, *last)]
+            last = [add(f"write {block}", rates.lane("disk_write"), seconds, *last)]
         ends.append(last[0])
     return tasks
-
-
-def lane_of(machine: Machine, link: str) -> str:
-    """Links that take turns are one lane, named after both."""
-    shares = machine.links[link].shares
-    return "+".join(sorted((link, shares))) if shares else link

@@ -158,9 +158,11 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
     peak          bytes on `device` (the arena), `host`, `disk`, as measured
     planned_peak  the same, as decided before the first step
-    step_s       seconds from one step to the next, of late; None before there were two
-    predicted    None until a whole step was planned; then what it should take: `step_s`, `bound_s`
-                 (no step of this plan is shorter), `seconds`, `phases`, `bytes`, `busy`, `peak`
+    step_s        seconds from one step to the next, of late; None before there were two
+    predicted     None until a whole step was planned; then what it should take: `step_s`,
+                  `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s`: no step of this very plan
+                  is shorter; `least_s`: no plan takes less with these budgets; `binding`:
+                  "compute", or the link that most of `least_s` is due to
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """

@@ -1,4 +1,9 @@
-"""One machine for all ranks: same machine, same plan, on every one of them."""
+"""One machine for all ranks: same machine, same plan, on every one of them.
+
+For several ranks, which `zcompile.offload` refuses so far: nothing calls this yet. It is a
+collective, and `machine_for` must be none: a rank may plan alone, or measure while others do not.
+Who lets several ranks train calls `agree` once, where all of them come by in the same order.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -167,6 +167,33 @@ def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, term
     assert fast.suggested_samples == 1
 
 
+@pytest.mark.parametrize(("room", "most", "suggested", "says"), [
+    (None, None, 7, "batch 2 is small: from 7 on, compute hides"),
+    (8.0, 16, 7, "batch 2 is small: from 7 on, compute hides"),
+    (2.6, 5, 5, "batch 2 is small, but activations of at most 5 fit; only from 7 on"),
+    (0.5, 1, 1, "activations of batch 2 do not fit, those of 1 fit: recompute some"),
+    (0.4, 0, 0, "activations of batch 2 do not fit, those of a single sample do not either"),
+])  # fmt: skip
+def test_no_batch_is_suggested_whose_activations_do_not_fit(
+    traced, terms, room, most, suggested, says
+):
+    report = planning.report_of(traced, terms, prices=False)
+    bytes_there = None if room is None else int(room * report.activation_bytes)
+    found = replace(report, activation_room=bytes_there, hiding_samples=7)
+    assert (found.most_samples, found.suggested_samples) == (most, suggested)
+    assert says in str(found)
+
+
+def test_the_capacity_of_a_device_is_explained(traced, terms):
+    def told(activations, **given):
+        found = replace(traced, activation_bytes=activations)
+        return str(planning.report_of(found, replace(terms, **given), prices=False))
+
+    assert "above is what 1.00 MiB of activations leave of its 4.00 MiB" in told(MiB)
+    assert "5.00 MiB of activations leave too little of the device's 4.00 MiB" in told(5 * MiB)
+    assert "beside them on the device: 5.00 MiB of" in told(5 * MiB, arena_given=True)
+
+
 def test_one_more_gib_saves_about_what_the_bound_says(traced, terms):
     at = replace(terms, machine=with_tier(SMALL, "device", MiB), arena_given=True)
     device = planning.report_of(traced, at).shadows[0]

@@ -152,9 +152,9 @@ def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int =
 def room_of(terms: Terms, activation_bytes: int) -> Room:
     """What the tiers have for entries."""
     tiers = dict(terms.machine.tiers)
-    if not (terms.arena_given or terms.emulates):
-        whole = tiers["device"]
-        tiers["device"] = max(whole - activation_bytes, whole // LEAST_SHARE)
+    most = activation_room(terms)
+    if most is not None:
+        tiers["device"] -= min(activation_bytes, most)
     tiers["host"] -= terms.ways.ring_bytes
     return Room(
         {tier: tiers[tier] for tier in TIERS if tier in tiers},
@@ -163,10 +163,18 @@ def room_of(terms: Terms, activation_bytes: int) -> Room:
     )
 
 
+def activation_room(terms: Terms) -> int | None:
+    """Bytes of the device that activations may take; None, if they lie beside what is planned."""
+    if terms.arena_given or terms.emulates:
+        return None
+    whole = terms.machine.tiers["device"]
+    return whole - whole // LEAST_SHARE
+
+
 def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> dict[str, int]:
     """What each tier lacks. `beside`: bytes of the device for activations."""
     missing = {tier: n - room.nbytes.get(tier, 0) for tier, n in used.items()}
-    if not (terms.arena_given or terms.emulates):
+    if activation_room(terms) is not None:
         missing["device"] = room.nbytes["device"] + beside - terms.machine.tiers["device"]
     return {tier: n for tier, n in missing.items() if n > 0}
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from zcompile.outlook import Outlook, Shadow, Terms
+from zcompile.outlook import Outlook, Shadow, Terms, activation_room
 from zcompile.packing import aligned
 from zcompile.records import encode, plain
 from zcompile.specs import Kind
-from zcompile.units import show_seconds, show_size
+from zcompile.units import show_count, show_seconds, show_size
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
 _COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",
@@ -69,7 +69,9 @@ class Report:
     compute_seconds    of which the device computes; it idles in the others
     bottleneck         "compute", a link, or two that take turns: what the step waits for longest
     bound_seconds      no plan takes less, on this machine with these budgets (`bounds.py`)
-    suggested_samples  per micro-batch: the smallest batch whose forward and backward hide what
+    activation_room    bytes of the device that activations may take, so that enough is left for
+                       entries; None: they lie beside what is planned, and bound no batch
+    hiding_samples     per micro-batch: the smallest batch whose forward and backward hide what
                        moves, since compute grows with the batch and what moves does not
     shadows            what one more GiB of a tier saves
     """
@@ -91,7 +93,8 @@ class Report:
     bound_seconds: float
     bound_by: str
     links: tuple[LinkRow, ...]
-    suggested_samples: int
+    activation_room: int | None
+    hiding_samples: int
     shadows: tuple[Shadow, ...]
     peak_device_bytes: int
 
@@ -120,10 +123,25 @@ class Report:
                         timeline.busy_s.get(name, 0.0))
                 for name in least.nbytes
             ),
-            suggested_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
+            activation_room=activation_room(terms),
+            hiding_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
             shadows=found.shadows,
             peak_device_bytes=found.plan.peak_bytes,
         )  # fmt: skip
+
+    @property
+    def most_samples(self) -> int | None:
+        """Per micro-batch: the largest batch whose activations fit, 0 if those of one sample do
+        not; None if nothing bounds it. Activations grow with the batch, to first order."""
+        if self.activation_room is None or not self.activation_bytes:
+            return None
+        return self.samples * self.activation_room // self.activation_bytes
+
+    @property
+    def suggested_samples(self) -> int:
+        """`hiding_samples`, or `most_samples` if those are fewer; 0: no batch fits."""
+        most = self.most_samples
+        return self.hiding_samples if most is None else min(self.hiding_samples, most)
 
     @property
     def gap(self) -> float:
@@ -141,8 +159,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
-        derived = {"gap": self.gap, "samples_per_second": self.samples_per_second,
-                   "tokens_per_second": self.tokens_per_second}  # fmt: skip
+        names = ("gap", "samples_per_second", "tokens_per_second", "most_samples",
+                 "suggested_samples")  # fmt: skip
+        derived = {name: getattr(self, name) for name in names}
         return {**plain(self), **derived}
 
     def to_json(self) -> str:
@@ -187,7 +206,7 @@ def _lines(report: Report) -> Iterator[str]:
         ],
     )  # fmt: skip
     if report.activation_bytes:
-        yield f"  beside them on the device: {show_size(report.activation_bytes)} of activations"
+        yield f"  {_beside(report)}"
     yield ""
     yield from _times(report)
     if report.links:
@@ -198,6 +217,20 @@ def _lines(report: Report) -> Iterator[str]:
         yield from table(("link", "per step", "least", "busy"), rows)
     yield ""
     yield from _advice(report)
+
+
+def _beside(report: Report) -> str:
+    """Where the activations are, and what the device's capacity in the table is."""
+    activations = f"{show_size(report.activation_bytes)} of activations"
+    most = report.activation_room
+    if most is None:
+        return f"beside them on the device: {activations}"
+    left = next(row.capacity for row in report.tiers if row.tier == "device")
+    whole = show_size(left + min(report.activation_bytes, most))
+    if report.activation_bytes <= most:
+        return f"the device's capacity above is what {activations} leave of its {whole}"
+    return (f"{activations} leave too little of the device's {whole}: the capacity above is the "
+            f"least that is kept for entries, so activations have {show_size(most)}")  # fmt: skip
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -224,15 +257,26 @@ def _times(report: Report) -> Iterator[str]:
 
 
 def _advice(report: Report) -> Iterator[str]:
-    if report.suggested_samples <= report.samples:
-        yield (f"batch {report.samples}: compute hides what forward and backward move; "
-               f"from {report.suggested_samples} on it does")  # fmt: skip
-    else:
-        yield (f"batch {report.samples} is small: from {report.suggested_samples} on, compute "
-               "hides what forward and backward move")  # fmt: skip
+    yield _batch(report)
     for row in report.shadows:
         yield (f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
                f"{show_seconds(row.least_s)})")  # fmt: skip
+
+
+def _batch(report: Report) -> str:
+    """Which batch to take."""
+    now, hiding, most = report.samples, report.hiding_samples, report.most_samples
+    if most is not None and most < now:
+        most_told = f"those of {most} fit" if most else "those of a single sample do not either"
+        return (f"activations of batch {now} do not fit, {most_told}: recompute some "
+                "(checkpoints), or take shorter samples")  # fmt: skip
+    if hiding <= now:
+        return (f"batch {now}: compute hides what forward and backward move; from {hiding} on "
+                "it does")  # fmt: skip
+    if most is not None and most < hiding:
+        return (f"batch {now} is small, but activations of at most {most} fit; only from {hiding} "
+                "on would compute hide what forward and backward move")  # fmt: skip
+    return f"batch {now} is small: from {hiding} on, compute hides what forward and backward move"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -248,11 +292,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _size(nbytes: int) -> str:
     return show_size(nbytes) if nbytes else "-"
-
-
-def show_count(n: int) -> str:
-    """A number of parameters for people: "25.4 M", "175 B"."""
-    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if n >= factor:
-            return f"{n / factor:.3g} {unit}"
-    return str(n)

@@ -137,3 +137,11 @@ def show_seconds(seconds: float) -> str:
             value = seconds / factor
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{seconds * 1e6:.2f} us" if seconds else "0 s"
+
+
+def show_count(n: int) -> str:
+    """A number of parameters for people: "25.4 M", "175 B"."""
+    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if n >= factor:
+            return f"{n / factor:.3g} {unit}"
+    return str(n)

@@ -54,12 +54,20 @@ def changed(schedule: Schedule, mutant: Schedule, expected: bytes) -> str:
     return ""
 
 
-def verdicts(schedule: Schedule, every: int = 1, run_all: bool = False) -> Iterator[Verdict]:
-    """Of each `every`-th mutant. Those the verifier catches are run only if `run_all`."""
+def verdicts(
+    schedule: Schedule,
+    about: int | None = None,
+    run_all: bool = False,
+) -> Iterator[Verdict]:
+    """Of all mutants, or of `about` so many of each mutation where there are more, evenly spread.
+    Those the verifier catches are run only if `run_all`."""
     expected = meaning(schedule)
     for mutation, mutants in MUTATIONS.items():
-        for n, (what, make) in enumerate(mutants(schedule)):
-            if n % every or (mutant := make()).instructions == schedule.instructions:
+        found = list(mutants(schedule))
+        # An odd stride meets every way of changing an instruction in turn.
+        stride = 1 if about is None or len(found) <= about else len(found) // about | 1
+        for what, make in found[::stride]:
+            if (mutant := make()).instructions == schedule.instructions:
                 continue
             rule = rule_of(mutant)
             ran = run_all or not rule

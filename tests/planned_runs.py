@@ -1,0 +1,62 @@
+"""Runs of a small GPT long enough to be planned, and what they must come to."""
+
+import torch
+from small_models import GPT
+from torch import Tensor, nn
+
+import zcompile
+
+WIDTH, VOCABULARY = 32, 64
+STEPS = 5
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(2, WIDTH, VOCABULARY)
+
+
+WEIGHT_BYTES = sum(p.nbytes for p in gpt().parameters())
+
+
+def ids(number: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(number))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def train(model, forward, optimizer, begin=0, end=STEPS, batches=1, clip=True):
+    for number in range(begin, end):
+        for batch in range(batches):
+            tokens = ids(10 * number + batch)
+            logits = forward(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def offloaded(**fields):
+    torch._dynamo.reset()
+    model = zcompile.offload(gpt(), device="cpu", **{"host_memory": "64MiB", **fields})
+    return model, torch.compile(model, backend="zinf")
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.on_host() if hasattr(p, "on_host") else p.detach() for p in model.parameters()]
+
+
+def expected(make=adamw, **how) -> list[Tensor]:
+    model = gpt()
+    train(model, model, make(model), **how)
+    return values(model)
+
+
+def same(model: nn.Module, want: list[Tensor]) -> bool:
+    return all(map(torch.equal, values(model), want))
+
+
+def homes(model: nn.Module) -> set[str]:
+    return {p.entry.home for p in model.parameters()}

@@ -267,8 +267,9 @@ def _batch(report: Report) -> str:
     """Which batch to take."""
     now, hiding, most = report.samples, report.hiding_samples, report.most_samples
     if most is not None and most < now:
-        most_told = f"those of {most} fit" if most else "those of a single sample do not either"
-        return (f"activations of batch {now} do not fit, {most_told}: recompute some "
+        single = ", those of a single sample do not either" if now > 1 else ""
+        most_told = f", those of {most} fit" if most else single
+        return (f"activations of batch {now} do not fit{most_told}: recompute some "
                 "(checkpoints), or take shorter samples")  # fmt: skip
     if hiding <= now:
         return (f"batch {now}: compute hides what forward and backward move; from {hiding} on "

@@ -91,5 +91,5 @@ def test_a_cluster_says_how_many_ranks_share_it(zinf, measured):
 
 def test_a_machine_that_is_not_there_is_one_sentence(zinf):
     code, out, err = zinf("doctor", "--machine", "h300-node")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err.startswith("zinf: machine='h300-node' names no machine; did you mean 'h")

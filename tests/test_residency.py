@@ -17,6 +17,7 @@ from planned_runs import (
 from torch import nn
 
 import zcompile
+from zcompile.cli import main
 from zcompile.offloading import session_behind
 from zcompile.units import KiB, MiB
 
@@ -160,3 +161,19 @@ def test_evaluation_between_steps_uses_what_rests_on_the_device():
     assert zcompile.stats(model)["bytes"]["h2d"] == 0
     train(model, compiled, optimizer, 3, STEPS)
     assert same(model, expected())
+
+
+def test_an_evaluation_that_is_compiled_under_a_plan_does_not_plan_beyond_the_budget():
+    model, compiled = offloaded(device_memory=2 * WEIGHT_BYTES)
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, 0, 4)
+    with torch.no_grad():
+        compiled(ids(3))
+    assert zcompile.stats(model)["planned_peak"]["device"] <= 2 * WEIGHT_BYTES
+
+
+def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, capsys):
+    model, compiled = offloaded(device_memory="16MiB", dump=tmp_path)
+    train(model, compiled, adamw(model), 0, 6)
+    assert main(["timeline", str(tmp_path)]) == 0
+    assert "stall" in capsys.readouterr().out

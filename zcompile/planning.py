@@ -239,8 +239,11 @@ def _loss(result: Any) -> Tensor:
     loss = getattr(result, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    first: Tensor = next(x for x in trees.tree_leaves(result) if isinstance(x, Tensor))
-    return first.float().mean()
+    tensors = [x for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
+    if not tensors:
+        raise Unsupported(f"the model's forward returned {type(result).__name__} without a tensor",
+                          "let it return the loss, or what a loss can be made of")  # fmt: skip
+    return tensors[0].float().mean()
 
 
 def _settled(step: Step, session: PaperSession) -> Step:

@@ -121,7 +121,7 @@ def measured_of(walks: Sequence[Walked], step_s: float | None = None) -> form.St
     walked_s = sum(phases.values())
     first = walks[0].schedule.phase.value
     phases[first] += max(0.0, (step_s or 0.0) - walked_s)
-    stall_s = sum(sum(walk.stalls.values()) for walk in walks)
+    stall_s = sum((sum(walk.stalls.values()) for walk in walks), 0.0)
     return form.StepRecord(sum(phases.values()), compute_s, stall_s, phases, {}, {})
 
 

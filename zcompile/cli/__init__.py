@@ -14,8 +14,12 @@ from pathlib import Path
 from zcompile.cli import disk, doctor, explain, machines, plan, stages, timeline
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
+from zcompile.machine import MachineInvalid
+from zcompile.machine_file import MachineUnknown, MachineUnreadable
 from zcompile.run_format import PHASES
 
+USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable)
+"""What was asked for cannot be meant; all other errors are findings."""
 RUN_HELP = "a dump: DIR (its newest run), DIR/run-3, or DIR/run-3/graph0"
 
 
@@ -26,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer: Answer = args.command(args)
     except ZinfError as error:
         print(f"zinf: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigInvalid | UnknownOption) else 1
+        return 2 if isinstance(error, USAGE) else 1
     _write(answer.json() if args.json else answer.text)
     return answer.code
 

@@ -116,9 +116,11 @@ def built(variant: Variant, disk: str) -> tuple[nn.Module, Callable[..., torch.T
         model: nn.Module = GPT(SHAPE)
         return model, model
     if variant.on_disk:
-        model = zcompile.offload(GPT(SHAPE), device="cpu", disk=disk, **variant.fields)
+        model = zcompile.offload(
+            GPT(SHAPE), device="cpu", disk=disk, residency=False, **variant.fields
+        )
         return model, torch.compile(model, backend="zinf")
-    with zcompile.init(device="cpu", disk=disk, **variant.fields):
+    with zcompile.init(device="cpu", disk=disk, residency=False, **variant.fields):
         model = GPT(SHAPE)
     return model, torch.compile(model, backend="zinf")
 

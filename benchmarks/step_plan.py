@@ -4,8 +4,9 @@
 
 A GPT of 12 layers on the emulated device. Links are throttled to the bytes per FLOP of one H200
 with one NVMe drive (its machine file; fp32 on both), and to three harsher ratios. Budgets go from
-where everything fits down to a twelfth of it. A second table turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in its
-place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
+where everything fits down to a twelfth of it. A second table turns off, at one budget, prefetch,
+residency, and the plan's choice of what stays (an LRU in its place, counted, not run). A third runs
+beside eager what fits, step by step, interleaved.
 """
 
 import argparse

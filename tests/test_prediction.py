@@ -40,7 +40,7 @@ def trained(tmp_path, throttle, host, record=True, residency=False):
             optimizer.step()
             optimizer.zero_grad()
 
-    steps(4)
+    steps(8)  # a plan is reviewed at step 6
     zcompile.stats(model, reset=True)
     steps(STEPS)
     return zcompile.stats(model), session, model
@@ -68,7 +68,8 @@ def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
     moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
     assert {link: found["bytes"][link] for link in moved} == moved
     assert found["peak"]["device"] == stats["peak"]["device"]
-    assert 1 / FACTOR < found["step_s"] / clocks.step_s() < FACTOR
+    if not residency:  # else little moves, and a busy machine is most of a step
+        assert 1 / FACTOR < found["step_s"] / clocks.step_s() < FACTOR
     assert found["bound_s"] <= found["step_s"]
 
 

@@ -241,7 +241,8 @@ class Residency:
         if not resident or session.executor.is_running:
             return False
         at_once = session.arena.used_bytes - resident + needed_bytes
-        self._least_window = max(self._least_window + self._least_window // 2, at_once)
+        more = self._least_window + self._least_window // 8
+        self._least_window = min(max(more, at_once), session.device_budget)
         self._reliefs += 1
         with deferred_interrupts():
             self.withdraw()

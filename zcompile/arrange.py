@@ -34,6 +34,7 @@ from zcompile.schedule import (
     Slot,
     Ticket,
     Wait,
+    peak_of,
 )
 from zcompile.specs import Phase
 from zcompile.steps import Step
@@ -177,18 +178,6 @@ def take_apart(schedule: Schedule) -> Stages:
                 raise AssertionError(f"{x} in a schedule of a graph")
     values.sort(key=lambda v: v.first)
     return Stages(tuple(runs), tuple(values), tuple(tuple(r) for r in reduces))
-
-
-def peak_of(instructions: Sequence[Instruction]) -> int:
-    """The largest sum of slots taken at once, in bytes."""
-    now = peak = 0
-    for instruction in instructions:
-        if isinstance(instruction, Fetch):
-            now += instruction.slot.nbytes
-            peak = max(peak, now)
-        elif isinstance(instruction, Free):
-            now -= instruction.slot.nbytes
-    return peak
 
 
 def _placed(value: Value, slot: Slot) -> Value:

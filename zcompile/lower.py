@@ -24,6 +24,7 @@ from zcompile.schedule import (
     Slot,
     Ticket,
     Wait,
+    peak_of,
 )
 from zcompile.specs import Layout, NodeName, Phase
 
@@ -99,7 +100,7 @@ class _Lowering:
             sinks=tuple(i for n, i in self.handles.items() if n.name in self.sinks),
             serial=next(SERIALS),
             arena_bytes=max((slot.end for slot in slots), default=0),
-            peak_bytes=_peak(self.instructions),
+            peak_bytes=peak_of(self.instructions),
             budget_bytes=self.plan.budget_bytes,
             names={
                 i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()
@@ -226,14 +227,3 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
-
-
-def _peak(instructions: list[Instruction]) -> int:
-    now = peak = 0
-    for instruction in instructions:
-        if isinstance(instruction, Fetch):
-            now += instruction.slot.nbytes
-            peak = max(peak, now)
-        elif isinstance(instruction, Free):
-            now -= instruction.slot.nbytes
-    return peak

@@ -7,7 +7,7 @@ be read off the list alone. Sizes and addresses are bytes; a register is an inde
 one call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -238,3 +238,15 @@ class Literal:
     """An output that is known without running: None, or a constant."""
 
     value: object
+
+
+def peak_of(instructions: Sequence[Instruction]) -> int:
+    """The largest sum of slots taken at once, in bytes."""
+    now = peak = 0
+    for instruction in instructions:
+        if isinstance(instruction, Fetch):
+            now += instruction.slot.nbytes
+            peak = max(peak, now)
+        elif isinstance(instruction, Free):
+            now -= instruction.slot.nbytes
+    return peak

@@ -86,7 +86,7 @@ def test_a_model_of_floats_is_planned_by_the_shape_of_its_input(zinf, models):
 
 def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
     code, out, _ = zinf("plan", "paper_models:tiny", "--machine", models / "none.toml")
-    assert code == 1
+    assert code == 2, "a machine that is not there is a wrong question"
     machine = models / "small.toml"
     machine.write_text('name = "small"\n[tiers]\ndevice = "32KiB"\nhost = "264KiB"\n'
                        '[links.h2d]\nbytes_per_s = "1GB/s"\n[links.d2h]\nbytes_per_s = "1GB/s"\n'
@@ -148,6 +148,7 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     (("paper_models:tiny", "--sweep", "device=8..9"), "sweep='8' has no unit, and so means 8 b"),
     (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
     (("transformer:layers=1,hidden=64,heads=1", "--device", "16"), "write it with one, as 16GiB"),
+    (("transformer:layers=1,hidden=64,heads=1", "--sweep", "device=1GiB..2GiB"), "leave it out"),
     (("config.json",), "is not there"),
 ])  # fmt: skip
 def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, asked, says):

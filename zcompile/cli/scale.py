@@ -77,6 +77,10 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     """
     if args.paper is not None:
         return paper_answer(args.paper)
+    for option, usual in (("sweep", None), ("optimizer", "adamw"), ("micro_batches", 1)):
+        if (given := getattr(args, option, usual)) != usual:
+            why = "means nothing to transformer:..., planned from its shape alone; leave it out"
+            raise ConfigInvalid(option.replace("_", "-"), given, why)
     if args.machine is None:
         raise ConfigInvalid("machine", None, "says nothing: a shape alone needs a machine; give "
                             f"--machine a file or one of {', '.join(names())}")  # fmt: skip

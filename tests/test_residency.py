@@ -61,15 +61,15 @@ def test_with_room_for_everything_nothing_moves_after_the_warm_up(how):
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_the_peak_is_the_planned_one(budget):
+def test_the_peak_is_within_the_plan_and_the_budget(budget):
     model, compiled = offloaded(device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"})
     optimizer = adamw(model)
     train(model, compiled, optimizer, 0, 3)
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 3, STEPS)
     stats = zcompile.stats(model)
-    assert stats["peak"]["device"] == stats["predicted"]["peak"]["device"]
-    assert stats["peak"]["device"] <= budget
+    planned = session_behind(model).plan.resident_bytes
+    assert planned <= stats["peak"]["device"] <= stats["planned_peak"]["device"] <= budget
 
 
 def test_without_residency_every_use_fetches():

@@ -44,6 +44,14 @@ def offloaded(**fields):
     return model, torch.compile(model, backend="zinf")
 
 
+def begun(steps: int, **fields):
+    """A model some AdamW steps into its run; with two of them the third will plan."""
+    model, compiled = offloaded(**fields)
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, 0, steps)
+    return model, compiled, optimizer
+
+
 def values(model: nn.Module) -> list[Tensor]:
     return [p.on_host() if hasattr(p, "on_host") else p.detach() for p in model.parameters()]
 

@@ -5,7 +5,18 @@ import signal
 
 import pytest
 import torch
-from planned_runs import STEPS, WEIGHT_BYTES, adamw, expected, homes, ids, offloaded, same, train
+from planned_runs import (
+    STEPS,
+    WEIGHT_BYTES,
+    adamw,
+    begun,
+    expected,
+    homes,
+    ids,
+    offloaded,
+    same,
+    train,
+)
 from torch import nn
 
 from zcompile import residency
@@ -31,16 +42,14 @@ def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     planned."""
     model, compiled = offloaded(device_memory=int(share * WEIGHT_BYTES) + 32 * KiB)
     train(model, compiled, OPTIMIZERS[name](model))
-    assert session_behind(model).plan is not None
+    assert session_behind(model).planner.plan is not None
     assert same(model, expected(OPTIMIZERS[name]))
 
 
 def test_copies_that_fill_the_host_leave_the_plan_in_force():
-    model, compiled = offloaded(
-        device_memory=5 * WEIGHT_BYTES, host_memory=5 * WEIGHT_BYTES + 256 * KiB
+    model, compiled, optimizer = begun(
+        3, device_memory=5 * WEIGHT_BYTES, host_memory=5 * WEIGHT_BYTES + 256 * KiB
     )
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 3)
     averages = [copy.deepcopy(model) for _ in range(2)]
     train(model, compiled, optimizer, 3, 4)
     state, optimizer = optimizer.state_dict(), adamw(model)
@@ -58,9 +67,7 @@ def gathered(model: nn.Module, nbytes: int) -> None:
 
 
 def test_a_plan_after_a_relief_leaves_as_much_free():
-    model, compiled = offloaded(device_memory="4MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 3)
+    model, compiled, optimizer = begun(3, device_memory="4MiB")
     for number in range(3, 6):
         gathered(model, 4 * MiB - 200 * KiB)
         train(model, compiled, optimizer, number, number + 1)
@@ -72,9 +79,7 @@ def test_a_plan_after_a_relief_leaves_as_much_free():
 
 def test_what_needs_the_room_again_and_again_gets_it_for_good(caplog, monkeypatch):
     monkeypatch.setattr(residency, "MOST_RELIEFS", 1)
-    model, compiled = offloaded(device_memory="4MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 3)
+    model, compiled, optimizer = begun(3, device_memory="4MiB")
     gathered(model, 4 * MiB - 200 * KiB)
     train(model, compiled, optimizer, 3, STEPS)
     assert "this keeps happening" in caplog.text
@@ -83,9 +88,7 @@ def test_what_needs_the_room_again_and_again_gets_it_for_good(caplog, monkeypatc
 
 
 def test_an_interrupt_while_entries_move_leaves_a_run_that_goes_on(monkeypatch):
-    model, compiled = offloaded(device_memory="16MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 2)
+    model, compiled, optimizer = begun(2, device_memory="16MiB")
     moved = []
 
     def interrupted(session, entry, home):
@@ -104,10 +107,9 @@ def test_an_interrupt_while_entries_move_leaves_a_run_that_goes_on(monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at):
-    model, compiled = offloaded(device_memory="16MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 2)
+@pytest.mark.parametrize("device", [WEIGHT_BYTES, 2 * WEIGHT_BYTES, 16 * MiB])
+def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device):
+    model, compiled, optimizer = begun(2, device_memory=device)
     session = session_behind(model)
     put, count = session.put, []
 
@@ -127,9 +129,7 @@ def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at):
 
 
 def test_another_default_device_changes_nothing():
-    model, compiled = offloaded(device_memory="16MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 2)
+    model, compiled, optimizer = begun(2, device_memory="16MiB")
     tokens = [ids(20), ids(30), ids(40)]
     torch.set_default_device("meta")
     try:
@@ -145,12 +145,10 @@ def test_another_default_device_changes_nothing():
 
 
 def test_evaluations_between_steps_are_no_part_of_the_plan():
-    model, compiled = offloaded(device_memory="16MiB")
-    optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, 1)
+    model, compiled, optimizer = begun(1, device_memory="16MiB")
     with torch.no_grad():
         for number in range(20):
             compiled(ids(number))
     train(model, compiled, optimizer, 1, 3)
-    phases = [call.phase for call in session_behind(model).plan.step.calls]
+    phases = [call.phase for call in session_behind(model).planner.plan.step.calls]
     assert phases.count(Phase.FORWARD) <= 2

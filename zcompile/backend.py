@@ -172,8 +172,8 @@ class _Graph:
         if session is None:
             return boxed(partial(compute_only, schedule))
         meter = session.meter
-        if not meter.resident_bytes:  # else it is arranged anew before it is walked
-            meter.plan_device(schedule.peak_bytes)
+        if session.planner is None or not session.planner.arranges:
+            session.homes.plan_device(schedule.peak_bytes)
         meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
         meter.count("distinct_regions", len(regions) - known)
         return boxed(_bound(self.session, schedule))

@@ -170,7 +170,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     session.drain()
     measured: dict[str, Any] = session.meter.snapshot()
     measured["step_s"] = session.executor.clocks.step_s()
-    measured["predicted"] = session.prediction()
+    measured["predicted"] = session.planner.prediction() if session.planner else None
     if reset:
         session.meter.reset()
     return measured

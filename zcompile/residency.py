@@ -87,7 +87,8 @@ class Residency:
             return
         alive = {key_of(entry) for entry in self.session.entries()}
         self._base, self._tried = joined(of_the_living(self._base, alive), step), True
-        self._plan_anew()
+        if (plan := self._try()) is not None:
+            self.apply(plan)
         self._plans += 1
         if self._plans > MOST_PLANS:
             log.warning(
@@ -95,13 +96,13 @@ class Residency:
                 "steps together stays", MOST_PLANS
             )  # fmt: skip
 
-    def _plan_anew(self) -> None:
+    def _try(self) -> StepPlan | None:
         """A plan for `_base`. Without one training goes on as before."""
-        with deferred_interrupts():  # one between two moves would leave no plan in force
-            try:
-                self.apply(self.planned(self._base))
-            except (BudgetExceeded, Unsupported, DiskUnusable) as error:
-                log.warning("a whole step could not be planned, so entries stay: %s", error)
+        try:
+            return self.planned(self._base)
+        except (BudgetExceeded, Unsupported, DiskUnusable) as error:
+            log.warning("a whole step could not be planned, so entries stay: %s", error)
+            return None
 
     def _review(self) -> None:
         """Plan again, now and then, at costs as they are by now; keep that if it pays."""
@@ -111,11 +112,11 @@ class Residency:
         self._next_review = self._seen * REVIEW
         began = perf_counter()
         now_s = simulate(plan.step, self.costs(), plan.placement.homes).step_s
-        other = self.planned(self._base)
-        if replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
+        other = self._try()
+        if other and replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
             log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", now_s,
                      other.seconds)  # fmt: skip
-            self._plan_anew()
+            self.apply(other)
 
     def prediction(self) -> dict[str, Any] | None:
         """What a step under the plan should take, at costs as they were a few steps ago at most;
@@ -167,8 +168,12 @@ class Residency:
         """Move every entry to its home; from here on schedules are arranged for it.
 
         At every instant a schedule may be arranged for where entries rest by then: what is on the
-        device lies in berths, and the window ends where they begin.
+        device lies in berths, and the window ends where they begin. An interrupt comes afterwards.
         """
+        with deferred_interrupts():
+            self._apply(plan)
+
+    def _apply(self, plan: StepPlan) -> None:
         session, homes = self.session, plan.placement.homes
         device = session.homes.device
         self._quiet()
@@ -180,10 +185,9 @@ class Residency:
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         left += resettle(session, {key: h for key, h in homes.items() if key not in set(crowded)})
-        self.plan = session.plan = plan
-        self._predicted = None
-        self._in_force(min(plan.arena.window_bytes, device.floor), plan.arena.depth)
-        session.meter.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
+        self.plan, self._predicted = plan, None
+        session.depth = plan.arena.depth
+        session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
         log.info(
             "a step was planned: %s rest on the device, %s are left to stream through; "
@@ -199,19 +203,22 @@ class Residency:
     def withdraw(self) -> None:
         """Nothing rests on the device any more, as far as other tiers have room."""
         session, device = self.session, self.session.homes.device
-        self._quiet()
-        send_away(session, self._near(), {})
-        session.homes.wanted = {}
-        device.clear()
-        device.window_bytes = session.device_budget
-        self.plan = session.plan = None
-        self._in_force(device.floor, DEPTH)
+        with deferred_interrupts():
+            self._quiet()
+            self.plan, session.depth = None, DEPTH
+            session.homes.wanted = {}
+            send_away(session, self._near(), {})
+            device.clear()
+            device.window_bytes = session.device_budget
 
     def _quiet(self) -> None:
-        """Nothing is under way, and nothing was handed over to what comes next."""
+        """Nothing is under way, nothing was handed over to what comes next, and no schedule is
+        remembered that was made for where entries rest now."""
         session = self.session
         session.executor.foresight.abandon()
         session.drain()
+        session.steps.clear()
+        self._arranged.clear()
 
     def _near(self) -> list[Entry]:
         """What rests on the device."""
@@ -222,14 +229,6 @@ class Residency:
         key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
         stays = homes.get(key) == "device" and device.is_berth(key, extent)
         return not stays or extent.offset < device.window_bytes
-
-    def _in_force(self, window_bytes: int, depth: int) -> None:
-        """From here on so much of the arena is streamed through."""
-        session = self.session
-        session.window_bytes, session.depth = window_bytes, depth
-        session.meter.resident_bytes = session.homes.device.planned_bytes
-        session.steps.clear()
-        self._arranged.clear()
 
     def relieve(self, needed_bytes: int) -> bool:
         """Something needs more of the arena than the plan left: withdraw, and remember how much.
@@ -244,8 +243,7 @@ class Residency:
         more = self._least_window + self._least_window // 8
         self._least_window = min(max(more, at_once), session.device_budget)
         self._reliefs += 1
-        with deferred_interrupts():
-            self.withdraw()
+        self.withdraw()
         self._tried = self._reliefs >= MOST_RELIEFS
         log.log(
             logging.WARNING if self._tried else logging.INFO,
@@ -255,13 +253,16 @@ class Residency:
         )
         return True
 
+    @property
+    def arranges(self) -> bool:
+        """A plan is in force, or something rests on the device that could not leave."""
+        return self.plan is not None or bool(self.session.homes.device.planned_bytes)
+
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """The schedule for these very entries, where they rest now."""
+        if not self.arranges or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+            return schedule
         session = self.session
-        if not session.homes.device.planned_bytes:
-            return schedule
-        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
-            return schedule
         resident = frozenset(
             EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
         )
@@ -274,6 +275,6 @@ class Residency:
                     raise
                 return schedule
             verify_schedule(made)
-            session.meter.plan_device(made.peak_bytes)
+            session.homes.plan_device(made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]

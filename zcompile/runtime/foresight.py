@@ -103,7 +103,7 @@ class Foresight:
             made = handover(now.schedule, then.schedule, then.written_in(now))
             verify_handover(now.called, then.called, made)
             self._plans[pair] = made
-            self._store.meter.plan_device(self._plans[pair].peak_bytes)
+            self._store.homes.plan_device(self._plans[pair].peak_bytes)
             if len(self._plans) > MEMORY:
                 self._plans.popitem(last=False)
         return self._plans[pair].starts

@@ -46,6 +46,10 @@ class Homes:
             return Place(nbytes, tier, extent)
         raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
+    def plan_device(self, nbytes: int) -> None:
+        """A schedule will take so much of the arena at once, beside what rests there."""
+        self._meter.plan_device(nbytes + self.device.planned_bytes)
+
     def capacities(self) -> dict[str, int]:
         """Bytes of each tier but the device."""
         return {tier.name: tier.usage()[2] for tier in self._tiers}

@@ -56,8 +56,6 @@ class Meter:
 
     def __init__(self) -> None:
         self.device, self.host, self.disk = Gauge(), Gauge(), Gauge()
-        self.resident_bytes = 0
-        """Of the device arena, for what rests there."""
         self.planned_device, self.planned_host, self.planned_disk = Gauge(), Gauge(), Gauge()
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
@@ -103,9 +101,8 @@ class Meter:
             self._counts[what] += n
 
     def plan_device(self, nbytes: int) -> None:
-        """A schedule was made that will use `nbytes` of the device arena at once, beside what
-        rests there."""
-        self.planned_device.at_least(nbytes + self.resident_bytes)
+        """So many bytes of the device arena will be used at once."""
+        self.planned_device.at_least(nbytes)
 
     def bytes(self) -> dict[str, int]:
         with self._lock:

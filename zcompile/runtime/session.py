@@ -39,6 +39,10 @@ logger = logging.getLogger("zcompile.runtime.session")
 class Planner(Protocol):
     """Decides for whole steps; see `zcompile/residency.py`, above."""
 
+    @property
+    def arranges(self) -> bool:
+        """Whether graphs are arranged for a plan before they are walked."""
+
     def step_ended(self, step: Step) -> None: ...
     def relieve(self, needed_bytes: int) -> bool: ...
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
@@ -64,16 +68,10 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
-        self.relieve: Callable[[int], bool] = _nobody_relieves
-        """Asked to make room in the arena; whether it did."""
-        self.prediction: Callable[[], dict[str, Any] | None] = _nothing_planned
-        """What a step should take, once one was planned."""
-        self.plan: Any = None
-        """The `StepPlan` in force, once a step was planned."""
+        self.planner: Planner | None = None
+        """Decides what rests on the device; none leaves entries where they were put first."""
         self.depth = DEPTH
         """Most chunks of a step in the arena at once."""
-        self.window_bytes = self.device_budget
-        """Of the arena, for what streams through: all but what rests there."""
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
@@ -84,7 +82,7 @@ class Session(Store):
         if key not in self.steps:
             self.steps[key] = build()
             verify_schedule(self.steps[key])
-            self.meter.plan_device(self.steps[key].peak_bytes)
+            self.homes.plan_device(self.steps[key].peak_bytes)
         return self.steps[key]
 
     def entries(self) -> list[Entry]:
@@ -112,11 +110,19 @@ class Session(Store):
 
     def plan_with(self, planner: Planner) -> None:
         """From here on `planner` hears of every step, and decides what rests on the device."""
-        self.executor.on_step, self.relieve = planner.step_ended, planner.relieve
+        self.planner = planner
+        self.executor.on_step, self.executor.fit = planner.step_ended, planner.fit
         self.arena.relieve = planner.relieve
-        self.prediction = planner.prediction
-        self.executor.fit = planner.fit
         self.executor.recorder.on = True
+
+    def relieve(self, needed_bytes: int) -> bool:
+        """Make room in the arena; whether there is more of it now."""
+        return self.planner is not None and self.planner.relieve(needed_bytes)
+
+    @property
+    def window_bytes(self) -> int:
+        """Of the arena, for what streams through: all but what rests there."""
+        return self.homes.device.streamed_bytes
 
     def ways(self) -> Ways:
         """How bytes travel here, for who predicts it."""
@@ -182,14 +188,6 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
-
-
-def _nothing_planned() -> None:
-    return None
-
-
-def _nobody_relieves(needed_bytes: int) -> bool:
-    return False
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

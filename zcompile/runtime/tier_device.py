@@ -34,6 +34,7 @@ class DeviceTier:
         self._taken: set[int] = set()
         self._spare: set[int] = set()
         self.window_bytes = arena.budget_bytes
+        self._floor = arena.budget_bytes
 
     @property
     def planned_bytes(self) -> int:
@@ -41,10 +42,9 @@ class DeviceTier:
         return sum(extent.nbytes for extent in self._berths.values())
 
     @property
-    def floor(self) -> int:
-        """The lowest address of any berth; the end of the arena, if there is none."""
-        found = (extent.offset for extent in self._berths.values())
-        return min(found, default=self._arena.budget_bytes)
+    def streamed_bytes(self) -> int:
+        """Of the arena, from its bottom, for what streams through: nothing else lies there."""
+        return min(self.window_bytes, self._floor)
 
     def plan(self, key: int, name: str, nbytes: int) -> bool:
         """The entry `key` will have a berth, above the window; False if there is no room for it.
@@ -61,6 +61,7 @@ class DeviceTier:
         if begin is None:
             return False
         self._berths[key] = Extent(0, begin, size, name)
+        self._floor = min(self._floor, begin)
         return True
 
     def clear(self) -> None:
@@ -68,6 +69,8 @@ class DeviceTier:
         for key, extent in list(self._berths.items()):
             if extent.offset not in self._taken:
                 self._arena.let_go(self._berths.pop(key).offset)
+        left = (extent.offset for extent in self._berths.values())
+        self._floor = min(left, default=self._arena.budget_bytes)
 
     def has_berth(self, key: int, nbytes: int) -> bool:
         """Whether entry `key` has a berth of its size that nothing is in."""

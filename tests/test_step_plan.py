@@ -9,7 +9,7 @@ from small_models import GPT
 from torch import nn
 
 import zcompile
-from zcompile.arrange import Arena, arranged
+from zcompile.arrange import ArenaShare, arranged
 from zcompile.cost import Costs, Ways
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
@@ -64,7 +64,7 @@ STATE_BYTES = sum(fact.nbytes for fact in recorded().facts.values())
 def planned(device: int, host: int = GiB, disk: int | None = None, **arena: int) -> StepPlan:
     step = recorded()
     tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
-    shared = Arena(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
+    shared = ArenaShare(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
     compute = compute_seconds(step, COSTS.region_seconds)
     return plan_step(
         step, MACHINE, Room(tiers), shared, compute,
@@ -110,7 +110,7 @@ def test_less_memory_never_makes_a_step_faster():
 
 
 def test_a_plan_is_faster_than_fetching_everything():
-    fetching = arranged(recorded(), {}, Arena(STATE_BYTES // 4, 64, LEAST_CHUNK))
+    fetching = arranged(recorded(), {}, ArenaShare(STATE_BYTES // 4, 64, LEAST_CHUNK))
     everything_fetched = simulate(fetching, COSTS, {}).step_s
     assert planned(STATE_BYTES // 4).seconds < everything_fetched
 

@@ -96,7 +96,7 @@ def arrange(
 
 
 @dataclass(frozen=True)
-class Arena:
+class ArenaShare:
     """How a step's schedules share the arena with what rests there.
 
     window_bytes  for what is fetched
@@ -113,7 +113,7 @@ class Arena:
     depth: int = DEPTH
 
 
-def arranged(step: Step, homes: Mapping[int, str], arena: Arena) -> Step:
+def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
     """A whole step under a placement, as the runtime will walk it.
 
     raises  BudgetExceeded, if what one run reads does not fit the window
@@ -130,7 +130,7 @@ def arranged(step: Step, homes: Mapping[int, str], arena: Arena) -> Step:
     return replace(step, calls=tuple(calls), facts=facts)
 
 
-def _arranged(schedule: Schedule, homes: Sequence[str], arena: Arena) -> Schedule:
+def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Schedule:
     if schedule.budget_bytes is None:
         return schedule
     if schedule.phase is not Phase.STEP:

@@ -6,7 +6,7 @@ Pure: a step, terms, and nothing else. `planning.py` finds the step, `report.py`
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zcompile.arrange import Arena, arranged
+from zcompile.arrange import ArenaShare, arranged
 from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
 from zcompile.demand import Demand, demand_of
@@ -128,7 +128,7 @@ def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int =
     demand = demand_of(step, costs.region_seconds)
     compute_s = compute_seconds(step, costs.region_seconds)
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
-    arena = Arena(0, lead, max(chunk_bytes, terms.chunk_bytes), room.reach)
+    arena = ArenaShare(0, lead, max(chunk_bytes, terms.chunk_bytes), room.reach)
 
     def seconds(made: Step, homes: Mapping[int, str]) -> float:
         return simulate(made, costs, homes, COMPARED).step_s

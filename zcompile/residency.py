@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from zcompile.arrange import Arena, arrange
+from zcompile.arrange import ArenaShare, arrange
 from zcompile.bounds import bound
 from zcompile.cost import Costs, replan_pays
 from zcompile.demand import demand_of
@@ -144,7 +144,7 @@ class Residency:
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
-        arena = Arena(self._least_window, self._lead, session.device.chunk_bytes, room.reach)
+        arena = ArenaShare(self._least_window, self._lead, session.device.chunk_bytes, room.reach)
         compute = compute_seconds(step, costs.region_seconds)
 
         def seconds(made: Step, homes: Mapping[int, str]) -> float:

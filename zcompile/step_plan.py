@@ -8,7 +8,7 @@ lead of many runs; each is placed, arranged and told how long it takes; the fast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from zcompile.arrange import Arena, arranged, window_bytes
+from zcompile.arrange import ArenaShare, arranged, window_bytes
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
 from zcompile.lower_step import DEEP, DEPTH
@@ -43,7 +43,7 @@ class StepPlan:
     """
 
     placement: Placement
-    arena: Arena
+    arena: ArenaShare
     step: Step
     seconds: float
 
@@ -61,7 +61,7 @@ def plan_step(
     step: Step,
     machine: Machine,
     room: Room,
-    arena: Arena,
+    arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
     seconds: Seconds,
 ) -> StepPlan:
@@ -93,7 +93,7 @@ def plan_step(
     return best
 
 
-def _planned(step: Step, placement: Placement, arena: Arena, seconds: Seconds) -> StepPlan:
+def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Seconds) -> StepPlan:
     made = arranged(step, placement.homes, arena)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
@@ -102,7 +102,7 @@ def _windows(
     step: Step,
     machine: Machine,
     room: Room,
-    arena: Arena,
+    arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with what is placed beside it."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import isclose
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,3 +174,26 @@ def test_two_links_in_a_row_take_the_slower_one_and_a_piece_of_the_other(nbytes,
     most = chunk * max(1, -(-pieces // MOST_PIECES)) / max(1000, rate)
     assert least <= took + CLOSE
     assert took <= least + most + chunk * -(-pieces // MOST_PIECES) / min(1000, rate) + CLOSE
+
+
+def last_home(chunk_bytes, ring_bytes, writes, reads=0, nbytes=1000):
+    """When the last of `writes` over two links of 1000 bytes/s is home, beside `reads`."""
+    rows = {name: Link(name, 1000.0) for name in ("disk_read", "h2d", "d2h", "disk_write")}
+    traffic = Traffic(rows, chunk_bytes, ring_bytes)
+    for _ in range(reads):
+        traffic.start(Journey(nbytes, (rows["disk_read"], rows["h2d"]), 2), 0.0)
+    sent = [Journey(nbytes, (rows["d2h"], rows["disk_write"]), 1) for _ in range(writes)]
+    for journey in sent:
+        traffic.start(journey, 0.0)
+    traffic.finish()
+    return sent[-1].home_s
+
+
+def test_a_small_transfer_takes_a_whole_buffer_of_the_ring():
+    assert isclose(last_home(500, 4000, writes=8, nbytes=500), 9 * 0.5)  # both links are busy
+    assert isclose(last_home(4000, 4000, writes=8, nbytes=500), 8 * 2 * 0.5)  # one at a time
+
+
+def test_reads_leave_writes_one_buffer_of_four():
+    assert isclose(last_home(1000, 4000, writes=8), 9.0)
+    assert isclose(last_home(1000, 4000, writes=8, reads=100), 8 * 2.0)

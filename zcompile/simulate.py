@@ -73,7 +73,7 @@ class _Steps:
         self._beside = costs.ways.asynchronous
         self._routes = Routes(step, costs, homes)
         ways = costs.ways
-        self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes * 3 // 4)
+        self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
         self._ahead = self._handovers()
         self._act: dict[type, Any] = {
             Run: self._run, Fetch: self._fetch, Wait: self._wait, Free: self._free,

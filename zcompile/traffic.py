@@ -53,11 +53,12 @@ class Journey:
 
 
 class _Piece:
-    __slots__ = ("at", "journey", "last", "nbytes")
+    __slots__ = ("at", "journey", "last", "nbytes", "ring_bytes")
 
-    def __init__(self, journey: Journey, nbytes: int, last: bool) -> None:
+    def __init__(self, journey: Journey, nbytes: int, ring_bytes: int, last: bool) -> None:
         self.journey = journey
         self.nbytes = nbytes
+        self.ring_bytes = ring_bytes
         self.last = last
         self.at = 0
 
@@ -73,27 +74,24 @@ class _Lane:
 
 
 class _Pool:
-    """Bytes of the staging ring that one direction may hold; who waits is served in order."""
+    """What pieces of one direction hold of the staging ring; who waits is served in order."""
 
-    __slots__ = ("held", "most", "waiting")
+    __slots__ = ("held", "waiting")
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self) -> None:
         self.held = 0
         self.waiting: deque[_Piece] = deque()
-
-    def has_room(self, nbytes: int) -> bool:
-        return not self.held or self.held + nbytes <= self.most
 
 
 class Traffic:
     """All transfers; `now` never goes back.
 
     chunk_bytes  of the staging ring
-    lane_bytes   of the ring that reads, or writes, may hold at once
+    ring_bytes   of all its chunks. Reads, or writes, hold three quarters at most, and reads are
+                 served first: in a ring of four chunks writes get one
     """
 
-    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, lane_bytes: int) -> None:
+    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
         self.now = 0.0
         self._chunk_bytes = chunk_bytes
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -102,7 +100,8 @@ class Traffic:
         for name, link in links.items():
             shared = self._lanes.get(link.shares) if link.shares else None
             self._lanes[name] = shared or _Lane()
-        self._pools = {True: _Pool(lane_bytes), False: _Pool(lane_bytes)}
+        self._ring_bytes, self._lane_bytes = ring_bytes, ring_bytes * 3 // 4
+        self._reads, self._writes = _Pool(), _Pool()
 
     def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),
               after_home: Iterable[Journey] = ()) -> None:  # fmt: skip
@@ -162,31 +161,41 @@ class Traffic:
         sizes = self._cut(journey)
         journey._over_left = journey._home_left = len(sizes)
         for number, nbytes in enumerate(sizes, 1):
-            piece = _Piece(journey, nbytes, number == len(sizes))
+            piece = _Piece(journey, nbytes, self._buffers(nbytes), number == len(sizes))
             if len(journey.route) == 1:
                 self._queue(piece)
             else:
-                pool = self._pool_of(journey)
-                pool.waiting.append(piece)
-                self._admit(pool)
+                self._pool_of(journey).waiting.append(piece)
+                self._admit()
 
     def _cut(self, journey: Journey) -> list[int]:
         if len(journey.route) == 1:
             return [journey.nbytes]
         chunks = -(-journey.nbytes // self._chunk_bytes)
         size = -(-chunks // MOST_PIECES) * self._chunk_bytes
-        size = max(self._chunk_bytes, min(size, self._pools[True].most // 4))
+        size = max(self._chunk_bytes, min(size, self._lane_bytes // 4))
         whole, rest = divmod(journey.nbytes, size)
         return [size] * whole + [rest] * bool(rest)
 
-    def _pool_of(self, journey: Journey) -> _Pool:
-        return self._pools[journey.over_after == len(journey.route)]
+    def _buffers(self, nbytes: int) -> int:
+        """What a piece takes of the ring: buffers are handed out whole."""
+        return -(-nbytes // self._chunk_bytes) * self._chunk_bytes
 
-    def _admit(self, pool: _Pool) -> None:
-        while pool.waiting and pool.has_room(pool.waiting[0].nbytes):
-            piece = pool.waiting.popleft()
-            pool.held += piece.nbytes
-            self._queue(piece)
+    def _pool_of(self, journey: Journey) -> _Pool:
+        return self._reads if journey.over_after == len(journey.route) else self._writes
+
+    def _admit(self) -> None:
+        """Give what is free of the ring to who waits for it."""
+        for pool, other in ((self._reads, self._writes), (self._writes, self._reads)):
+            while pool.waiting and self._has_room(pool, other, pool.waiting[0].ring_bytes):
+                piece = pool.waiting.popleft()
+                pool.held += piece.ring_bytes
+                self._queue(piece)
+
+    def _has_room(self, pool: _Pool, other: _Pool, nbytes: int) -> bool:
+        held = pool.held + nbytes
+        within = held <= self._lane_bytes and held + other.held <= self._ring_bytes
+        return within or not (pool.held or other.held)
 
     def _queue(self, piece: _Piece) -> None:
         name = piece.journey.route[piece.at].name
@@ -229,9 +238,8 @@ class Traffic:
             self._queue(piece)
             return
         if len(journey.route) > 1:
-            pool = self._pool_of(journey)
-            pool.held -= piece.nbytes
-            self._admit(pool)
+            self._pool_of(journey).held -= piece.ring_bytes
+            self._admit()
         journey._home_left -= 1
         if not journey._home_left:
             self._home(journey)

@@ -16,7 +16,7 @@ from small_models import small
 from torch import Tensor, fx, nn
 
 import zcompile
-from zcompile import backend, ops
+from zcompile import backend, ops, streaming
 from zcompile.dump import Watcher
 from zcompile.graph import assign_phases, output_of
 from zcompile.graph_plan import Plan
@@ -196,6 +196,37 @@ def schedules_of() -> Any:
         yield made
     finally:
         backend.verify_schedule = original
+
+
+@contextmanager
+def steps_of() -> Any:
+    """Every schedule of an optimizer's step, or of clipping, that is lowered inside, in order."""
+    made: list[Schedule] = []
+    lowered = streaming.lower_step
+
+    def keep(*args: Any, **kwargs: Any) -> Schedule:
+        made.append(lowered(*args, **kwargs))
+        return made[-1]
+
+    streaming.lower_step = keep
+    try:
+        yield made
+    finally:
+        streaming.lower_step = lowered
+
+
+def trained_schedules(model: nn.Module, inputs: Sequence[Any], grad: bool = True) -> list[Schedule]:
+    """The schedules of one step of an offloaded model, clipped, by AdamW; if not `grad`, of one
+    evaluation."""
+    torch._dynamo.reset()
+    with schedules_of() as graphs, steps_of() as steps, torch.set_grad_enabled(grad):
+        out = torch.compile(model, backend="zinf")(*inputs)
+        if grad:
+            (out if isinstance(out, Tensor) else out[0]).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.optim.AdamW(model.parameters(), fused=True).step()
+    model.zero_grad()
+    return [*graphs, *steps]
 
 
 def least_budget(joint: Joint) -> int:

@@ -11,7 +11,16 @@ from small_models import SMALL_MODELS
 from zcompile import ops
 from zcompile.config import Config
 from zcompile.graph import find
-from zcompile.packing import ALIGNMENT, Block, aligned, fits, live_peak, pack, packed_bytes
+from zcompile.packing import (
+    ALIGNMENT,
+    Block,
+    aligned,
+    fits,
+    live_peak,
+    pack,
+    pack_quickly,
+    packed_bytes,
+)
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
 from zcompile.pipeline import pipeline
@@ -98,6 +107,16 @@ def test_what_fits_the_budget_does_and_what_pack_needs_always_fits(blocks, share
         assert packed_bytes(blocks, found) <= budget
 
 
+@settings(deadline=None, derandomize=True)
+@given(some_blocks())
+def test_a_quick_packing_lies_apart_between_what_pack_needs_and_first_fit(blocks):
+    addresses = pack_quickly(blocks)
+    assert_apart(blocks, addresses)
+    needed = packed_bytes(blocks, addresses)
+    assert packed_bytes(blocks, pack(blocks)) <= needed <= first_fit_largest_first(blocks)
+    assert pack_quickly(list(blocks)) == addresses
+
+
 @pytest.mark.parametrize(("blocks", "addresses"), [
     ([], ()),
     ([Block(0, 0, 1)], (0,)),
@@ -149,6 +168,20 @@ def test_a_model_needs_at_most_two_percent_more_than_what_is_alive(model, lead):
             assert packed_bytes(blocks, pack(blocks)) <= 1.02 * live_peak(blocks), share
 
 
+QUICK = 1.25
+"""A quick packing of what a model streams needs at most so many times what is alive. Fetches start
+as early as such a packing allows (`choose_starts`), so that what it wastes costs lead, not room."""
+
+
+@pytest.mark.parametrize("lead", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_a_quick_packing_of_a_model_needs_at_most_a_quarter_more_than_what_is_alive(model, lead):
+    least = least_budget(captured(model))
+    for share in (1, 1.25, 1.5, 2, 3):
+        for blocks in scheduled_blocks(model, lead, int(least * share)):
+            assert packed_bytes(blocks, pack_quickly(blocks)) <= QUICK * live_peak(blocks), share
+
+
 LAYER = (2, 24, 8, 2, 32, 32, 1)
 """Weights of a block of a transformer, relative to each other, in the order they are read."""
 
@@ -162,6 +195,7 @@ def test_a_deep_stream_needs_at_most_two_percent_more_than_what_is_alive(layers,
     starts = choose_starts(needs, int(least * room), 8, "forward")
     blocks = [Block(start, n.last, n.nbytes) for start, n in zip(starts, needs, strict=True)]
     assert packed_bytes(blocks, pack(blocks)) <= 1.02 * live_peak(blocks)
+    assert packed_bytes(blocks, pack_quickly(blocks)) <= QUICK * live_peak(blocks)
 
 
 STREAM = (
@@ -206,6 +240,8 @@ def random_blocks(count: int, span: int) -> list[Block]:
 def test_thousands_of_blocks_lie_apart(span):
     blocks = random_blocks(3000, span)
     assert_apart(blocks, pack(blocks))
+    assert_apart(blocks, pack_quickly(blocks))
+    assert packed_bytes(blocks, pack_quickly(blocks)) <= 1.1 * live_peak(blocks)
 
 
 @pytest.mark.slow

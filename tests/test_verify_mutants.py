@@ -7,14 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joint import captured, least_budget, schedules_of
+from joint import captured, least_budget, trained_schedules
 from races import faults, mutants
 from small_models import SMALL_MODELS, small
 from written import fetch, free, run, schedule, wait
 
 import zcompile
 from zcompile import lower_step as steps
-from zcompile import streaming
 from zcompile.errors import BudgetExceeded, ScheduleInvalid
 from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
 from zcompile.packing import Block, aligned, pack
@@ -41,27 +40,7 @@ def made_by(name: str, grad: bool = True, budget: int = MiB) -> list[Schedule]:
     """The schedules of one training step of a small model, AdamW and clipping included."""
     model, inputs = small(name)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB")
-    torch._dynamo.reset()
-    made: list[Schedule] = []
-    lowered = streaming.lower_step
-
-    def keep(*args: Any) -> Schedule:
-        made.append(lowered(*args))
-        return made[-1]
-
-    streaming.lower_step = keep
-    try:
-        with schedules_of() as compiled, torch.set_grad_enabled(grad):
-            out = torch.compile(model, backend="zinf")(*inputs)
-            if grad:
-                out = out if isinstance(out, torch.Tensor) else out[0]
-                out.square().mean().backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                torch.optim.AdamW(model.parameters(), fused=True).step()
-    finally:
-        streaming.lower_step = lowered
-    model.zero_grad()
-    return [*compiled, *made]
+    return trained_schedules(model, inputs, grad)
 
 
 REAL = ["mlp", "module called twice", "view in two places", "tied embeddings", "transformer block"]

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from joint import captured, least_budget, schedules_of
+from joint import captured, least_budget, trained_schedules
 from small_models import small
 
 import zcompile
-from zcompile import streaming
 from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import lower_step
@@ -46,25 +45,7 @@ def compiled(name: str) -> tuple[Schedule, ...]:
     model, inputs = small(name)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB",
                      throttle={"h2d": UNSEEN, "d2h": UNSEEN})  # fmt: skip
-    torch._dynamo.reset()
-    made: list[Schedule] = []
-    lowered = streaming.lower_step
-
-    def keep(*args: Any) -> Schedule:
-        made.append(lowered(*args))
-        return made[-1]
-
-    streaming.lower_step = keep
-    try:
-        with schedules_of() as graphs:
-            out = torch.compile(model, backend="zinf")(*inputs)
-            (out if isinstance(out, torch.Tensor) else out[0]).square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            torch.optim.AdamW(model.parameters(), fused=True).step()
-    finally:
-        streaming.lower_step = lowered
-    model.zero_grad()
-    return (*graphs, *made)
+    return tuple(trained_schedules(model, inputs))
 
 
 def of_model(name: str) -> dict[str, Schedule]:

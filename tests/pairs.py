@@ -117,7 +117,7 @@ def same_training(run: Run, tmp_path: Path, mode: str, make: Callable[[], nn.Mod
 def entries(model: nn.Module, kind: Kind | None = None) -> list[str]:
     """Names of the entries that the model's store holds, of a kind or all."""
     store = session_behind(model)
-    store._enter("a test")
+    store.enter("a test")
     return sorted(e.name for e in store._entries.values() if kind in (None, e.kind))
 
 

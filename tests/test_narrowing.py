@@ -168,7 +168,7 @@ def test_copies_die_with_their_model(tmp_path):
     store = session_behind(tiered)
     count = len(store._entries)
     del tiered[2]
-    store._enter("a test")
+    store.enter("a test")
     assert len(store._entries) < count
 
 

@@ -62,13 +62,13 @@ class PaperSession(Session):
 
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
               after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
         return Ready()
 
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
-        self._enter(entry.name)
+        self.enter(entry.name)
         entry.version += 1
         return Ready()
 
@@ -76,14 +76,15 @@ class PaperSession(Session):
         return self.put(entry, source)
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
-        self._enter(entry.name)
+        self.enter(entry.name)
         return Ready()
 
     def read_all(self, entry: Entry) -> Tensor:
         return blank((entry.nbytes,), (1,), torch.uint8)
 
-    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> Tensor:
-        self._enter(entry.name)
+    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
+               overwrites: bool = False) -> Tensor:  # fmt: skip
+        self.enter(entry.name)
         entry.version += int(writes)
         return blank((nbytes,), (1,), torch.uint8)
 

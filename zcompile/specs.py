@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NewType
 
 import torch
@@ -51,31 +52,43 @@ class Layout:
     offset: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         count = 1
         for n in self.size:
             count *= n
         return count
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Elements from the first to one past the last that the tensor touches, offset excluded."""
         if self.numel == 0:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the span."""
         return self.span * self.dtype.itemsize
 
-    @property
+    @cached_property
     def dense(self) -> bool:
         """No gaps and no overlap: every element of the span belongs to exactly one index."""
         return self.span == self.numel and all(
             s > 0 for n, s in zip(self.size, self.stride, strict=True) if n > 1
         )
+
+    @property
+    def end_bytes(self) -> int:
+        """From the entry's first byte to one past the last that the tensor touches."""
+        return self.offset * self.dtype.itemsize + self.nbytes
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.stride, self.offset, self.dtype))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":

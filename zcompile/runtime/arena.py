@@ -18,6 +18,10 @@ from zcompile.errors import BudgetExceeded
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Gauge
+from zcompile.specs import Layout
+
+MOST_VIEWS = 1 << 16
+"""Of what rests in the arena; more than that is made of addresses that are used no more."""
 
 
 class Arena:
@@ -39,6 +43,7 @@ class Arena:
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
         self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
         self._returned: deque[int] = deque()
+        self._views: dict[tuple[int, Layout], Tensor] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -74,7 +79,19 @@ class Arena:
         if address + nbytes > self.budget_bytes:
             raise BudgetExceeded("device", self.budget_bytes, address + nbytes,
                                  "a planned slot", (), "raise device_memory")  # fmt: skip
-        return self._whole()[address : address + nbytes]
+        memory = self._memory if self._memory is not None else self._whole()
+        return memory[address : address + nbytes]
+
+    def view(self, address: int, layout: Layout) -> Tensor:
+        """A tensor of `layout` over the bytes from `address` on, where something rests for long:
+        the same object each time, so nobody may change what it is. Accounts for nothing."""
+        known = address, layout
+        view = self._views.get(known)
+        if view is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
+        return view
 
     def take_slot(self, address: int, nbytes: int) -> None:
         """A planned slot is in use from now on. raises BudgetExceeded if a gather holds it"""

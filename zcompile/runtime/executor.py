@@ -9,8 +9,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from torch import Tensor
+
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.runtime import near
 from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
@@ -78,6 +81,7 @@ class Executor:
         if schedule.casts:
             assert self.make_copy is not None, "a copy is wanted where nobody can cast"
             freshen(schedule, entries, self.make_copy)
+        self.store.enter(entries[0].name if entries else schedule.name)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
@@ -89,10 +93,11 @@ class Executor:
             )
         try:
             with deferred_interrupts():
-                _Walk(self, schedule, values, entries).go()
+                walk = _Walk(self, schedule, values, entries)
+                walk.go()
         finally:
             self._busy.release()
-        return _results(schedule, values)
+        return walk.results()
 
 
 class _Walk:
@@ -110,8 +115,17 @@ class _Walk:
         self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight
         self.taken: set[Slot] = set()
+        self.lent: dict[int, Tensor] = {}
+        """What was borrowed, by its id."""
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule, entries)
+
+    def results(self) -> list[Any]:
+        """What the call gives: nothing that the store lends to others too."""
+        values = _results(self.schedule, self.values)
+        if self.lent.keys().isdisjoint(map(id, values)):
+            return values
+        return [v.detach() if id(v) in self.lent else v for v in values]
 
     def go(self) -> None:
         device, meter = self.store.device, self.store.meter
@@ -160,8 +174,9 @@ class _Walk:
                 if drop:
                     values[value] = None
             case Borrow(entry=entry, begin=begin, layout=layout, register=register, writes=writes):
-                memory = self.store.borrow(self.entries[entry], begin, layout.nbytes, writes)
-                values[register] = layout.view(memory)
+                found = near.lend(self.store, self.entries[entry], begin, layout, writes)
+                values[register] = found
+                self.lent[id(found)] = found
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
                 source = arena.slot(slot.address, nbytes)
                 self.tickets[ticket] = self.store.put(

@@ -104,6 +104,10 @@ class Written:
     def clear(self) -> None:
         self._ranges.clear()
 
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether one range has all of [begin, end): what is usual, found at once."""
+        return len(self._ranges) == 1 and self._ranges[0][0] <= begin and end <= self._ranges[0][1]
+
     def covers(self, begin: int, end: int) -> bool:
         return all(held for _, _, held in self.pieces(begin, end))
 

@@ -68,10 +68,13 @@ class Mover:
         if error is not None:
             raise error
 
-    def borrow(self, place: Place, begin: int, memory: Tensor, writes: bool) -> None:
+    def borrow(
+        self, place: Place, begin: int, memory: Tensor, writes: bool, overwrites: bool = False
+    ) -> None:
         """Wait until nothing moves the entry's bytes from `begin` on, which rest in `memory`, and
         make zeros of what is blank there; then compute may touch it.
 
+        overwrites  all of it is written before it is read, so that blank bytes may stay as they are
         raises  what an earlier transfer on the entry failed with
         """
         end = begin + memory.numel()
@@ -81,13 +84,22 @@ class Mover:
         for blocker in blockers:
             blocker.home.wait()
         with self._idle:
-            for low, high, held in place.written.pieces(begin, end):
+            for low, high, held in place.written.pieces(begin, end) if not overwrites else ():
                 if not held and memory.is_cpu:
                     clear_bytes(memory[low - begin :], high - low)
                 elif not held:
                     memory[low - begin : high - begin].zero_()
             if writes:
                 place.written.add(begin, end)
+
+    def is_still(self, place: Place, begin: int, end: int) -> bool:
+        """Nothing is under way on the entry, and its bytes [begin, end) hold a value.
+
+        raises  as `check`
+        """
+        with self._idle:
+            self.check(place)
+            return not place.under_way and place.written.holds(begin, end)
 
     def blank(self, place: Place) -> None:
         """From here on in the order of submission, the entry holds nothing."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ready, Ticket
+from zcompile.specs import Layout
 
 
 def is_near(entry: Entry) -> bool:
@@ -33,8 +34,19 @@ def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
     if source.numel() == entry.nbytes:
         entry.deferred = ()
         entry.unset = False
-    store.borrow(entry, begin, source.numel(), True).copy_(source)
+    store.borrow(entry, begin, source.numel(), True, overwrites=True).copy_(source)
     return store.device.mark()
+
+
+def lend(store: Store, entry: Entry, begin: int, layout: Layout, writes: bool) -> Tensor:
+    """As `Store.borrow`, a tensor of `layout` to read and write, and not to hand to others: of what
+    rests on the device it may be the same object each time. For who has called `store.enter`."""
+    place, end = entry.place, begin + layout.end_bytes
+    ready = place.tier.on_device and not entry.unset and not entry.deferred
+    if ready and store._mover.is_still(place, begin, end):
+        entry.version += int(writes)
+        return store.arena.view(place.extent.offset + begin, layout)
+    return layout.view(store.borrow(entry, begin, layout.end_bytes, writes))
 
 
 def add(store: Store, entry: Entry, source: Tensor, after: Sequence[Ticket]) -> Ticket:
@@ -52,4 +64,4 @@ def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
     return Ready()
 
 
-__all__ = ["add", "fetch", "is_near", "put", "read"]
+__all__ = ["add", "fetch", "is_near", "lend", "put", "read"]

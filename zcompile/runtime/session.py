@@ -87,7 +87,7 @@ class Session(Store):
 
     def entries(self) -> list[Entry]:
         """All that are alive."""
-        self._enter("the model")
+        self.enter("the model")
         return list(self._entries.values())
 
     def begin_step(self, optimizer: str) -> None:

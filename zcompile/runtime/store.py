@@ -123,7 +123,7 @@ class Store:
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
                of: int | None = None) -> Entry:  # fmt: skip
         """A new, blank entry, where `Homes` sends it; `of`: as in `Entry`. raises TierFull"""
-        self._enter(name)
+        self.enter(name)
         entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of), unset, of)
         self._entries[entry.key] = entry
         handles.bind(entry)
@@ -135,7 +135,7 @@ class Store:
 
     def holds(self, entry: Entry) -> bool:
         """False once the last use of the entry has died."""
-        self._enter(entry.name)
+        self.enter(entry.name)
         return entry.key in self._entries
 
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
@@ -146,7 +146,7 @@ class Store:
         after   the copies into `target` come after these
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
         fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
                       self._means, self.arena.holds(target))  # fmt: skip
@@ -160,17 +160,17 @@ class Store:
             return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
-    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> Tensor:
+    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
+               overwrites: bool = False) -> Tensor:  # fmt: skip
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
 
-        Compute may touch them until the caller starts anything else on the entry.
+        Compute may touch them until the caller uses the entry. `overwrites`: all, before it reads.
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
-        place = entry.place
-        ((_, memory),) = place.tier.pieces(place.extent, begin, begin + nbytes)
-        self._mover.borrow(entry.place, begin, memory, writes)
+        ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
+        self._mover.borrow(entry.place, begin, memory, writes, overwrites)
         entry.version += int(writes)
         return memory
 
@@ -185,7 +185,7 @@ class Store:
                 must not be changed before the ticket's `join_compute`
         after   complete before `source` is read; on CUDA, `device.mark()` of what computed it
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         if source.numel() == entry.nbytes:
             entry.deferred = ()
         self.deferrals.settle(entry)
@@ -199,7 +199,7 @@ class Store:
 
         source  1-D, contiguous; otherwise as in `put`. The result is that of `Tensor.add_`.
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
         raw = source.view(torch.uint8)
         window = self.arena.window(raw)
@@ -208,7 +208,7 @@ class Store:
 
     def zero(self, entry: Entry) -> None:
         """Make it blank again; moves nothing."""
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._mover.blank(entry.place)
         entry.deferred = ()
         entry.unset = False
@@ -220,7 +220,7 @@ class Store:
         target  uint8 [n], contiguous, on the host
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
 
@@ -235,7 +235,7 @@ class Store:
 
         None of them, if some lie in no file, hold nothing yet, or are under way.
         """
-        self._enter(entry.name)
+        self.enter(entry.name)
         self._settle(entry)
         place = entry.place
         if place.under_way or not place.written.covers(begin, end):
@@ -244,14 +244,14 @@ class Store:
 
     def drain(self) -> None:
         """All transfers are done; raises the first error that any had."""
-        self._enter("the model")
+        self.enter("the model")
         self._mover.drain()
 
     def close(self) -> None:
         """Stop what is under way, remove the files; idempotent."""
         self._close()
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
         """The door of every verb: the store is this process's, and open; the dead are buried."""
         if os.getpid() != self._pid:
             raise forked_error(name, self._pid)

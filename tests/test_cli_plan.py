@@ -40,6 +40,14 @@ def sized(width):
 def nothing():
     return None
 
+def broken():
+    raise LookupError("no such checkpoint")
+
+def looking():
+    model = Tiny()
+    model.scale = model.head.weight.sum().item()
+    return model
+
 picture = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 4))
 empty = torch.nn.ReLU()
 number = 3
@@ -50,6 +58,7 @@ number = 3
 def models(tmp_path, monkeypatch):
     """A module `paper_models` where one stands."""
     (tmp_path / "paper_models.py").write_text(MODELS)
+    (tmp_path / "failing_models.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -138,6 +147,13 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     (("paper_models:sized",), "needs arguments (width)"),
     (("paper_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
     (("paper_models:picture",), "takes (input), which cannot be guessed; give --shape"),
+    (("paper_models:picture", "--shape", "3,5"), "forward of Sequential with (float32[1, 3, 5])"),
+    (("paper_models:picture", "--shape", "3,5"), "give it inputs that it takes"),
+    (("paper_models:tiny", "--shape", "3"), "forward of Tiny with (float32[1, 3]) failed at "),
+    (("paper_models:broken",), "paper_models:broken() failed at "),
+    (("paper_models:broken",), "LookupError: no such checkpoint; see that it makes its model"),
+    (("paper_models:looking",), "where no tensor has values"),
+    (("failing_models:any",), "importing failing_models failed at "),
     (("paper_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
     (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
     (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
@@ -155,6 +171,7 @@ def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, as
     code, _, err = zinf("plan", *asked, *ON)
     assert code == 2
     assert says in err
+    assert "Traceback" not in err
 
 
 def test_a_model_without_parameters_cannot_be_planned(zinf, models):
@@ -173,6 +190,7 @@ def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
         code, out, _ = zinf("plan", name, *ON, "--json", "--batch", 2)
         assert code == 0
         assert json.loads(out)["tokens"] == 64
+    assert find_model(str(tmp_path)).loss_type == "ForCausalLM", "else transformers warns of it"
 
 
 @pytest.mark.parametrize(("text", "says"), [

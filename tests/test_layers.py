@@ -15,7 +15,8 @@ FLOORS = (
     {"zcompile.cli"},
     {"zcompile"},  # the face
     {"zcompile.planning"},
-    {"zcompile.paper", "zcompile.report"},
+    {"zcompile.paper_step", "zcompile.report"},
+    {"zcompile.paper"},
     {"zcompile.outlook"},
     {"zcompile.backend", "zcompile.offloading", "zcompile.checkpoint"},
     {"zcompile.checkpoint_source"},
@@ -58,6 +59,7 @@ FLOORS = (
         "zcompile.run_format",
         "zcompile.safetensors_file",
         "zcompile.machine_file",
+        "zcompile.user_code",
     },
     {"zcompile.machine"},
     {

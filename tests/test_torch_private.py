@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from contracts import CONTRACTS, contract
+from contracts_of_failures import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
 

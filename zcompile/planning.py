@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from zcompile.config import Config, build
 from zcompile.cost import Ways
-from zcompile.errors import ConfigInvalid, Unsupported, ZinfError
+from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.machine import Machine
 from zcompile.machine_file import find
 from zcompile.outlook import Terms, look
-from zcompile.paper import OnPaper, PaperSession, copy_on_paper, paper_backend
+from zcompile.paper import OnPaper, PaperSession, copy_on_paper
+from zcompile.paper_step import run_step
 from zcompile.report import Facts, Report
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
@@ -31,7 +32,7 @@ from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.plant import SHARE_OF_MACHINE
 from zcompile.runtime.probe import machine_for
 from zcompile.steps import Step
-from zcompile.torch_private import BackendFailed, check_torch, trees
+from zcompile.torch_private import check_torch, trees
 from zcompile.units import TiB
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -85,7 +86,8 @@ def plan(
     micro_batches   forward and backward passes per optimizer step
     config, fields  as `zcompile.offload`; budgets that are given replace the machine's
     raises          ConfigInvalid, UnknownOption, Unsupported, BudgetExceeded (the device is too
-                    small for what one region reads), MachineUnknown, MachineInvalid
+                    small for what one region reads), MachineUnknown, MachineInvalid,
+                    UserCodeFailed (the model fails with these inputs; the cause is its error)
     """
     terms = terms_of(build(config, fields, "zcompile.plan"), machine)
     traced = trace(model, example_inputs, terms, optimizer, micro_batches)
@@ -157,7 +159,7 @@ def trace(
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
 ) -> Traced:
-    """One training step on paper. raises  ConfigInvalid, Unsupported"""
+    """One training step on paper. raises  ConfigInvalid, Unsupported, UserCodeFailed"""
     check_torch()
     _check(model, optimizer, micro_batches)
     make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
@@ -172,9 +174,14 @@ def trace(
         inputs = trees.tree_map(_input, example_inputs)
         with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
             made = make(trained)  # alive until its states are told
-            _run(copied, inputs, made, micro_batches)
+            run_step(copied, inputs, made, micro_batches)
         step = session.executor.recorder.end()
-        assert step is not None, "a step was run"
+        if step is None:
+            raise Unsupported(
+                f"torch.compile captured nothing of {type(model).__name__}, so there is no step to "
+                "plan", "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
+                "before is left out from then on, until torch._dynamo.reset()"
+            )  # fmt: skip
         samples, tokens = _counts(example_inputs)
         return Traced(
             _settled(step, session),
@@ -207,43 +214,6 @@ def _input(value: Any) -> Any:
         return value
     kept = value.device.type == "cpu" and not value.is_floating_point()
     return value if kept else blank_like(value)
-
-
-def _run(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer, times: int) -> None:
-    def loss_of(*given: Any) -> Tensor:
-        named = len(given) == 1 and isinstance(given[0], Mapping)
-        return _loss(model(**given[0]) if named else model(*given))
-
-    # Dynamo keeps what it compiled with the code, and would come to its limit after some plans.
-    fresh = types.FunctionType(loss_of.__code__.replace(), globals(), "loss_of",
-                               None, loss_of.__closure__)  # fmt: skip
-    compiled = torch.compile(fresh, backend=paper_backend, dynamic=False)
-    try:
-        for _ in range(times):
-            loss = compiled(*inputs)
-            if not loss.requires_grad:
-                raise Unsupported("the model's output does not depend on what it trains",
-                                  "let forward return the loss")  # fmt: skip
-            loss.backward()
-        optimizer.step()
-    except BackendFailed as error:
-        if isinstance(error.inner_exception, ZinfError):
-            raise error.inner_exception from error
-        raise
-
-
-def _loss(result: Any) -> Tensor:
-    """The loss of a call: its result, its `.loss`, or else a mean that stands for one."""
-    if isinstance(result, Tensor) and result.dim() == 0:
-        return result
-    loss = getattr(result, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    tensors = [x for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
-    if not tensors:
-        raise Unsupported(f"the model's forward returned {type(result).__name__} without a tensor",
-                          "let it return the loss, or what a loss can be made of")  # fmt: skip
-    return tensors[0].float().mean()
 
 
 def _settled(step: Step, session: PaperSession) -> Step:

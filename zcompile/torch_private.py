@@ -4,13 +4,17 @@ What stands here may change between torch releases without notice; `tests/test_t
 says for each name what we rely on. The tested range is `TESTED`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
+from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
@@ -212,3 +216,36 @@ def is_symbol(node: fx.Node) -> bool:
 def is_compiling_now() -> bool:
     """Whether torch traces or compiles on this thread."""
     return TracingContext.try_get() is not None
+
+
+def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.FrameSummary]]:
+    """The error behind what a compiled call raised, and where the traced code was then."""
+    if isinstance(error, BackendFailed):
+        inner: BaseException = error.inner_exception
+        return inner, traceback.extract_tb(inner.__traceback__)
+    reason = error
+    while isinstance(reason, _TracingFailed):
+        behind = reason.__cause__ or reason.__context__
+        if behind is None:
+            break
+        reason = behind
+    return reason, getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+
+
+@contextmanager
+def muted_tracing() -> Iterator[None]:
+    """Tracing does not log the traceback of an op that cannot be, for a caller that tells it."""
+    log = logging.getLogger(FakeTensor.__module__)
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def without_recompile_limit() -> Any:
+    """A context in which code may be compiled however often it was before."""
+    return torch._dynamo.config.patch(recompile_limit=_MANY, accumulated_recompile_limit=_MANY)
+
+
+_MANY = 1 << 30

@@ -17,8 +17,10 @@ from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.machine import MachineInvalid
 from zcompile.machine_file import MachineUnknown, MachineUnreadable
 from zcompile.run_format import PHASES
+from zcompile.user_code import UserCodeFailed
 
-USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable)
+USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable,
+         UserCodeFailed)  # fmt: skip
 """What was asked for cannot be meant; all other errors are findings."""
 RUN_HELP = "a dump: DIR (its newest run), DIR/run-3, or DIR/run-3/graph0"
 

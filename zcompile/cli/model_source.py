@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.errors import ConfigInvalid
+from zcompile.user_code import Running
 
 SEQUENCE = 1024
 """Tokens of a sample, if neither the options nor the model say."""
@@ -35,12 +36,13 @@ def _named(name: str, module: str, attribute: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise _invalid(
-            name, f"cannot be imported: {error}; run zinf where {module} lies"
-        ) from error
+    with Running(f"importing {module}", f"see that `python -c 'import {module}'` works"):
+        try:
+            found: Any = importlib.import_module(module)
+        except ImportError as error:
+            raise _invalid(
+                name, f"cannot be imported: {error}; run zinf where {module} lies"
+            ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))[:12])
@@ -64,7 +66,10 @@ def _made(name: str, found: Any) -> Any:
     if needed:
         raise _invalid(name, f"needs arguments ({', '.join(needed)}); name a function without any, "
                        "or one whose arguments have defaults")  # fmt: skip
-    with torch.device("meta"):
+    todo = (
+        "see that it makes its model, also under torch.device('meta'), where no tensor has values"
+    )
+    with Running(f"{name}()", todo), torch.device("meta"):
         made = found()
     if not isinstance(made, torch.nn.Module):
         raise _invalid(name, f"makes a {type(made).__name__}, which is no torch.nn.Module")
@@ -84,13 +89,22 @@ def _of_config(path: Path) -> Any:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise _invalid(str(path), "needs transformers; `pip install zcompile[hf]`") from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError) as error:
-        raise _invalid(str(path), f"of model_type {kind!r} is no causal language model that this "
-                       f"transformers knows: {str(error).splitlines()[0]}") from error  # fmt: skip
+    with Running(f"making a {kind} of {path}", "see that transformers makes a model of it"):
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(path))
+            with torch.device("meta"):
+                made = transformers.AutoModelForCausalLM.from_config(config)
+        except (ValueError, KeyError) as error:
+            why = str(error).splitlines()[0]
+            raise _invalid(
+                str(path),
+                f"of model_type {kind!r} is no causal language model that this transformers "
+                f"knows: {why}",
+            ) from error
+    if getattr(made, "loss_type", "") is None:
+        # Its class has no name that a loss goes by; transformers then warns, and takes this one.
+        made.loss_type = "ForCausalLM"
+    return made
 
 
 def example_inputs(model: Any, batch: int, seq: int | None, shape: str | None) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.passes.tile_loss import TileLoss
 from zcompile.verify import verify
 
 
@@ -45,6 +46,7 @@ SILENT = Silence()
 def pipeline(config: Config) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass."""
     return (
+        TileLoss(),  # a loss over a large vocabulary runs over tiles of it
         GatherParams(),  # one gather per parameter and phase, before its first reader
         NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
         ReleaseParams(),  # full -> nothing, after its last reader

@@ -13,6 +13,7 @@ class Fact(enum.Enum):
     """Something that holds of a graph, whoever made it so."""
 
     PHASES_ASSIGNED = "phases assigned"
+    LOSSES_TILED = "losses tiled"
     PARAMS_GATHERED = "params gathered"
     PARAMS_NARROWED = "params narrowed"
     PARAMS_RELEASED = "params released"

@@ -1,0 +1,145 @@
+"""A loss over a vocabulary runs over tiles of it: same numbers within a tolerance, no logits."""
+
+from typing import Any
+
+import pytest
+import torch
+from joint import Joint, assert_same, catch, results
+from torch import Tensor, fx
+from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern
+
+from zcompile import printer
+from zcompile.config import Config
+from zcompile.graph import find
+from zcompile.liveness import profile
+from zcompile.loss_match import SOFTMAX, SOFTMAX_BACKWARD
+from zcompile.passes.tile_loss import TileLoss
+from zcompile.pipeline import pipeline
+
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7}
+"""Largest difference, in units of the largest number of a result.
+
+In f32 the exponentials of a row are summed in another order, which moves the log of their sum by
+some units of 6e-8, and gradients of rows are summed over tiles. Products in bf16 round to 2^-9;
+where stock code also rounds log-probabilities to bf16 and exponentiates them, a tile does not, so
+the two are apart by two such roundings, of gradients of up to the largest."""
+MEDIUM, SMALL, TINY = 1600, 500, 150
+"""Bytes of a piece of logits: some tiles; slices of tokens too; a few numbers at a time."""
+
+
+@pytest.fixture(scope="module")
+def caught():
+    """The joint graph of a pattern, traced once, and what it gives."""
+    found: dict[Any, tuple[Joint, dict[str, Any]]] = {}
+
+    def of(pattern: Pattern, grad: bool) -> tuple[Joint, dict[str, Any]]:
+        key = id(pattern), grad
+        if key not in found:
+            joint = catch(pattern.build(), *pattern.inputs(), grad=grad)
+            found[key] = joint, results(joint)
+        return found[key]
+
+    return of
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        other = found[key]
+        assert (other.dtype, other.shape) == (value.dtype, value.shape), key
+        assert torch.equal(value.isnan(), other.isnan()), key
+        apart = (other.double() - value.double()).nan_to_num().abs().max()
+        assert apart <= tolerance * value.double().nan_to_num().abs().max(), key
+
+
+def tolerance_of(pattern: Pattern) -> float:
+    return TOLERANCE[torch.bfloat16 if pattern.autocast else pattern.dtype]
+
+
+@pytest.mark.parametrize("tile_bytes", [MEDIUM, SMALL, TINY])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", TILED)
+def test_every_form_is_tiled_and_keeps_its_numbers(name, grad, tile_bytes, caught):
+    joint, expected = caught(TILED[name], grad)
+    tiled = joint.through(TileLoss(tile_bytes))
+    logits = find(tiled.graph, SOFTMAX, SOFTMAX_BACKWARD)
+    assert not tiled.plan.notes
+    assert not logits or (TILED[name].dtype is torch.bfloat16 and tile_bytes == MEDIUM)
+    assert_close(results(tiled), expected, tolerance_of(TILED[name]))
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_tiles(name, caught):
+    joint, _ = caught(TILED[name], True)
+    tiled = joint.through(TileLoss(SMALL))
+    later = [pass_ for pass_ in pipeline(Config(device="cpu")) if pass_.name != TileLoss.name]
+    assert_same(results(joint.through(TileLoss(SMALL), *later)), results(tiled))
+
+
+def per_token_and_class(graph: fx.Graph) -> list[str]:
+    """Values as large as the logits of all tokens but the last, or larger."""
+    return [
+        node.name for node in graph.nodes
+        for value in [node.meta.get("val")]
+        if isinstance(value, Tensor) and value.numel() >= BATCH * (LENGTH - 1) * CLASSES
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", TILED)
+def test_no_value_has_a_number_per_token_and_class(name, grad, caught):
+    joint, _ = caught(TILED[name], grad)
+    assert CLASSES * WIDTH < BATCH * (LENGTH - 1) * CLASSES, "a weight is smaller than logits"
+    assert per_token_and_class(joint.graph)
+    assert not per_token_and_class(joint.through(TileLoss(SMALL)).graph)
+    assert not per_token_and_class(
+        joint.through(TileLoss(SMALL), *pipeline(Config(device="cpu"))).graph
+    )
+
+
+def test_the_peak_falls_by_the_logits_but_for_one_piece_of_them():
+    classes, length, tile_bytes = 4096, 64, 64 * 1024
+    pattern = TILED["mean"]
+    joint = catch(pattern.build(classes), *pattern.inputs(classes, length))
+    logits = BATCH * length * classes * 4
+    before = max(profile(joint.graph))
+    after = max(profile(joint.through(TileLoss(tile_bytes)).graph))
+    weights_and_gradients = 4 * classes * WIDTH * 4
+    assert before > 2 * logits
+    assert after < weights_and_gradients + 3 * tile_bytes
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_cannot_be_tiled_is_kept_bit_by_bit_and_a_note_says_why(name, caught):
+    pattern, why = KEPT[name]
+    joint, expected = caught(pattern, True)
+    kept = joint.through(TileLoss(SMALL))
+    (note,) = kept.plan.notes
+    assert why in note.text
+    assert "2220 bytes" in note.text
+    assert note.node in [node.name for node in kept.graph.nodes]
+    assert_same(results(kept), expected)
+
+
+def test_small_logits_are_left_alone_to_the_last_bit(caught):
+    joint, _ = caught(TILED["mean"], True)
+    for pass_ in (TileLoss(4 * BATCH * LENGTH * CLASSES), TileLoss()):
+        left = joint.through(pass_)
+        assert printer.text(left.graph) == printer.text(joint.graph)
+        assert not left.plan.notes
+
+
+def test_without_tile_bytes_the_budget_decides(caught):
+    joint, _ = caught(TILED["mean"], True)
+    nbytes = 4 * BATCH * LENGTH * CLASSES
+    for budget, softmaxes in ((8 * nbytes, 1), (8 * nbytes - 8, 0)):
+        made = joint.copy(budget_bytes=budget).through(TileLoss())
+        assert len(find(made.graph, SOFTMAX)) == softmaxes
+
+
+def test_forward_and_backward_of_a_loss_in_two_tiles(golden):
+    pattern = TILED["mean"]
+    joint = catch(pattern.build(), *pattern.inputs())
+    assert printer.text(joint.through(TileLoss(1300)).graph) == golden

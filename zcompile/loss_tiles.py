@@ -1,0 +1,166 @@
+"""What both halves of a tiled loss are written with: a pen, tiles of the weight, slices of tokens.
+
+Rows are numbered as the targets are. Where the model takes some of the tokens' logits only, it is
+those tokens' rows that are taken instead, before the product.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import CASTS, insert
+from zcompile.loss_choice import Cut
+from zcompile.loss_match import PICKS, UNPICKS, VIEWS, Loss, picks
+from zcompile.specs import Phase
+from zcompile.torch_private import Dispatched
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Pen:
+    """Writes calls at the graph's insertion point, with their values for reasoning."""
+
+    graph: fx.Graph
+    phase: Phase
+    like: fx.Node
+
+    def __call__(self, op: Dispatched, *args: fx.node.Argument, **kwargs: object) -> fx.Node:
+        with torch.no_grad():
+            val = op(*_values(args), **_values(kwargs))
+        node = insert(self.graph, op, *args, like=self.like, phase=self.phase, val=val)
+        node.kwargs = kwargs  # type: ignore[assignment]  # as create_node takes them
+        return node
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if node.meta["val"].dtype is dtype:
+            return node
+        return self(aten._to_copy.default, node, dtype=dtype)
+
+    def rows(self, node: fx.Node, a: int, b: int) -> fx.Node:
+        count = node.meta["val"].shape[0]
+        whole = a == 0 and (not isinstance(count, int) or b >= count)
+        return node if whole else self(aten.slice.Tensor, node, 0, a, b)
+
+    def joined(self, parts: Sequence[fx.Node]) -> fx.Node:
+        """Rows of all parts."""
+        return parts[0] if len(parts) == 1 else self(aten.cat.default, list(parts), 0)
+
+    def row_major(self, node: fx.Node) -> fx.Node:
+        if node.meta["val"].is_contiguous():
+            return node
+        return self(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def _values(args: Any) -> Any:
+    return fx.node.map_arg(args, lambda node: node.meta["val"])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A loss and how it is cut.
+
+    dtype    in which exponentials are summed, and gradients over tiles
+    gathers  whether each tile of the weight is gathered by itself
+    """
+
+    loss: Loss
+    cut: Cut
+    dtype: torch.dtype
+    gathers: bool = False
+
+    @property
+    def classes(self) -> list[tuple[int, int]]:
+        """First class of each tile, and the one past its last."""
+        return _bounds(self.loss.classes, self.cut.classes)
+
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """First token of each slice, and the one past its last; one slice if sizes are dynamic."""
+        count = self.loss.likelihood.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+        if not isinstance(count, int):
+            return [(0, torch.iinfo(torch.int64).max)]
+        return _bounds(count, self.cut.tokens)
+
+    def weight(self, pen: Pen, a: int, b: int) -> fx.Node:
+        """Rows of the weight, [b - a, width]."""
+        weight = self.loss.weight
+        if not self.gathers:
+            return pen.rows(weight, a, b)
+        gather = gather_of(weight)
+        assert gather is not None, "only a weight that is gathered is gathered in tiles"
+        handle, size, stride, offset, dtype, device = gather.args
+        row = stride[0]  # type: ignore[index]  # a list, by the op schema
+        tile = pen(
+            ops.gather, handle, [b - a, *size[1:]], stride, offset + a * row, dtype, device  # type: ignore[index,misc,operator]  # op schema
+        )  # fmt: skip
+        return pen.cast(tile, weight.meta["val"].dtype)
+
+    def bias(self, pen: Pen, a: int, b: int) -> fx.Node | None:
+        return None if self.loss.bias is None else pen.rows(self.loss.bias, a, b)
+
+
+def gather_of(weight: fx.Node) -> fx.Node | None:
+    """The gather of all of a row-major parameter, itself or under a cast; else None."""
+    node: object = weight
+    if weight.target in CASTS:
+        node = weight.args[0]
+    if not isinstance(node, fx.Node) or node.target is not ops.gather:
+        return None
+    return node if node.meta["val"].is_contiguous() else None
+
+
+def _bounds(count: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, count)) for a in range(0, count, step)] or [(0, count)]
+
+
+def product(pen: Pen, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """A tile of logits."""
+    turned = pen(aten.t.default, weight)
+    if bias is None:
+        return pen(aten.mm.default, rows, turned)
+    return pen(aten.addmm.default, bias, rows, turned)
+
+
+def one_hot(pen: Pen, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
+    """A class of this tile for every token, and whether its target is another one.
+
+    target  less the classes that the tiles before had, so that equal tiles are equal code
+    """
+    index = pen(aten.clamp.default, target, 0, classes - 1)
+    return index, pen(aten.ne.Tensor, index, target)
+
+
+def rows_of_targets(pen: Pen, loss: Loss) -> fx.Node:
+    """The product's left factor with one row per target: [tokens, width]."""
+    if not picks(loss.chain):
+        return loss.rows
+    rows = again(pen, loss.chain, pen.row_major(loss.rows), loss.width)
+    if rows.meta["val"].dim() != 2:
+        rows = pen(aten.view.default, pen.row_major(rows), [-1, loss.width])
+    return rows
+
+
+def again(pen: Pen, chain: Sequence[fx.Node], source: fx.Node, width: int) -> fx.Node:
+    """What `chain` does to rows of logits, done to rows of another width."""
+    for node in chain:
+        source = _once_more(pen, node, source, width)
+    return source
+
+
+def _once_more(pen: Pen, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
+    if node.target in CASTS:
+        return source
+    if node.target is aten.clone.default:
+        return pen.row_major(source)
+    _, *rest = node.args
+    if node.target in VIEWS | UNPICKS:
+        rest[0] = [*rest[0][:-1], width]  # type: ignore[index,misc]  # sizes
+    if node.target in VIEWS:
+        return pen(aten.view.default, pen.row_major(source), *rest)
+    assert node.target in PICKS | UNPICKS, node
+    return pen(node.target, source, *rest)

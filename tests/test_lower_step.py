@@ -166,6 +166,20 @@ def test_what_rests_within_reach_is_computed_with_in_place():
     assert not any(b.writes for b in borrowed)
 
 
+def test_chunks_from_afar_are_spread_among_the_others():
+    near = row(8 * CHUNK_ELEMENTS, F32, F32)
+    far = row(4 * CHUNK_ELEMENTS, F32, F32, first=2)
+    far = replace(far, columns=(far.columns[0], replace(far.columns[1], far=True)))
+    made = lower_step("step", [far, near], 0, 4, 3 * 2 * CHUNK_ELEMENTS * 4)
+    verify_schedule(made)
+    order = ["far" if s.name == "e2" else "near" for s in made.instructions
+             if isinstance(s, Store) and s.name in ("e0", "e2")]  # fmt: skip
+    assert order == ["near", "far", "near"] * 4
+    assert [c[0] for c, kind in zip(chunks(made), order, strict=True) if kind == "far"] == [
+        n * CHUNK_ELEMENTS for n in range(4)
+    ]
+
+
 def test_a_row_of_which_nothing_moves_is_one_chunk_and_takes_no_arena():
     columns = tuple(replace(c, resident=True) for c in row(1, F32, F32).columns)
     made = step([Row(100 * CHUNK_ELEMENTS, columns, (), nothing)], 0)

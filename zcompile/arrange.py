@@ -138,8 +138,8 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Sc
         return arrange(schedule, resident, arena.window_bytes, arena.max_lead)
     still = {"device", "host"} if arena.reach else {"device"}
     rows = [
-        replace(row, columns=tuple(replace(c, resident=homes[c.entry] in still)
-                                   for c in row.columns))
+        replace(row, columns=tuple(replace(c, resident=homes[c.entry] in still,
+                                           far=homes[c.entry] == "disk") for c in row.columns))
         for row in schedule.rows
     ]  # fmt: skip
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names),

@@ -3,7 +3,8 @@
 An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a
 row (one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
 computes, chunk k+1 arrives and chunk k-1 goes home. What rests where compute can reach it is
-updated in place.
+updated in place. Chunks that come from afar are spread among the others, so that every link is busy
+all the time and none for all of the arena.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def lower_step(
     chunk_bytes: int = CHUNK_BYTES,
     depth: int = DEPTH,
 ) -> Schedule:
-    """The schedule that computes `rows` in order.
+    """The schedule that computes `rows`, the chunks of each in order.
 
     inputs       how many registers the call fills
     entries      how many entries the call names
@@ -60,8 +61,8 @@ def lower_step(
     depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
     lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(name, inputs, depth, lane_bytes)
-    for row, elements in zip(rows, sizes, strict=True):
-        builder.add(row, elements)
+    for row, first, last in _spread(rows, sizes):
+        builder.add(row, first, last)
     builder.finish()
     return Schedule(
         phase=Phase.STEP,
@@ -80,6 +81,24 @@ def lower_step(
         names=_names(rows, entries),
         rows=tuple(rows),
     )
+
+
+def _spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[tuple[Row, int, int]]:
+    """All chunks [first, last), those of each kind evenly over the whole; a kind is what of a row
+    rests afar. Without any, row after row."""
+    kinds: dict[tuple[int, ...], list[tuple[Row, int, int]]] = {}
+    for row, elements in zip(rows, sizes, strict=True):
+        far = tuple(n for n, c in enumerate(row.columns) if c.far and not c.resident)
+        chunks = kinds.setdefault(far, [])
+        chunks += [(row, first, min(row.numel, first + elements))
+                   for first in range(0, row.numel, elements)]  # fmt: skip
+    placed = []
+    for chunks in kinds.values():
+        total, done = sum(last - first for _, first, last in chunks), 0
+        for row, first, last in chunks:
+            placed.append(((done + (last - first) / 2) / total, (row, first, last)))
+            done += last - first
+    return [chunk for _, chunk in sorted(placed, key=lambda pair: pair[0])]
 
 
 def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
@@ -151,11 +170,10 @@ class _Builder:
         self._waiting: list[_Chunk] = []
         self._busy: list[tuple[Slot, tuple[Ticket, ...]]] = []
 
-    def add(self, row: Row, elements: int) -> None:
-        for first in range(0, row.numel, elements):
-            if len(self._waiting) >= max(1, self._depth - 1):
-                self._compute(self._waiting.pop(0))
-            self._waiting.append(self._fetch(row, first, min(row.numel, first + elements)))
+    def add(self, row: Row, first: int, last: int) -> None:
+        if len(self._waiting) >= max(1, self._depth - 1):
+            self._compute(self._waiting.pop(0))
+        self._waiting.append(self._fetch(row, first, last))
 
     def finish(self) -> None:
         while self._waiting:

@@ -20,8 +20,11 @@ from zcompile.steps import Step
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
-PARTS = (16, 8, 4, 2, 1)
+PARTS = (64, 32, 16, 8, 4, 2, 1)
 """Parts of the arena that are tried too: chunks of an optimizer's step grow with the window."""
+HOPELESS = 1.1
+"""A placement that its own links bind to so many times the best step so far is not simulated: what
+is left over from one phase to the next makes a step a few percent shorter than that, not more."""
 ROUNDS = 4
 """A placement changes what the window must hold, and that the placement; so often at most."""
 LEAST_SETS = 3
@@ -75,7 +78,10 @@ def plan_step(
     """
     best: StepPlan | None = None
     refused: BudgetExceeded | None = None
-    for window, placement in _windows(step, machine, room, arena, compute_seconds):
+    windows = list(_windows(step, machine, room, arena, compute_seconds))
+    for window, placement in sorted(windows, key=lambda made: (made[1].seconds, made[0])):
+        if best is not None and placement.seconds > HOPELESS * best.seconds:
+            break
         for depth in (DEPTH, DEEP):
             shared = replace(arena, window_bytes=window, depth=depth)
             try:
@@ -115,7 +121,7 @@ def _windows(
     everything = beside(0)
     if set(everything.homes.values()) <= {"device"} and not arena.window_bytes:
         yield 0, everything
-    least = max(arena.window_bytes, min(whole // 8, LEAST_SETS * arena.chunk_bytes))
+    least = max(arena.window_bytes, whole // PARTS[0])
     tried: set[int] = set()
     for lead in LEADS if arena.max_lead else (0,):
         window = min(whole, max(_needed(step, {}, lead), least))

@@ -20,6 +20,7 @@ class Column:
     writes         whether the chunk is stored back
     lasting        the entry outlives the step (a gradient does not)
     resident       it is computed with where it rests; nothing moves
+    far            it rests where a slower link leads than that of the others
     """
 
     entry: EntryIndex
@@ -29,6 +30,7 @@ class Column:
     lasting: bool
     name: str
     resident: bool = False
+    far: bool = False
 
 
 @dataclass(frozen=True)

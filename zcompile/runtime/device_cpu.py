@@ -90,7 +90,8 @@ class CpuDevice:
     def copy(self, direction: Direction, target: Tensor, source: Tensor,
              after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
         self._start(direction, target.numel(),
-                    partial(self._copy, direction, target, source, landing))  # fmt: skip
+                    partial(self._copy, direction, target, source, landing,
+                            time.perf_counter()))  # fmt: skip
 
     def straight(self, direction: Direction) -> bool:
         return self._paces[direction].bytes_per_s is None
@@ -121,13 +122,14 @@ class CpuDevice:
             self._workers[direction].submit(job)
 
     def _copy(self, direction: Direction, target: Tensor, source: Tensor,
-              landing: Landing) -> None:  # fmt: skip
+              landing: Landing, asked: float) -> None:  # fmt: skip
+        """A paced link begins when it is asked to, not when its thread has woken up."""
         with Arriving(landing):
-            since = time.perf_counter()
-            nbytes = target.numel()
+            pace, nbytes = self._paces[direction], target.numel()
+            since = time.perf_counter() if pace.bytes_per_s is None else asked
             copy_bytes(target, source, nbytes)
             self._meter.moved(direction, nbytes)
-            self._paces[direction].hold(nbytes, since)
+            pace.hold(nbytes, since)
             self._meter.busy(direction, nbytes, since, time.perf_counter())
 
 

@@ -79,7 +79,7 @@ def test_a_region_computes_what_its_nodes_compute():
     nodes = traced(linear, torch.randn(2, 3), torch.randn(4, 3))
     region = compile_region(nodes, {})
     values = [n.meta["val"] for n in inputs_of(nodes)]
-    (result,) = region.call(*values)
+    (result,) = region.call([*values])
     assert torch.equal(result, outputs_of(nodes)[0].meta["val"])
     assert region.text == "t mm"
 

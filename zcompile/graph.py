@@ -4,7 +4,7 @@ A node is asked what it is by its target, never by its name. Aliasing is read fr
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -85,6 +85,33 @@ def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
         values = value if isinstance(value, list | tuple) else (value,)
         bases.extend(v for v in values if isinstance(v, fx.Node))
     return tuple(bases)
+
+
+def storage_sources(node: fx.Node, results: int) -> list[tuple[fx.Node, ...]]:
+    """For each result of a call, the arguments whose storage it shares; none for a fresh one.
+
+    results  how many there are; one for what is not a tuple
+    """
+    if not isinstance(node.target, Dispatched) or node.target in UNANNOTATED_VIEWS:
+        return [bases_of(node)] * results
+    schema = node.target._schema
+    if len(schema.returns) != results:  # a list of views, of which the schema knows one
+        return [bases_of(node)] * results
+    given: dict[str, list[fx.Node]] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        for name in argument.alias_info.before_set:
+            given.setdefault(name, []).extend(v for v in values if isinstance(v, fx.Node))
+
+    def sources(aliased: Iterable[str]) -> tuple[fx.Node, ...]:
+        named = tuple(n for name in aliased for n in given.get(name, ()))
+        return named or bases_of(node)  # of a list of views no name is told
+
+    infos = (r.alias_info for r in schema.returns)
+    return [() if info is None else sources(info.before_set) for info in infos]
 
 
 def aliases_of(node: fx.Node) -> Iterator[fx.Node]:

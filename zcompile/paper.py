@@ -50,7 +50,7 @@ class PaperSession(Session):
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
         self.on_gradient = self.gradients.receive
-        self.executor: _PaperExecutor = _PaperExecutor(self, self.gradients)
+        self.executor: _PaperExecutor = _PaperExecutor(self, self.gradients, self.leaving)
         self.regions = _PaperRegions()
         furnish(self)
         self.executor.recorder.on = True
@@ -209,7 +209,8 @@ class _BlankResults:
         (output,) = traced.__self__.graph.find_nodes(op="output")
         self._results = tuple(node.meta["val"] for node in output.args[0])
 
-    def __call__(self, *values: Any) -> tuple[Any, ...]:
+    def __call__(self, values: list[Any]) -> tuple[Any, ...]:
+        values.clear()
         return tuple(trees.tree_map(_blank, result) for result in self._results)
 
 

@@ -8,6 +8,7 @@ compiled once, so that compile time does not grow with depth.
 import hashlib
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -77,8 +78,15 @@ def _summary(nodes: Sequence[fx.Node]) -> str:
 
 
 def _eager(nodes: Sequence[fx.Node]) -> Any:
+    """The code of these nodes. Each value is let go of after its last reader, inputs too: they
+    come in a list, which is emptied."""
     graph = fx.Graph()
-    env = {node: graph.placeholder(node.name) for node in inputs_of(nodes)}
+    given = graph.placeholder("given")
+    env = {
+        node: graph.call_function(getitem, (given, position))
+        for position, node in enumerate(inputs_of(nodes))
+    }
+    graph.call_method("clear", (given,))
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in outputs_of(nodes)))

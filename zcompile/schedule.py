@@ -65,14 +65,14 @@ class Region:
 
     key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
     text  its ops, for people
-    call  positional values in, a tuple of values out
+    call  values in, a tuple of values out; it empties the list it is given
     work  what it computes and touches, from which its seconds can be predicted
     like  names those that take as long per byte touched; "": none do
     """
 
     key: str
     text: str
-    call: Callable[..., tuple[Any, ...]]
+    call: Callable[[list[Any]], tuple[Any, ...]]
     work: Work = NO_WORK
     like: str = ""
 
@@ -225,6 +225,12 @@ class Schedule:
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
+
+    @cached_property
+    def departing_bytes(self) -> int:
+        """That gradients on their way home may take before the oldest is joined: one leaves while
+        the next is made."""
+        return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
 
     @cached_property
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:

@@ -19,6 +19,7 @@ from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
@@ -43,9 +44,10 @@ def _nobody_plans(step: Step) -> None:
 class Executor:
     """Runs the schedules of one store; of none, if nothing is tiered."""
 
-    def __init__(self, store: Store, gradients: Gradients) -> None:
+    def __init__(self, store: Store, gradients: Gradients, leaving: Leaving) -> None:
         self.store = store
         self.gradients = gradients
+        self.leaving = leaving
         self.foresight = Foresight(store)
         self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
         self._busy = threading.Lock()
@@ -75,6 +77,8 @@ class Executor:
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
         self.recorder.note(schedule, entries)
+        if schedule.phase is Phase.FORWARD:
+            self.leaving.join()
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
@@ -107,7 +111,7 @@ class _Walk:
         self, executor: Executor, schedule: Schedule, values: list[Any], entries: Sequence[Entry]
     ) -> None:
         self.store = executor.store
-        self.gradients = executor.gradients
+        self.gradients, self.leaving = executor.gradients, executor.leaving
         self.schedule = schedule
         self.values = values
         self.entries = entries
@@ -144,6 +148,7 @@ class _Walk:
         except BaseException:
             self._abandon()
             self.foresight.abandon()
+            self.leaving.abandon()
             raise
         meter.span(self._account, self.lap, device.stamp())
         self.watch.over()
@@ -169,10 +174,8 @@ class _Walk:
                 values[register] = None
                 self.taken.discard(slot)
                 arena.give_slot(slot.address, slot.nbytes)
-            case Reduce(value=value, entry=entry, after=after, drop=drop):
-                self.gradients.receive(self.entries[entry], values[value], self._after(after))
-                if drop:
-                    values[value] = None
+            case Reduce():
+                self._reduce(instruction)
             case Borrow(entry=entry, begin=begin, layout=layout, register=register, writes=writes):
                 found = near.lend(self.store, self.entries[entry], begin, layout, writes)
                 values[register] = found
@@ -182,6 +185,15 @@ class _Walk:
                 self.tickets[ticket] = self.store.put(
                     self.entries[entry], source, begin=begin, after=self._after(instruction.after)
                 )
+
+    def _reduce(self, reduce: Reduce) -> None:
+        leaving, nbytes = self.leaving, reduce.nbytes
+        leaving.expect(nbytes, self.schedule.departing_bytes)
+        grad = self.values[reduce.value]
+        if reduce.drop:
+            self.values[reduce.value] = None
+        self.gradients.receive(self.entries[reduce.entry], grad, self._after(reduce.after))
+        leaving.sent(nbytes)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]
@@ -233,9 +245,10 @@ def _registers(schedule: Schedule, args: list[Any]) -> list[Any]:
 
 
 def _compute(run: Run, values: list[Any]) -> None:
-    results = run.region.call(*[values[r] for r in run.inputs])
-    for register in run.drops:
+    given = [values[r] for r in run.inputs]
+    for register in run.drops:  # the region owns them: each dies after its last reader inside
         values[register] = None
+    results = run.region.call(given)
     for register, result in zip(run.outputs, results, strict=True):
         values[register] = result
 

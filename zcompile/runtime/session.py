@@ -24,6 +24,7 @@ from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
+from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
@@ -59,7 +60,8 @@ class Session(Store):
         self.norms = Norms()
         self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.receive
-        self.executor = Executor(self, self.gradients)
+        self.leaving = Leaving()
+        self.executor = Executor(self, self.gradients, self.leaving)
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()
@@ -105,6 +107,7 @@ class Session(Store):
 
     def end_step(self) -> None:
         self.stepping = None
+        self.leaving.join()
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
 
@@ -170,17 +173,21 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
         if near.is_near(entry):
-            return near.put(self, entry, source, begin, after)
-        ticket = super().put(entry, source, begin=begin, after=after)
-        self._departures.leave(source, ticket)
+            ticket = near.put(self, entry, source, begin, after)
+        else:
+            ticket = super().put(entry, source, begin=begin, after=after)
+            self._departures.leave(source, ticket)
+        self.leaving.note(source, ticket)
         return ticket
 
     def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
         if near.is_near(entry):
-            return near.add(self, entry, source, after)
-        ticket = super().add(entry, source, after=after)
-        self._departures.leave(source, ticket)
+            ticket = near.add(self, entry, source, after)
+        else:
+            ticket = super().add(entry, source, after=after)
+            self._departures.leave(source, ticket)
+        self.leaving.note(source, ticket)
         return ticket
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:

@@ -1,0 +1,309 @@
+"""What a graph holds is counted to the byte: against a meter that knows nothing of the count."""
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from e2e.models import CASES
+from offloaded import Twins, twins
+from small_models import SMALL_MODELS, small
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zcompile import backend
+from zcompile.footprint import Footprint, Given, footprint
+from zcompile.graph import assign_phases, is_compute, output_of, region_of
+from zcompile.graph_plan import Plan
+from zcompile.runtime import executor
+from zcompile.schedule import Run
+from zcompile.specs import Phase
+from zcompile.torch_private import is_tangent
+
+aten = torch.ops.aten
+
+NORM_BYTES = 8
+"""Norms of gradients are taken on the way home, between the regions; they are scalars."""
+
+
+class Meter(TorchDispatchMode):
+    """Counts the storages that ops make, until they die; whatever an op made, by its nature.
+
+    live   bytes alive that were made while it was `on`
+    least  smaller ones do not count
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.least = 0
+        self.on = False
+        self._known: set[int] = set()
+        self.after_op: Callable[[], None] = lambda: None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {id(t.untyped_storage()) for t in tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        if self.on:
+            for storage in {id(s): s for s in (t.untyped_storage() for t in tensors(out))}.values():
+                if id(storage) not in given and storage.nbytes() > self.least:
+                    self._count(storage)
+            self.after_op()
+        return out
+
+    def adopt(self, made: Tensor) -> None:
+        """Count what something else made; until it dies."""
+        self._count(made.untyped_storage())
+
+    def forget(self, tensor: Any) -> None:
+        """It is somebody else's from here on."""
+        if not isinstance(tensor, Tensor):
+            return
+        storage = tensor.untyped_storage()
+        if id(storage) in self._known:
+            self._died(id(storage), storage.nbytes())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._died, id(storage), storage.nbytes())
+
+    def _died(self, key: int, nbytes: int) -> None:
+        if key in self._known:
+            self._known.discard(key)
+            self.live -= nbytes
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if type(t) in (Tensor, nn.Parameter)]
+
+
+def plainly(build: Callable[..., Any], *inputs: Tensor) -> tuple[fx.GraphModule, Footprint]:
+    """The traced graph of a function, all forward, and what is said of it."""
+    gm = make_fx(build, tracing_mode="fake")(*inputs)
+    assign_phases(gm.graph, None)
+    gm.recompile()
+    return gm, footprint(gm.graph, {})
+
+
+def views(x: Tensor) -> Tensor:
+    a = x + 1
+    b, c = a.t()[1:5].split(2)
+    d = (b.exp(), a.detach().view(-1))[0]
+    return d * c
+
+
+def in_place(x: Tensor) -> Tensor:
+    a = x + 1
+    b = a.mul_(2).t().add_(1)
+    return (a.sum(), b.exp())[1].sin()
+
+
+def several(x: Tensor) -> Tensor:
+    y, _, rstd = aten.native_layer_norm(x, [x.shape[-1]], None, None, 1e-5)
+    values, _ = y.topk(2)
+    return values.exp().sum() + rstd.sum()
+
+
+def overlap(x: Tensor) -> Tensor:
+    wide = x.new_zeros(1).expand(64)
+    return (wide * 2).as_strided((5, 5), (1, 1)).clone() + x[:5, :5].narrow(0, 0, 1)
+
+
+def widths(x: Tensor) -> Tensor:
+    half = x.to(torch.float16)
+    flags = half > 0
+    return torch.where(flags, x.double(), x.to(torch.int8))
+
+
+def scattered(x: Tensor) -> Tensor:
+    made = aten.copy(x[1:, 2:], x[:5, :4]) + 1
+    return aten.slice_scatter(x.t()[1:], x[:1] * 2, 0, 1, 2).sum() + made
+
+
+@pytest.mark.parametrize("build", [views, in_place, several, overlap, widths, scattered])
+def test_ops_of_every_kind_are_counted_as_they_take_memory(build):
+    x = torch.randn(6, 6)
+    gm, held = plainly(build, x)
+    curve = [
+        n for node, n in zip(held.nodes, held.curve(), strict=True)
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    ]  # fmt: skip
+    seen: list[int] = []
+    with Meter() as meter:
+        meter.after_op = lambda: seen.append(meter.live)
+        meter.on = True
+        gm(x)
+    assert seen == curve
+
+
+@dataclass
+class Region:
+    """One run of a schedule, and what was counted node by node."""
+
+    name: str
+    counted: list[int]
+
+
+@dataclass
+class Watched:
+    """What was counted of every schedule, and what the meter met.
+
+    held    by schedule; regions: one item per run of it
+    met     region -> bytes after each of its ops, in the order of the runs
+    others  bytes that were held when the call began, and are not its own
+    """
+
+    meter: Meter
+    phases: dict[int, Phase] = field(default_factory=dict)
+    held: dict[int, Footprint] = field(default_factory=dict)
+    regions: dict[int, list[Region]] = field(default_factory=dict)
+    met: list[tuple[Region, list[int]]] = field(default_factory=list)
+    others: int = 0
+
+
+def regions_of(held: Footprint) -> list[Region]:
+    """The nodes of each run, as the schedule takes them together."""
+    found: list[Region] = []
+    before: object = None
+    for node, nbytes in zip(held.nodes, held.curve(), strict=True):
+        if is_compute(node):
+            if region_of(node) != before:
+                found.append(Region(f"region {region_of(node)}", []))
+            before = region_of(node)
+            if isinstance(node.target, torch._ops.OpOverload):
+                found[-1].counted.append(nbytes)
+        elif node.op != "placeholder":
+            before = None
+    return found
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """Counts every graph that is compiled inside, and meters every region that runs."""
+    found = Watched(Meter())
+    meter = found.meter
+    kept: dict[int, Given] = {}
+    saved: dict[int, set[str]] = {}
+    callers: dict[int, list[int]] = {}
+    running: deque[Region] = deque()
+    lower, partition = backend.lower, backend._Graph.partition
+    compute, run = executor._compute, executor.Executor.run
+
+    def parted(self: Any, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        made = partition(self, joint, *args, **kwargs)
+        held = footprint(joint.graph, self.plan.params)
+        kept[id(self.plan)] = held.handed_over(n.name for n in held.nodes)
+        saved[id(self.plan)] = {n.name for n, of in held.of.items() if {*of} & {*held.saved}}
+        return made
+
+    def lowered(gm: fx.GraphModule, plan: Plan, phase: Phase, *rest: Any) -> Any:
+        schedule = lower(gm, plan, phase, *rest)
+        given = kept.get(id(plan), {}) if phase is Phase.BACKWARD else {}
+        held = found.held[schedule.serial] = footprint(gm.graph, plan.params, given)
+        found.phases[schedule.serial] = phase
+        results = output_of(gm.graph).args[0]
+        callers[schedule.serial] = [
+            i for i, n in enumerate(results)
+            if isinstance(n, fx.Node) and n.name not in saved.get(id(plan), ())
+        ]  # fmt: skip
+        found.regions[schedule.serial] = regions_of(held)
+        runs = sum(isinstance(x, Run) for x in schedule.instructions)
+        assert len(found.regions[schedule.serial]) == runs
+        return schedule
+
+    def ran(self: Any, schedule: Any, args: list[Any], *rest: Any) -> Any:
+        if schedule.phase is Phase.STEP:
+            return run(self, schedule, args, *rest)
+        self.leaving.join()  # of the call before
+        held = found.held[schedule.serial]
+        placeholders = [n for n in held.nodes if n.op == "placeholder"]
+        for node, value in zip(placeholders, args, strict=True):
+            if is_tangent(node):
+                meter.adopt(value)
+        del value
+        own = sum(v.nbytes for v in held.values if v.maker.op == "placeholder")
+        found.others = meter.live - own
+        running.extend(found.regions[schedule.serial])
+        meter.on, meter.least = True, NORM_BYTES  # only regions compute anything as small
+        results = run(self, schedule, args, *rest)
+        meter.on = False
+        for position in callers[schedule.serial]:
+            meter.forget(results[position])
+        return results
+
+    def computed(instruction: Any, values: list[Any]) -> None:
+        if not meter.on:
+            compute(instruction, values)
+            return
+        met: list[int] = []
+        found.met.append((running.popleft(), met))
+        meter.least, meter.after_op = 0, lambda: met.append(meter.live - found.others)
+        compute(instruction, values)
+        meter.least, meter.after_op = NORM_BYTES, lambda: None
+
+    monkeypatch.setattr(backend, "lower", lowered)
+    monkeypatch.setattr(backend._Graph, "partition", parted)
+    monkeypatch.setattr(executor.Executor, "run", ran)
+    monkeypatch.setattr(executor, "_compute", computed)
+    with meter:
+        yield found
+
+
+class Lost(nn.Module):
+    """A model with its loss, which is all that it returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        out = self.inner(*inputs, **named)
+        if hasattr(out, "loss"):
+            return out.loss
+        out = out if isinstance(out, Tensor) else out[0]
+        return out.float().square().mean()
+
+
+def walked_twice(pair: Twins, found: Watched, *inputs: Any, **named: Any) -> None:
+    """Two micro-batches: the gradients of the second are added to those of the first."""
+    for _ in range(2):
+        loss = pair.call(*inputs, **named)
+        (loss * 1).backward()  # so that nobody holds the gradient that backward is called with
+        del loss
+    pair.session.leaving.join()
+    gc.collect()  # a model's code may make cycles
+    assert found.meter.live == 0, "what is held is let go of"
+    assert {s for s in found.phases.values()} >= {Phase.FORWARD, Phase.BACKWARD}
+    assert len(found.met) >= sum(map(len, found.regions.values()))
+    for number, (region, met) in enumerate(found.met):
+        assert met == region.counted, f"{region.name}, the {number}th that ran"
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_small_model_holds_what_is_counted(name, monkeypatch):
+    model, inputs = small(name)
+    with watched(monkeypatch) as found:
+        walked_twice(twins(Lost(model)), found, *inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_from_transformers_holds_what_is_counted(name, monkeypatch):
+    torch.manual_seed(0)
+    model = Lost(CASES[name].build().train())
+    inputs = CASES[name].inputs(torch.Generator().manual_seed(1))
+    with watched(monkeypatch) as found:
+        walked_twice(twins(model), found, **inputs)

@@ -1,0 +1,72 @@
+"""Device memory on its way home: held until a planned point, not until a copy happens to end.
+
+Gradients lie in memory that compute made, outside the arena. Before one leaves, the oldest of
+those under way are joined until all of them take no more than the schedule allows. When memory
+comes back does then not depend on how fast a link is, so what is held at once can be counted
+before it happens (`footprint.py`).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zcompile.runtime.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class _Row:
+    """nbytes   that count against what may be under way at once
+    tickets  complete once nothing reads `sources` any more
+    """
+
+    nbytes: int
+    tickets: Sequence[Ticket]
+    sources: Sequence[Tensor]
+
+
+class Leaving:
+    """What is under way, oldest first."""
+
+    def __init__(self) -> None:
+        self._rows: deque[_Row] = deque()
+        self._nbytes = 0
+        self._sent: list[tuple[Ticket, Tensor]] | None = None
+
+    def expect(self, nbytes: int, most_bytes: int) -> None:
+        """So many bytes are about to leave: join the oldest until all fit into `most_bytes`.
+
+        From here to `sent`, whatever `note` is told of leaves with them.
+        raises  what a transfer that is joined failed with
+        """
+        while self._rows and self._nbytes + nbytes > most_bytes:
+            self._join()
+        self._sent = []
+
+    def note(self, source: Tensor, ticket: Ticket) -> None:
+        """`ticket` is complete once nothing reads `source` any more."""
+        if self._sent is not None:
+            self._sent.append((ticket, source))
+
+    def sent(self, nbytes: int) -> None:
+        """What was expected is under way."""
+        sent, self._sent = self._sent or [], None
+        self._rows.append(_Row(nbytes, [t for t, _ in sent], [s for _, s in sent]))
+        self._nbytes += nbytes
+
+    def join(self) -> None:
+        """Nothing is under way any more. raises  what a transfer failed with"""
+        while self._rows:
+            self._join()
+
+    def abandon(self) -> None:
+        """After an error: whatever was under way is not waited for here."""
+        self._rows.clear()
+        self._nbytes, self._sent = 0, None
+
+    def _join(self) -> None:
+        row = self._rows.popleft()
+        self._nbytes -= row.nbytes
+        for ticket in row.tickets:
+            ticket.wait()

@@ -54,7 +54,7 @@ FLOORS = (
         "zcompile.home_bytes",
         "zcompile.happens_before",
     },
-    {"zcompile.first_fit", "zcompile.time_sweep"},
+    {"zcompile.first_fit", "zcompile.time_sweep", "zcompile.storages"},
     {"zcompile.sections"},
     {"zcompile.scale"},
     {"zcompile.demand"},

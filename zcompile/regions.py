@@ -38,7 +38,7 @@ def compile_region(nodes: Sequence[fx.Node], compiled: Compiled) -> Region:
     """The region these nodes form, from `compiled` if one of equal structure is there."""
     key = structure(nodes)
     if key not in compiled:
-        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes))
+        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True)
     return compiled[key]
 
 

@@ -65,16 +65,18 @@ class Region:
 
     key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
     text  its ops, for people
-    call  values in, a tuple of values out; it empties the list it is given
+    call  values in, a tuple of values out
     work  what it computes and touches, from which its seconds can be predicted
     like  names those that take as long per byte touched; "": none do
+    owns  the values come in one list, which `call` empties, so that they can die inside
     """
 
     key: str
     text: str
-    call: Callable[[list[Any]], tuple[Any, ...]]
+    call: Callable[..., tuple[Any, ...]]
     work: Work = NO_WORK
     like: str = ""
+    owns: bool = False
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,6 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     return Region(key, f"chunk [{first}, {last})", call, work, like)
 
 
-def _call(compute: ChunkFunction, first: int, last: int, values: list[Any]) -> tuple[Any, ...]:
+def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:
     compute(first, last, values)
     return ()

@@ -248,7 +248,7 @@ def _compute(run: Run, values: list[Any]) -> None:
     given = [values[r] for r in run.inputs]
     for register in run.drops:  # the region owns them: each dies after its last reader inside
         values[register] = None
-    results = run.region.call(given)
+    results = run.region.call(given) if run.region.owns else run.region.call(*given)
     for register, result in zip(run.outputs, results, strict=True):
         values[register] = result
 

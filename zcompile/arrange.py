@@ -28,6 +28,8 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Instruction,
+    Left,
+    Offload,
     Reduce,
     Run,
     Schedule,
@@ -53,11 +55,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Stages:
-    """A schedule taken apart. `reduces[n]`: the gradients that leave after run n."""
+    """A schedule taken apart. `leaving[n]`: what leaves, or has left, before run n."""
 
     runs: tuple[Run, ...]
     values: tuple[Value, ...]
-    reduces: tuple[tuple[Reduce, ...], ...]
+    leaving: tuple[tuple[Reduce | Offload | Left, ...], ...]
 
 
 def arrange(
@@ -155,7 +157,7 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
 def take_apart(schedule: Schedule) -> Stages:
     """Runs, what they read, and what leaves after them."""
     runs: list[Run] = []
-    reduces: list[list[Reduce]] = [[]]
+    leaving: list[list[Reduce | Offload | Left]] = [[]]
     fetches: dict[Ticket, Fetch] = {}
     waits: dict[int, tuple[Wait, int]] = {}
     values = []
@@ -163,7 +165,7 @@ def take_apart(schedule: Schedule) -> Stages:
         match x:
             case Run():
                 runs.append(x)
-                reduces.append([])
+                leaving.append([])
             case Fetch():
                 fetches[x.ticket] = x
             case Wait():
@@ -172,12 +174,12 @@ def take_apart(schedule: Schedule) -> Stages:
                 wait, first = waits.pop(x.register)
                 last = max(first, len(runs) - 1)
                 values.append(Value(fetches[wait.ticket], wait, x, first, last))
-            case Reduce():
-                reduces[-1].append(x)
+            case Reduce() | Offload() | Left():
+                leaving[-1].append(x)
             case _:
                 raise AssertionError(f"{x} in a schedule of a graph")
     values.sort(key=lambda v: v.first)
-    return Stages(tuple(runs), tuple(values), tuple(tuple(r) for r in reduces))
+    return Stages(tuple(runs), tuple(values), tuple(tuple(rows) for rows in leaving))
 
 
 def _placed(value: Value, slot: Slot) -> Value:
@@ -212,12 +214,14 @@ class _Assembly:
             self._borrowed.setdefault(value.first, []).append(value)
         given = [r.ticket for r in stages.runs if r.ticket is not None]
         given += [v.fetch.ticket for v in stages.values]
+        given += [x.ticket for rows in stages.leaving for x in rows if isinstance(x, Offload)]
         self._next = max(given, default=-1) + 1
         self._tickets = [run.ticket for run in stages.runs]
         self._busy: list[tuple[Slot, int]] = []
 
     def instructions(self) -> Iterator[Instruction]:
         after = self._afters()
+        yield from self._stages.leaving[0]
         for n, run in enumerate(self._stages.runs):
             yield from (replace(v.fetch, after=after[v.fetch.ticket])
                         for v in self._starting.get(n, ()))  # fmt: skip
@@ -225,7 +229,7 @@ class _Assembly:
             yield from (_borrow(v) for v in self._borrowed.get(n, ()))
             yield replace(run, ticket=self._tickets[n])
             yield from (v.free for v in self._leaving.get(n, ()))
-            yield from self._stages.reduces[n + 1]
+            yield from self._stages.leaving[n + 1]
 
     def _afters(self) -> dict[Ticket, tuple[Ticket, ...]]:
         """What each fetch must come after: the last run that read what lay in its bytes."""

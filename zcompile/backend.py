@@ -31,7 +31,6 @@ from zcompile.tiered import TieredTensor
 from zcompile.timeline_dump import dump_steps
 from zcompile.torch_private import (
     aot_backend,
-    asks_recomputation,
     boxed,
     check_torch,
     cut,
@@ -115,12 +114,6 @@ class _Graph:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The joint graph: run the passes, then cut it by phase."""
-        if asks_recomputation(joint.graph):
-            log.warning(
-                "%s: activation checkpointing is not honoured yet, everything backward needs is "
-                "kept; the numbers are the same",
-                self.watch.name,
-            )
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = frozenset(n for n, spec in self.plan.params.items() if spec.sink)
         saved: list[fx.Node] = []

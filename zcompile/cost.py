@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zcompile.machine import Compute, Link, Machine
-from zcompile.schedule import Fetch, Instruction, Reduce, Region, Schedule, Store, Work
+from zcompile.schedule import Fetch, Instruction, Offload, Reduce, Region, Schedule, Store, Work
 from zcompile.units import MiB
 
 NOTHING: Mapping[Any, float] = MappingProxyType({})
@@ -126,7 +126,7 @@ def call_name(schedule: Schedule) -> str:
 
 def issued_bytes(instruction: Instruction) -> int:
     """What the host's part in an instruction depends on: its bytes, where it handles them."""
-    return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store) else 0
+    return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store | Offload) else 0
 
 
 def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float:

@@ -183,7 +183,8 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
     for x in schedule.instructions:
         if isinstance(x, Run):
             compute_s += region_seconds(x.region)
-        elif isinstance(x, Fetch):
+        elif isinstance(x, Fetch) and (x.lasting or schedule.phase is Phase.STEP):
+            # What is new in every call of a graph left the device by choice.
             copy = None if x.cast is None else x.cast.narrow
             reads.add(_At(x.entry, copy), x.begin, x.begin + x.nbytes)
         elif isinstance(x, StoreHome):

@@ -27,7 +27,8 @@ def _nothing() -> Mapping[NodeName, Slot]:
 class Plan:
     """The decisions about one graph.
 
-    params        handle placeholder -> what kind of parameter is behind it
+    params        handle -> what is behind it: a parameter, whose handle is a placeholder, or a
+                  value that forward offloads for backward
     budget_bytes  bytes of the device arena; None without tiered parameters
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why

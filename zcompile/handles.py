@@ -6,9 +6,11 @@ handle; the call says which entry. The table is the only thing that two models i
 share, and it holds entries weakly: an entry lives as long as its store keeps it.
 """
 
+import ctypes
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +24,8 @@ class Held(Protocol):
 
     key: int
     name: str
+    store: Any
+    """Has `offload(value, tier, name)`: a new entry that holds `value`, by its handle."""
 
     def gather(
         self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
@@ -43,6 +47,17 @@ def new_key() -> int:
 def bind(entry: Held) -> None:
     """From here on `entry.key` names `entry`."""
     _ENTRIES[entry.key] = entry
+
+
+def handle_of(key: int, over: Callable[[int], None]) -> Tensor:
+    """A 0-dim tensor that holds `key`; when its storage dies, `over(key)` is called.
+
+    The storage is what counts: autograd may keep the handle for backward after whoever held it is
+    gone. `over` may be called at any time, by a finalizer, so it must take no lock.
+    """
+    memory = (ctypes.c_int64 * 1)(key)
+    weakref.finalize(memory, over, key).atexit = False
+    return torch.frombuffer(memory, dtype=torch.int64).reshape(())
 
 
 def entry_of(handle: Tensor) -> Held:

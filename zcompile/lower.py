@@ -16,7 +16,9 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Instruction,
+    Left,
     Literal,
+    Offload,
     Reduce,
     Register,
     Run,
@@ -60,6 +62,7 @@ class _Lowering:
     last_run: int | None = None
     freed: list[tuple[Slot, Ticket | None]] = field(default_factory=list)
     started: dict[fx.Node, Fetch] = field(default_factory=dict)
+    offloaded: dict[fx.Node, Offload] = field(default_factory=dict)
     handles: dict[fx.Node, EntryIndex] = field(default_factory=dict)
     last_reader: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -168,23 +171,51 @@ class _Lowering:
             marks = self._mark()
             self.freed.append((started.slot, marks[0] if marks else None))
             self.instructions.append(Free(started.slot, self.registers[full], started.name))
+        elif node.target is ops.offload:
+            self._offload(node)
+        elif node.target is ops.left:
+            _, handle = node.args
+            offload = self.offloaded[handle]  # type: ignore[index]  # op schema
+            self.instructions.append(
+                Left(offload.ticket, offload.value, offload.nbytes, offload.name)
+            )
         else:
             assert node.target is ops.reduce_grad, node
-            grad, handle = node.args
-            assert isinstance(grad, fx.Node)
-            assert isinstance(handle, fx.Node)
-            spec = self.plan.params[NodeName(handle.name)]
-            drop = self.last_reader.get(grad) is node
-            self.instructions.append(
-                Reduce(
-                    self.registers[grad],
-                    self.handles[handle],
-                    self._mark(),
-                    drop,
-                    str(spec.name),
-                    spec.layout.nbytes,
-                )
+            self._reduce(node)
+
+    def _reduce(self, node: fx.Node) -> None:
+        grad, handle = node.args
+        assert isinstance(grad, fx.Node)
+        assert isinstance(handle, fx.Node)
+        spec = self.plan.params[NodeName(handle.name)]
+        drop = self.last_reader.get(grad) is node
+        self.instructions.append(
+            Reduce(
+                self.registers[grad],
+                self.handles[handle],
+                self._mark(),
+                drop,
+                str(spec.name),
+                spec.layout.nbytes,
             )
+        )
+
+    def _offload(self, node: fx.Node) -> None:
+        value, _, tier, _ = node.args
+        assert isinstance(value, fx.Node)
+        spec = self.plan.params[NodeName(node.name)]
+        offload = Offload(
+            self.registers[value],
+            str(tier),
+            spec.layout,
+            self._register(node),
+            len(self.offloaded),
+            self._ticket(),
+            self._mark(),
+            str(spec.name),
+        )
+        self.offloaded[node] = offload
+        self.instructions.append(offload)
 
     def _fetch(self, node: fx.Node) -> None:
         handle = node.args[0]
@@ -201,6 +232,7 @@ class _Lowering:
             self._ticket(),
             tuple(marks[-1:]),
             str(spec.name),
+            lasting=not spec.activation,
             cast=None if dtype is spec.layout.dtype else Cast(spec.layout.dtype, dtype),
         )
         self.started[node] = fetch

@@ -101,4 +101,21 @@ def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
     return torch.empty(0, device=handle.device)
 
 
-OURS = frozenset({gather, fetch, wait, release, reduce_grad})
+@declare(
+    "offload(Tensor value, Tensor near, str tier, str name) -> Tensor",
+    fake=lambda value, near, tier, name: torch.empty((), dtype=torch.int64, device="cpu"),
+)
+def offload(value: Tensor, near: Tensor, tier: str, name: str) -> Tensor:
+    """A value that backward needs goes to `tier`, as a new entry of the store that the entry of
+    `near` is in; the result is its handle. Started, not over: `value` stays until it has left."""
+    handle: Tensor = entry_of(near).store.offload(value, tier, name)
+    return handle
+
+
+@declare("left(Tensor value, Tensor(a!) handle) -> ()", fake=lambda value, handle: None)
+def left(value: Tensor, handle: Tensor) -> None:
+    """From here on nothing reads `value`: it is in the entry of `handle`. Nothing to do, called
+    plainly."""
+
+
+OURS = frozenset({gather, fetch, wait, release, reduce_grad, offload, left})

@@ -7,7 +7,19 @@ from torch import fx
 
 from zcompile.graph import phase_of
 from zcompile.liveness import profile
-from zcompile.schedule import Borrow, Fetch, Free, Instruction, Reduce, Run, Schedule, Store, Wait
+from zcompile.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Instruction,
+    Left,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Store,
+    Wait,
+)
 from zcompile.torch_private import Dispatched
 from zcompile.units import show_size
 
@@ -114,6 +126,10 @@ def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None
             return "d2h", "reduce", instruction.name, None
         case Store():
             return "d2h", "store", instruction.name, instruction.nbytes
+        case Offload():
+            return "d2h", "offload", instruction.name, instruction.nbytes
+        case Left():
+            return "compute", "left", instruction.name, instruction.nbytes
         case Borrow():
             return "compute", "borrow", instruction.name, instruction.layout.nbytes
 

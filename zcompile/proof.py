@@ -23,7 +23,9 @@ from zcompile.schedule import (
     Borrow,
     Fetch,
     Free,
+    Left,
     Literal,
+    Offload,
     Reduce,
     Run,
     Store,
@@ -74,11 +76,17 @@ class Proof:
                 self._store(walk, store)
             case Borrow() as borrow:
                 self._borrow(walk, borrow)
+            case Offload() as offload:
+                self._offload(walk, offload)
+            case Left() as left:
+                _left(walk, left, self.now)
 
     def end(self, walk: Walk) -> None:
         """All of `walk` was stepped through. raises  ScheduleInvalid"""
         for use in walk.taken.values():
             raise walk.fail(f"{use.fetch.name!r} is never given back")
+        for offload in walk.leaving.values():
+            raise walk.fail(f"nobody waits until {offload.name!r} has left")
         for result in walk.schedule.outputs:
             if not isinstance(result, Literal) and result not in walk.made_at:
                 raise walk.fail(f"register {result} is returned, and nothing made it")
@@ -215,6 +223,20 @@ class Proof:
         if reduce.drop:
             walk.forget(reduce.value)
 
+    def _offload(self, walk: Walk, offload: Offload) -> None:
+        value, name = offload.value, offload.name
+        if value not in walk.made_at:
+            raise walk.fail(f"register {value} is offloaded, and nothing made it")
+        if value in walk.borrowed or value in walk.bound:
+            raise walk.fail(f"{name!r} is offloaded, and lies in bytes of an entry or of the arena")
+        leaves = start(*walk.after(offload.after))
+        if not leaves.starts_after(walk.made_at[value]):
+            raise walk.fail(f"{name!r} leaves before it is computed")
+        walk.new(offload.ticket)
+        walk.transfers[offload.ticket] = leaves
+        walk.leaving[offload.ticket] = offload
+        walk.define(offload.register, self.now)
+
     def _store(self, walk: Walk, store: Store) -> None:
         use = walk.use_of(store.slot, store.name)
         leaves = start(*walk.after(store.after))
@@ -241,3 +263,14 @@ class Proof:
         walk.borrowed[borrow.register] = walk.span
         if borrow.writes:
             walk.written_in_place[borrow.register] = walk.span
+
+
+def _left(walk: Walk, left: Left, now: int) -> None:
+    """The memory of a value that was offloaded is given back."""
+    offload = walk.leaving.pop(left.ticket, None)
+    if offload is None or offload.value != left.register:
+        raise walk.fail(f"register {left.register} does not leave with ticket {left.ticket}")
+    if left.register not in walk.made_at:
+        raise walk.fail(f"the memory of {left.name!r} was given back before")
+    walk.transfers[left.ticket].wait_at(now)
+    walk.forget(left.register)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from zcompile.cost import Costs
 from zcompile.errors import Unsupported
 from zcompile.machine import Link
-from zcompile.schedule import Fetch, Reduce, Store
+from zcompile.schedule import Fetch, Offload, Reduce, Store
 from zcompile.specs import Kind, Phase
 from zcompile.steps import Step, StepCall
 from zcompile.traffic import Journey
@@ -80,6 +80,10 @@ class Routes:
         if more and self.home(key) == DISK:
             return self._journey(0, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
         return self._leaving(self.home(key), 0, reduce.nbytes)
+
+    def offload(self, call: StepCall, offload: Offload) -> Journey:
+        """A value that backward needs, to the entry that it becomes."""
+        return self._leaving(self.home(call.made[offload.made]), 0, offload.nbytes)
 
     def totals(self, journeys: Sequence[Journey]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""

@@ -1,10 +1,10 @@
 """Instructions and schedules: the door between compile time and run time.
 
-A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`) act in order on
-the compute stream; transfers (`Fetch`, `Reduce`, `Store`) are started in order on the stream of
-their link and run beside it. What a transfer must wait for is named by tickets, so that safety can
-be read off the list alone. Sizes and addresses are bytes; a register is an index into the values of
-one call.
+A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`, `Left`) act in
+order on the compute stream; transfers (`Fetch`, `Reduce`, `Store`, `Offload`) are started in order
+on the stream of their link and run beside it. What a transfer must wait for is named by tickets, so
+that safety can be read off the list alone. Sizes and addresses are bytes; a register is an index
+into the values of one call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,10 +186,45 @@ class Borrow:
     name: str = ""
 
 
+@dataclass(frozen=True)
+class Offload:
+    """A value that backward needs leaves for `tier`, where it becomes a new entry.
+
+    `register` becomes the handle that names it, whose life is that of the entry. The value stays
+    in device memory until a `Left` names `ticket`; nothing writes to it meanwhile.
+
+    layout  how the value lies in the entry
+    made    which of the entries that a call makes
+    """
+
+    value: Register
+    tier: str
+    layout: Layout
+    register: Register
+    made: int
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class Left:
+    """Compute waits until the value in `register` has left; its memory is given back."""
+
+    ticket: Ticket
+    register: Register
+    nbytes: int = 0
+    name: str = ""
+
+
 SERIALS = count()
 """Where `Schedule.serial` comes from."""
 
-Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow
+Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow | Offload | Left
 
 
 @dataclass(frozen=True)

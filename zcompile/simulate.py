@@ -18,6 +18,8 @@ from zcompile.schedule import (
     Borrow,
     Fetch,
     Free,
+    Left,
+    Offload,
     Reduce,
     Run,
     Slot,
@@ -78,6 +80,7 @@ class _Steps:
         self._act: dict[type, Any] = {
             Run: self._run, Fetch: self._fetch, Wait: self._wait, Free: self._free,
             Reduce: self._reduce, Store: self._store, Borrow: self._borrow,
+            Offload: self._offload, Left: self._left,
         }  # fmt: skip
         self._issues: dict[tuple[type, int], float] = {}
         self._host = 0.0
@@ -196,12 +199,16 @@ class _Steps:
         return journey
 
     def _wait(self, wait: Wait) -> _Done:
-        journey = self._done[wait.ticket]
-        if self._beside:
-            self._host = max(self._host, self._traffic.until(journey, "queued_s"))
-        task = self._work(0.0, journey)
+        task = self._joined(wait.ticket)
         self._issue(wait, 0)
         return task, None
+
+    def _joined(self, ticket: Ticket) -> Task:
+        """Compute waits for a transfer."""
+        journey = self._done[ticket]
+        if self._beside:
+            self._host = max(self._host, self._traffic.until(journey, "queued_s"))
+        return self._work(0.0, journey)
 
     def _free(self, free: Free) -> _Done:
         self._issue(free, 0)
@@ -209,15 +216,30 @@ class _Steps:
         return NOTHING_STARTED
 
     def _reduce(self, reduce: Reduce) -> _Done:
+        key = -self._call.entries[reduce.entry]
+        return self._leaves(reduce, key, self._routes.reduce(self._call, reduce))
+
+    def _offload(self, offload: Offload) -> _Done:
+        key = self._call.made[offload.made]
+        journey = self._routes.offload(self._call, offload)
+        self._done[offload.ticket] = journey
+        return self._leaves(offload, key, journey)
+
+    def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> _Done:
+        """What compute made goes home, from memory outside the arena."""
         before = self._host
-        self._make_room(reduce.nbytes)
+        self._make_room(x.nbytes)
         self._waited = self._host - before
-        key, journey = -self._call.entries[reduce.entry], self._routes.reduce(self._call, reduce)
-        mark = () if reduce.after else (self._compute,)
-        self._start(journey, key, 0, reduce.nbytes, True, reduce.after, mark)
+        mark = () if x.after else (self._compute,)
+        self._start(journey, key, 0, x.nbytes, True, x.after, mark)
         self._backlog.append(journey)
-        self._issue(reduce, reduce.nbytes)
+        self._issue(x, x.nbytes)
         return None, journey
+
+    def _left(self, left: Left) -> _Done:
+        task = self._joined(left.ticket)
+        self._issue(left, 0)
+        return task, None
 
     def _store(self, store: Store) -> _Done:
         self._issue(store, store.nbytes)

@@ -26,6 +26,7 @@ class Kind(enum.Enum):
     STATE = "optimizer state"
     COPY = "parameter in another dtype"
     RESULT = "result of an optimizer's step, until it is kept as a state"
+    ACTIVATION = "value that backward needs, from one call of forward"
 
     @property
     def lasting(self) -> bool:
@@ -107,13 +108,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A handle input of a graph: what the compiler may know of the parameter behind it.
+    """A handle of a graph: what the compiler may know of the parameter, or activation, behind it.
 
     name    of the first call's parameter, for people; identity is a run-time fact
     layout  how this tensor lies in its entry
     nbytes  bytes of the whole entry, which is what a gather brings
     sink    its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
     home    the tier it rested on when the graph was compiled, for people
+    activation  a value that forward offloads and backward fetches, new in every call
     """
 
     name: ParamName
@@ -121,3 +123,4 @@ class ParamSpec:
     nbytes: int
     sink: bool
     home: str = "host"
+    activation: bool = False

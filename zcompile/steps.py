@@ -38,10 +38,15 @@ class Use:
 
 @dataclass(frozen=True)
 class StepCall:
-    """One walk of a schedule. `entries`: key of the entry behind each of its entry indices."""
+    """One walk of a schedule.
+
+    entries  key of the entry behind each of its entry indices
+    made     keys of those that it made, new in every call
+    """
 
     schedule: Schedule
     entries: tuple[int, ...]
+    made: tuple[int, ...] = ()
 
     @property
     def phase(self) -> Phase:

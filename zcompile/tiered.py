@@ -6,7 +6,6 @@ called plainly, `eager.py` says what an op means.
 """
 
 import copy
-import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from zcompile import eager, ops
 from zcompile.errors import Unsupported
+from zcompile.handles import handle_of
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
@@ -81,7 +81,8 @@ class TieredTensor(Unbacked):
     def over(cls, entry: Entry, layout: Layout) -> "TieredTensor":
         """A new tiered tensor; the entry is freed when the last use of its handle has died."""
         device = entry.store.device.torch_device
-        return cls(_handle_of(entry), Context(layout, device, entry.store.key, False, False))
+        handle = handle_of(entry.key, entry.store.free_later)
+        return cls(handle, Context(layout, device, entry.store.key, False, False))
 
     @classmethod
     def sharing(cls, base: "TieredTensor", layout: Layout) -> "TieredTensor":
@@ -206,17 +207,6 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
         param.register_post_accumulate_grad_hook(session_of(tiered.entry).gradients.adopt)
         param.requires_grad_(trained)
     return param
-
-
-def _handle_of(entry: Entry) -> Tensor:
-    """A 0-dim tensor that holds the entry's key; when its storage dies, the entry is freed.
-
-    The storage is what counts: autograd may keep the handle for backward after the parameter
-    object itself is gone.
-    """
-    memory = (ctypes.c_int64 * 1)(entry.key)
-    weakref.finalize(memory, entry.store.free_later, entry.key).atexit = False
-    return torch.frombuffer(memory, dtype=torch.int64).reshape(())
 
 
 def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

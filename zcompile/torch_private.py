@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
+    InputMutationAOTOutput,
     PlainAOTInput,
     SubclassGetAttrAOTInput,
     TangentAOTInput,
@@ -165,9 +166,44 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def asks_recomputation(graph: fx.Graph) -> bool:
-    """Whether the user asked for activation checkpointing somewhere in the graph."""
-    return any("recompute" in node.meta for node in graph.nodes)
+def wish_of(node: fx.Node) -> str:
+    """What the user asked for a value through torch.utils.checkpoint: the name of a
+    `CheckpointPolicy`, "PREFER_RECOMPUTE" inside a plain checkpoint; "" outside of any."""
+    return str(getattr(node.meta.get("recompute"), "name", ""))
+
+
+def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The placeholders whose tensors hold something else after forward than before it."""
+    (output,) = graph.find_nodes(op="output")
+    descs = output.meta.get("desc") or ()
+    changed = [d.mutated_input for d in descs if isinstance(d, InputMutationAOTOutput)]
+    return frozenset(
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta.get("desc") in changed
+        or any(
+            isinstance(user.target, Dispatched) and user.target._schema.is_mutable
+            for user in node.users
+        )
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, or may give other bits when it is called again.
+
+    Attention is marked as random for its dropout, also where it drops nothing.
+    """
+    assert isinstance(node.target, Dispatched)
+    if getattr(torch.Tag, "nondeterministic_bitwise", None) in node.target.tags:
+        return True
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(
+                argument.name, argument.default_value)  # fmt: skip
+            return given != 0.0
+    return True
 
 
 def save_unchecked(node: fx.Node) -> None:

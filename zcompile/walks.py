@@ -11,6 +11,7 @@ from zcompile.schedule import (
     Borrow,
     Fetch,
     Instruction,
+    Offload,
     Register,
     Schedule,
     Slot,
@@ -84,6 +85,8 @@ class Walk:
         self.last_run = NEVER
         self.transfers: dict[Ticket, Transfer] = {}
         self.moments: dict[Ticket, int] = {}
+        self.leaving: dict[Ticket, Offload] = {}
+        """Values whose departure compute has not waited for."""
         self.taken = {use.fetch.slot: use for use in given.values()}
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= {register: begun for register, _ in schedule.constants}

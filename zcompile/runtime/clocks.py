@@ -24,7 +24,7 @@ from zcompile.runtime.meter import Stamp
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.samples import RECENT, Samples
 from zcompile.runtime.store import Entry
-from zcompile.schedule import Borrow, Fetch, Region, Run, Schedule, Wait
+from zcompile.schedule import Borrow, Fetch, Left, Region, Run, Schedule, Wait
 from zcompile.specs import Phase
 from zcompile.steps import Step
 
@@ -165,6 +165,11 @@ class Clocks:
         """Something else was done meanwhile: what follows is no gap between two calls."""
         self._last = self._step_began = None
 
+    def made(self, entries: Sequence[Entry]) -> None:
+        """The walk that ended last made these entries."""
+        if self.record:
+            self._recorder.made(entries)
+
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
         self._last = call_name(schedule), perf_counter()
@@ -183,7 +188,7 @@ class Clocks:
             elif not (isinstance(x, Fetch) and x.ticket in given):
                 key = type(x), issued_bytes(x)
                 self._issues.note(key, seconds - waits.get(index, 0.0))
-                if isinstance(x, Wait):
+                if isinstance(x, Wait | Left):
                     stalls[index] = seconds - self._issues.least(key)
         if self.record:
             self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
@@ -279,4 +284,4 @@ def _nobody_looks() -> None:
 
 
 def _may_wait(key: object) -> bool:
-    return isinstance(key, tuple) and key[0] in (Wait, Borrow)
+    return isinstance(key, tuple) and key[0] in (Wait, Borrow, Left)

@@ -14,6 +14,7 @@ from torch import Tensor
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime import near
+from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.copies import MakeCopy, freshen, source_of
 from zcompile.runtime.foresight import Call, Foresight, settle
@@ -23,7 +24,19 @@ from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Borrow, Fetch, Free, Literal, Reduce, Run, Schedule, Slot, Wait
+from zcompile.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Left,
+    Literal,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Slot,
+    Wait,
+)
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
 from zcompile.steps import Step
@@ -101,6 +114,9 @@ class Executor:
                 walk.go()
         finally:
             self._busy.release()
+        if walk.made:
+            self.recorder.made(walk.made)
+            self.clocks.made(walk.made)
         return walk.results()
 
 
@@ -121,6 +137,7 @@ class _Walk:
         self.taken: set[Slot] = set()
         self.lent: dict[int, Tensor] = {}
         """What was borrowed, by its id."""
+        self.made: list[Entry] = []
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule, entries)
 
@@ -176,6 +193,11 @@ class _Walk:
                 arena.give_slot(slot.address, slot.nbytes)
             case Reduce():
                 self._reduce(instruction)
+            case Offload(register=register, ticket=ticket):
+                values[register], self.tickets[ticket] = self._offload(instruction)
+            case Left(ticket=ticket, register=register):
+                self._wait(self.tickets[ticket])
+                values[register] = None
             case Borrow(entry=entry, begin=begin, layout=layout, register=register, writes=writes):
                 found = near.lend(self.store, self.entries[entry], begin, layout, writes)
                 values[register] = found
@@ -209,6 +231,12 @@ class _Walk:
             begin=fetch.begin,
             after=[self.begun, *self._after(fetch.after)],
         )
+
+    def _offload(self, x: Offload) -> tuple[Tensor, Ticket]:
+        value, after = self.values[x.value], self._after(x.after) or [self.store.device.mark()]
+        made, handle, ticket = offload(self.store, value, x.layout, x.tier, x.name, after)
+        self.made.append(made)
+        return handle, ticket
 
     def _wait(self, ticket: Ticket) -> None:
         device, meter = self.store.device, self.store.meter

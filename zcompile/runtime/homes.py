@@ -30,20 +30,24 @@ class Homes:
         """So many bytes more of the host are for gradients, as far as there is a disk instead."""
         self._kept_bytes += nbytes
 
-    def reserve(self, name: str, kind: Kind, nbytes: int, of: int | None = None) -> Place:
-        """`of`: key of the parameter that it is the gradient of. raises TierFull"""
+    def reserve(self, name: str, kind: Kind, nbytes: int, of: int | None = None,
+                tier: str | None = None) -> Place:  # fmt: skip
+        """`of`: key of the parameter that it is the gradient of; `tier`: where it would best rest.
+
+        raises  TierFull
+        """
         if of is not None and self.device.has_berth(-of, nbytes):
             return Place(nbytes, self.device, self.device.berth(-of))
         if kind is Kind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
-        wanted = None if of is None else self.wanted.get(of)
-        for tier in sorted(self._order(kind, nbytes), key=lambda tier: tier.name != wanted):
+        wanted = tier if of is None else self.wanted.get(of)
+        for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
             try:
-                extent = tier.reserve(nbytes, name)
+                extent = home.reserve(nbytes, name)
             except TierFull:
                 continue
-            self._account(tier, kind, extent, 1)
-            return Place(nbytes, tier, extent)
+            self._account(home, kind, extent, 1)
+            return Place(nbytes, home, extent)
         raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
     def plan_device(self, nbytes: int) -> None:

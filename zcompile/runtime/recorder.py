@@ -4,6 +4,7 @@ What is recorded is as pure as what a plan on paper starts from (`steps.py`): no
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zcompile.runtime.store import Entry
 from zcompile.schedule import Reduce, Schedule
@@ -25,12 +26,14 @@ class Recorder:
     def __init__(self) -> None:
         self.on = False
         self._stepped = False
+        self._noted = False
         self._calls: list[StepCall] = []
         self._alone: set[tuple[int, tuple[int, ...]]] = set()
         self._facts: dict[int, EntryFact] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
+        self._noted = False
         if not self.on:
             return
         call = StepCall(schedule, tuple(key_of(e) for e in entries))
@@ -40,15 +43,25 @@ class Recorder:
             if (schedule.serial, call.entries) in self._alone:
                 return
             self._alone.add((schedule.serial, call.entries))
-        for entry in entries:
-            key = key_of(entry)
-            self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
+        self._know(entries)
         for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
             if isinstance(x, Reduce):
                 param = entries[x.entry]
                 fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
                 self._facts.setdefault(fact.key, fact)
         self._calls.append(call)
+        self._noted = True
+
+    def made(self, entries: Sequence[Entry]) -> None:
+        """The schedule that was noted last has run, and made these entries."""
+        if self._noted:
+            self._calls[-1] = replace(self._calls[-1], made=tuple(key_of(e) for e in entries))
+            self._know(entries)
+
+    def _know(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            key = key_of(entry)
+            self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
 
     def stepped(self) -> None:
         """An optimizer is done. What nothing forward came before is not a step to plan for."""

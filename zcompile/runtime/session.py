@@ -19,7 +19,7 @@ from zcompile.cost import Ways
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.lower_step import DEPTH
-from zcompile.runtime import near
+from zcompile.runtime import activations, near
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
@@ -30,6 +30,7 @@ from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Region, Schedule
+from zcompile.specs import Layout
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
 from zcompile.verify_schedule import verify_schedule
@@ -162,6 +163,13 @@ class Session(Store):
         if near.is_near(entry):
             return near.fetch(self, entry, target, begin, after)
         return super().fetch(entry, target, begin=begin, after=after)
+
+    def offload(self, value: Tensor, tier: str, name: str) -> Tensor:
+        """`value` as a new entry on `tier`, by its handle. raises TierFull"""
+        after = [self.device.mark()]
+        _, handle, ticket = activations.offload(self, value, Layout.of(value), tier, name, after)
+        ticket.join_compute()
+        return handle
 
     def await_departures(self, target: Tensor) -> None:
         """Compute may write to `target` from here on: nothing that leaves reads it any more."""

@@ -121,10 +121,10 @@ class Store:
         self._close = weakref.finalize(self, shut, plant)
 
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
-               of: int | None = None) -> Entry:  # fmt: skip
+               of: int | None = None, tier: str | None = None) -> Entry:  # fmt: skip
         """A new, blank entry, where `Homes` sends it; `of`: as in `Entry`. raises TierFull"""
         self.enter(name)
-        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of), unset, of)
+        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of, tier), unset, of)
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry

@@ -1,0 +1,40 @@
+"""Values that backward needs and that leave the device meanwhile.
+
+Each becomes an entry of its own, in every call anew. The entry lives as long as the storage of its
+handle, which autograd keeps for backward: when backward is over, or never comes, it is freed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zcompile.handles import handle_of
+from zcompile.runtime.store import Entry, Store
+from zcompile.runtime.ticket import Ticket
+from zcompile.specs import Kind, Layout
+
+
+def offload(
+    store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
+) -> tuple[Entry, Tensor, Ticket]:
+    """Start moving `value` to `tier`: its entry, the handle of that, and when it has left.
+
+    value   on the compute device; must not be changed before the ticket's `join_compute`
+    layout  how it will be read back
+    after   complete once `value` is computed
+    raises  TierFull
+    """
+    entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
+    handle = handle_of(entry.key, store.free_later)
+    return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
+
+
+def bytes_of(value: Tensor, layout: Layout) -> Tensor:
+    """The bytes of `value` as `layout` has them: uint8 [layout.nbytes], over its own memory if it
+    lies like that."""
+    if Layout.of(value) != layout:
+        wanted = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype,
+                                     device=value.device)  # fmt: skip
+        value = wanted.copy_(value)
+    return value.as_strided((layout.span,), (1,)).view(torch.uint8)

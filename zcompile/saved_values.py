@@ -1,0 +1,151 @@
+"""What forward keeps for backward: storages, who reads them, and what it takes to make them again.
+
+Values that share a storage are one `Saved`: what is kept, moved or made again is the storage, and
+views of it are taken where they are read. A gathered parameter, its views and its casts are not
+among them, since backward gathers again.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of, root_of
+from zcompile.specs import Layout, Phase
+from zcompile.torch_private import (
+    Dispatched,
+    hint,
+    is_random,
+    is_symbol,
+    mutated_inputs,
+    wish_of,
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """root  the node that makes the storage
+    members  the values over it that backward reads, the root or views, in graph order
+    """
+
+    root: fx.Node
+    members: tuple[fx.Node, ...]
+
+
+class SavedValues:
+    """The forward values of a joint graph that backward reads, by storage."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.gathered = frozenset(_gathered(graph))
+        self.mutated = mutated_inputs(graph)
+        self._roots: dict[fx.Node, fx.Node] = {}
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """As `graph.root_of`."""
+        if node not in self._roots:
+            self._roots[node] = root_of(node)
+        return self._roots[node]
+
+    @cached_property
+    def saved(self) -> tuple[Saved, ...]:
+        """In graph order; without what the caller gave, which is there anyway."""
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if self.is_forward(node) and any(self.is_backward(user) for user in node.users):
+                root = self.root(node)
+                if is_value(node) and root.op == "call_function":
+                    members.setdefault(root, []).append(node)
+        return tuple(Saved(root, tuple(rows)) for root, rows in members.items())
+
+    @cached_property
+    def returned(self) -> frozenset[fx.Node]:
+        """Storages that a result of the graph lies in: whoever gets that keeps them."""
+        return frozenset(self.root(n) for n in output_of(self.graph).all_input_nodes)
+
+    def is_forward(self, node: fx.Node) -> bool:
+        return node.op != "output" and node not in self.gathered and phase_of(node) is Phase.FORWARD
+
+    @staticmethod
+    def is_backward(node: fx.Node) -> bool:
+        return node.op == "call_function" and phase_of(node) is Phase.BACKWARD
+
+    def maker(self, root: fx.Node) -> fx.Node:
+        """The op that makes a storage: that of all its results, for one of several."""
+        if root.target is operator.getitem:
+            (several, _) = root.args
+            assert isinstance(several, fx.Node)
+            return several
+        return root
+
+    def may_repeat(self, root: fx.Node) -> bool:
+        """Whether its op gives the same again, whenever it is called on the same."""
+        maker = self.maker(root)
+        return (
+            maker.op == "call_function"
+            and isinstance(maker.target, Dispatched)
+            and maker.target not in ops.OURS
+            and not maker.target._schema.is_mutable
+            and not is_random(maker)
+            and not any(self.root(n) in self.mutated for n in maker.all_input_nodes)
+            and not any(_is_effect(user) for user in maker.users)
+        )
+
+    def may_move(self, root: fx.Node) -> bool:
+        """Whether it can be offloaded: a plain tensor of a known size that nobody else holds."""
+        value = root.meta["val"]
+        if not isinstance(value, torch.Tensor) or root in self.returned:
+            return False
+        fixed = all(isinstance(n, int) for n in (*value.size(), *value.stride()))
+        return fixed and value.layout is torch.strided and storage_bytes(root) > 0
+
+
+def is_value(node: fx.Node) -> bool:
+    """A tensor, not a size."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and not is_symbol(node)
+
+
+def storage_bytes(root: fx.Node) -> int:
+    """Of the storage that a node makes, as torch's allocator is asked for it; a dynamic size as it
+    was when traced."""
+    value = root.meta["val"]
+    return hint(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
+
+
+def layout_of(root: fx.Node) -> Layout:
+    return Layout.of(root.meta["val"])
+
+
+def _gathered(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Gathered parameters, their views, and casts of those: what is gathered again in backward."""
+    for gather in find(graph, ops.gather):
+        family = list(aliases_of(gather))
+        for member in family:
+            for user in member.users:
+                if user.target in CASTS and user not in family:
+                    family.extend(n for n in aliases_of(user) if n not in family)
+        yield from family
+
+
+def _is_effect(node: fx.Node) -> bool:
+    """Writes to what it is given."""
+    return isinstance(node.target, Dispatched) and node.target._schema.is_mutable
+
+
+def wishes(saved: Iterable[Saved]) -> Mapping[fx.Node, str]:
+    """What the user asked for each, through torch.utils.checkpoint: "MUST_SAVE" and the like."""
+    found = {each.root: wish_of(each.root) for each in saved}
+    return {root: wish for root, wish in found.items() if wish}
+
+
+def views_between(root: fx.Node, member: fx.Node) -> list[fx.Node]:
+    """The views to take of `root`, in order, to come to `member`."""
+    chain: list[fx.Node] = []
+    while member is not root:
+        chain.append(member)
+        member = bases_of(member)[0]
+    return chain[::-1]

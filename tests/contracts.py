@@ -141,7 +141,7 @@ def _square(unchecked: bool = False) -> tuple[fx.GraphModule, Tensor, Tensor]:
 
 
 @contract
-def asks_recomputation() -> None:
+def wish_of() -> None:
     """Checkpointing leaves its mark on the nodes of a joint graph; plain code leaves none."""
 
     def plain(x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def asks_recomputation() -> None:
         def partition(joint, inputs, **kwargs):
             from functorch.compile import default_partition
 
-            found.append(private.asks_recomputation(joint.graph))
+            found.append({private.wish_of(node) for node in joint.graph.nodes})
             return default_partition(joint, inputs, **kwargs)
 
         def compiler(gm, inputs):
@@ -165,7 +165,30 @@ def asks_recomputation() -> None:
         torch._dynamo.reset()
         backend = private.aot_backend(compiler, compiler, compiler, partition)
         torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
-    assert found == [False, True]
+    assert found == [{""}, {"", "PREFER_RECOMPUTE"}]
+
+
+@contract
+def mutated_inputs() -> None:
+    """Running statistics change in forward, parameters and inputs do not."""
+    changed = private.mutated_inputs(captured("batch norm").graph)
+    assert changed
+    assert all(private.handle_input(node) is None for node in changed)
+    assert not private.mutated_inputs(captured("mlp").graph)
+
+
+@contract
+def is_random() -> None:
+    """By the tags of torch; attention that drops nothing is not."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert private.is_random(graph.call_function(aten.native_dropout.default, (x, 0.5, True)))
+    assert private.is_random(graph.call_function(attention, (x, x, x, 0.5)))
+    assert private.is_random(graph.call_function(aten.rand_like.default, (x,)))
+    assert not private.is_random(graph.call_function(attention, (x, x, x)))
+    assert not private.is_random(graph.call_function(aten.mm.default, (x, x)))
 
 
 @contract

@@ -14,7 +14,9 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Instruction,
+    Left,
     Literal,
+    Offload,
     Reduce,
     Run,
     Schedule,
@@ -24,7 +26,7 @@ from zcompile.schedule import (
 )
 from zcompile.specs import Phase
 
-Transfer = Fetch | Store | Reduce
+Transfer = Fetch | Store | Reduce | Offload
 
 
 @dataclass(frozen=True)
@@ -42,20 +44,21 @@ class Order:
 
     def __init__(self, schedule: Schedule) -> None:
         self.rows = schedule.instructions
+        kinds = Fetch | Run | Store | Offload
         givers = {row.ticket: i for i, row in enumerate(self.rows)
-                  if isinstance(row, Fetch | Run | Store) and row.ticket is not None}  # fmt: skip
+                  if isinstance(row, kinds) and row.ticket is not None}  # fmt: skip
         self.before: list[int] = []  # per event, a set of events as bits
         compute = 0
         for i, row in enumerate(self.rows):
-            start = compute if isinstance(row, Wait | Run) else 0
+            start = compute if isinstance(row, Wait | Left | Run) else 0
             after = getattr(row, "after", ())
-            tickets = (row.ticket,) if isinstance(row, Wait) else after
+            tickets = (row.ticket,) if isinstance(row, Wait | Left) else after
             for ticket in tickets:
                 if (giver := givers.get(ticket, i)) < i:
                     start |= self.before[2 * giver + 1] | 1 << 2 * giver + 1
             self.before.append(start)
             self.before.append(start | 1 << 2 * i)
-            if isinstance(row, Wait | Run):
+            if isinstance(row, Wait | Left | Run):
                 compute = self.before[-1] | 1 << 2 * i + 1
 
     def follows(self, later: int, earlier: int) -> bool:
@@ -76,11 +79,11 @@ def faults(schedule: Schedule) -> Iterator[str]:
             if matters and not order.follows(later.index, earlier.index):
                 yield f"{later.index} races with {earlier.index}"
     for i, row in enumerate(schedule.instructions):
-        if isinstance(row, Reduce):
+        if isinstance(row, Reduce | Offload):
             made = [k for k, run in enumerate(schedule.instructions[:i])
                     if isinstance(run, Run) and row.value in run.outputs]  # fmt: skip
             if made and not order.follows(i, made[-1]):
-                yield f"{i} sends a gradient before it is computed"
+                yield f"{i} sends a value away before it is computed"
 
 
 def _accesses(schedule: Schedule) -> Iterator[Access]:
@@ -105,6 +108,7 @@ def _accesses(schedule: Schedule) -> Iterator[Access]:
 
 
 def _registers(schedule: Schedule) -> Iterator[str]:
+    leaving: dict[int, int] = {}
     defined = {*range(schedule.inputs), *(register for register, _ in schedule.constants)}
     for i, row in enumerate(schedule.instructions):
         match row:
@@ -119,8 +123,18 @@ def _registers(schedule: Schedule) -> Iterator[str]:
                     yield f"{i} reads nothing"
                 if row.drop:
                     defined.discard(row.value)
+            case Offload():
+                if row.value not in defined:
+                    yield f"{i} reads nothing"
+                defined.add(row.register)
+                leaving[row.ticket] = row.value
+            case Left():
+                if leaving.pop(row.ticket, None) != row.register or row.register not in defined:
+                    yield f"{i} waits for what does not leave"
+                defined.discard(row.register)
             case Free():
                 defined.discard(row.register)
+    yield from (f"{value} is kept" for value in leaving.values())
     for result in schedule.outputs:
         if not isinstance(result, Literal) and result not in defined:
             yield f"{result} is returned and was not made"

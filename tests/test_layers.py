@@ -47,6 +47,7 @@ FLOORS = (
     {"zcompile.simulate"},
     {"zcompile.routes", "zcompile.told"},
     {"zcompile.traffic", "zcompile.timeline"},
+    {"zcompile.saved_values"},
     {
         "zcompile.liveness",
         "zcompile.footprint",

@@ -202,7 +202,7 @@ def is_random(node: fx.Node) -> bool:
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get(
                 argument.name, argument.default_value)  # fmt: skip
-            return given != 0.0
+            return bool(given != 0.0)
     return True
 
 

@@ -12,7 +12,9 @@ from zcompile.schedule import (
     Borrow,
     Fetch,
     Free,
+    Left,
     Literal,
+    Offload,
     Reduce,
     Register,
     Run,
@@ -95,6 +97,7 @@ class _Host:
             self.registers[register] = Place(None, 0, 32, number=register)
         self.givers: dict[int, Event] = {}
         self.taken: dict[object, int] = {}
+        self.leaving: dict[int, Register] = {}
         self.moves: list[tuple[Hashable, int, int, bool, Event]] = []
         self.compute: Event | None = None
 
@@ -115,6 +118,18 @@ class _Host:
                     self._transfer(i, x.after, "end", None)
                     if x.drop:
                         del self.registers[x.value]
+                case Offload():
+                    self.made.operands[i] = [self._read(x.value)]
+                    self._transfer(i, x.after, "end", None)
+                    self.givers[x.ticket] = (i, "end")
+                    self.leaving[x.ticket] = x.value
+                    self.registers[x.register] = Place(None, 0, 32, maker=i)
+                case Left():
+                    if self.leaving.pop(x.ticket, None) != x.register:
+                        raise Broken("it is not under way")
+                    self.made.operands[i] = [self._read(x.register)]
+                    self._computes(i, [self.givers[x.ticket]])
+                    del self.registers[x.register]
                 case Wait():
                     self._wait(i, x)
                 case Run():
@@ -129,6 +144,8 @@ class _Host:
                     self.registers.pop(x.register, None)
         if self.taken:
             raise Broken("a slot is kept")
+        if self.leaving:
+            raise Broken("a value is kept")
         self.made.results = [r.value if isinstance(r, Literal) else self._read(r)
                              for r in self.schedule.outputs]  # fmt: skip
         return self.made

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 import numpy as np
 from mutation.host import Event, Listing, Place, extent_of, home_of
 
-from zcompile.schedule import Borrow, Fetch, Reduce, Run, Schedule, Store
+from zcompile.schedule import Borrow, Fetch, Left, Offload, Reduce, Run, Schedule, Store
 
 Bytes = np.ndarray
 Order = Callable[[Listing], Iterator[Event]]
@@ -41,6 +41,7 @@ class _Memory:
         self.made: dict[tuple[int, int], Bytes] = {}
         self.carried: dict[int, Bytes] = {}
         self.gradients: dict[int, Bytes] = {}
+        self.away: dict[int, Bytes] = {}
 
     def act(self, i: int, what: str) -> None:
         x = self.rows[i]
@@ -61,12 +62,18 @@ class _Memory:
                 self.carried[i][half:] = self._slot(x)[half:]
             case Store(), "home":
                 self._home(x)[:] = self.carried[i]
-            case Reduce(), "start":
+            case Left(), _:
+                self._place(self.listing.operands[i][0])[:] = 0xA5  # others take the memory
+            case Reduce() | Offload(), "start":
                 self.carried[i] = self._place(self.listing.operands[i][0]).copy()
-            case Reduce(), "end":
+            case Reduce() | Offload(), "end":
                 value = self._place(self.listing.operands[i][0])
                 half = len(value) // 2
-                self.gradients[i] = np.concatenate([self.carried[i][:half], value[half:]])
+                came = np.concatenate([self.carried[i][:half], value[half:]])
+                if isinstance(x, Reduce):
+                    self.gradients[i] = came
+                else:
+                    self.away[x.made] = came
 
     def result(self) -> bytes:
         total = hashlib.blake2b(digest_size=16)
@@ -77,6 +84,8 @@ class _Memory:
             sums.setdefault(int(self.rows[i].entry), []).append(self.gradients[i])
         for entry in sorted(sums):
             total.update(b"".join(part.tobytes() for part in sums[entry]))
+        for made in sorted(self.away):
+            total.update(self.away[made])
         for key in sorted(self.homes, key=str):
             total.update(self.homes[key])
         return total.digest()

@@ -12,7 +12,18 @@ from typing import Any
 from races import allocations, recounted
 
 from zcompile.packing import ALIGNMENT
-from zcompile.schedule import Fetch, Free, Reduce, Run, Schedule, Slot, Store, Wait
+from zcompile.schedule import (
+    Fetch,
+    Free,
+    Left,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Slot,
+    Store,
+    Wait,
+)
 
 Mutant = tuple[str, Callable[[], Schedule]]
 """What is done to which instruction, for people; and what comes of it."""
@@ -37,7 +48,7 @@ def _at(schedule: Schedule, *kinds: type) -> Iterator[tuple[int, Any]]:
 
 def waits_dropped(schedule: Schedule) -> Iterator[Mutant]:
     """Left out; or for a transfer that is waited for already."""
-    waits = list(_at(schedule, Wait))
+    waits = list(_at(schedule, Wait, Left))
     for i, _ in waits:
         yield f"wait {i} dropped", partial(_with, schedule, (i, None))
     for (_, x), (i, y) in pairwise(waits):
@@ -48,12 +59,15 @@ def events_dropped(schedule: Schedule) -> Iterator[Mutant]:
     """A ticket of a run with all its uses; or one use of one ticket."""
     for i, x in _at(schedule, Run):
         if x.ticket is not None:
-            uses = [(k, _not_after(y, x.ticket)) for k, y in _at(schedule, Fetch, Store, Reduce)]
+            uses = [
+                (k, _not_after(y, x.ticket))
+                for k, y in _at(schedule, Fetch, Store, Reduce, Offload)
+            ]
             yield (
                 f"ticket of {i} dropped",
                 partial(_with, schedule, (i, replace(x, ticket=None)), *uses),
             )
-    for i, x in _at(schedule, Fetch, Store, Reduce):
+    for i, x in _at(schedule, Fetch, Store, Reduce, Offload):
         for ticket in x.after:
             yield f"{i} not after {ticket}", partial(_with, schedule, (i, _not_after(x, ticket)))
 
@@ -72,11 +86,11 @@ def _earlier(schedule: Schedule, *kinds: type) -> Iterator[Mutant]:
 
 
 def releases_earlier(schedule: Schedule) -> Iterator[Mutant]:
-    return _earlier(schedule, Free)
+    return _earlier(schedule, Free, Left)
 
 
 def transfers_earlier(schedule: Schedule) -> Iterator[Mutant]:
-    return _earlier(schedule, Fetch, Store, Reduce)
+    return _earlier(schedule, Fetch, Store, Reduce, Offload)
 
 
 def addresses_swapped(schedule: Schedule) -> Iterator[Mutant]:
@@ -122,7 +136,7 @@ def buffers_shrunk(schedule: Schedule) -> Iterator[Mutant]:
 
 def transfers_reordered(schedule: Schedule) -> Iterator[Mutant]:
     """Two transfers on different streams in each other's place."""
-    rows = list(_at(schedule, Fetch, Store, Reduce))
+    rows = list(_at(schedule, Fetch, Store, Reduce, Offload))
     for n, (i, x) in enumerate(rows):
         others = [(k, y) for k, y in rows[n + 1 :] if isinstance(y, Fetch) != isinstance(x, Fetch)]
         for k, y in others[:NEIGHBOURS]:

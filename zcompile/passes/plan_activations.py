@@ -140,7 +140,8 @@ class Borders:
         return self._cuts[found] if found < len(self._cuts) else self.end
 
     def node(self, index: int) -> fx.Node:
-        return self._nodes[index]
+        found: fx.Node = self._nodes[index]
+        return found
 
     def last_read(self, root: fx.Node) -> int:
         """Index of the last node of forward that reads a storage."""

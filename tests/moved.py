@@ -1,0 +1,50 @@
+"""Decisions about saved values that no budget asked for: all moved, made again, or by turns."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import backend
+from zcompile.graph_plan import Plan
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.plan_activations import Borders, Rewriting, moved
+from zcompile.saved_values import SavedValues
+
+WAYS = ("host", "disk", "again", "host or again")
+
+
+@dataclass(frozen=True)
+class Forced(Pass):
+    """how  one of WAYS; what cannot be done to a value leaves it as it is"""
+
+    how: str = "host"
+
+    name: ClassVar[str] = "plan-activations"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset()
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        values, borders = SavedValues(graph), Borders(graph)
+        again, away = set(), {}
+        for number, saved in enumerate(values.saved):
+            ways = [way for way in self.how.split(" or ") if way != "again"]
+            move = ways and (number % 2 == 0 or "again" not in self.how)
+            if move and values.may_move(saved.root):
+                away[saved.root] = moved(borders, saved.root, ways[0])
+            elif not move and values.may_repeat(saved.root):
+                again.add(saved.root)
+        return Rewriting(values, plan, frozenset(again), away).rewrite()
+
+
+@contextmanager
+def forced(how: str) -> Iterator[None]:
+    """What is compiled inside is decided so."""
+    original = backend.pipeline
+    backend.pipeline = lambda config: (Forced(how), *original(config))
+    try:
+        yield
+    finally:
+        backend.pipeline = original

@@ -1,0 +1,69 @@
+"""Saved values kept, made again or moved: whatever is decided, the graph gives the same bits."""
+
+import pytest
+from joint import assert_same, captured, results
+from moved import WAYS, Forced
+from small_models import SMALL_MODELS
+
+import zcompile
+from zcompile import ops, printer
+from zcompile.graph import find, phase_of
+from zcompile.pipeline import pipeline
+from zcompile.saved_values import SavedValues, storage_bytes
+from zcompile.specs import Phase
+
+PASSES = pipeline(zcompile.Config(device="cpu"))
+
+
+def decided(model: str, how: str):
+    return captured(model).through(Forced(how), *PASSES)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_results_are_the_same_to_the_bit(model, how):
+    assert_same(results(decided(model, how)), results(captured(model).through(*PASSES)))
+
+
+def test_a_moved_value_is_read_back_as_a_parameter_is(golden):
+    assert printer.text(decided("mlp", "host").graph) == golden
+
+
+def test_a_value_made_again_is_made_before_its_first_reader(golden):
+    assert printer.text(decided("mlp", "again").graph) == golden
+
+
+@pytest.mark.parametrize("model", ["transformer block", "view in two places", "bf16 autocast"])
+def test_values_that_share_storage_are_moved_once(model):
+    joint = decided(model, "host")
+    away = [node.args[0] for node in find(joint.graph, ops.offload)]
+    assert away
+    assert len(away) == len(set(away))
+    values = SavedValues(joint.graph)
+    assert all(values.root(node) is node for node in away)
+    left = [node.args[0] for node in find(joint.graph, ops.left)]
+    assert sorted(left, key=str) == sorted(away, key=str), "each is given back once"
+
+
+def test_nothing_but_what_cannot_be_moved_crosses_to_backward():
+    joint = decided("transformer block", "host")
+    for saved in SavedValues(joint.graph).saved:
+        if saved.root.target is not ops.offload:
+            assert not storage_bytes(saved.root)
+
+
+def test_random_ops_are_never_repeated():
+    joint = decided("dropout", "again")
+    random = [n for n in joint.graph.nodes if "dropout" in n.name or "bernoulli" in n.name]
+    forward = [n for n in random if phase_of(n) is Phase.FORWARD]
+    backward = [n for n in random if phase_of(n) is Phase.BACKWARD and "backward" not in n.name]
+    assert forward
+    assert not backward
+
+
+def test_what_reads_a_running_statistic_is_not_repeated():
+    values = SavedValues(captured("batch norm").graph)
+    assert values.mutated
+    for saved in values.saved:
+        reads = {values.root(n) for n in values.maker(saved.root).all_input_nodes}
+        assert not (reads & values.mutated and values.may_repeat(saved.root))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from departing import BROKEN_DEPARTURES, LEAVING
 from races import faults
 from test_verify_handover import BROKEN_PAIRS, STEP
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
@@ -185,6 +186,7 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1), budget=512),
         "the slots end at 1024, the budget is 512",
     ),
+    **BROKEN_DEPARTURES,
 }  # fmt: skip
 
 
@@ -209,7 +211,7 @@ def test_the_oracle_knows_the_three_races_on_record(case):
     assert any("races" in fault for fault in faults(BROKEN[case][0]()))
 
 
-@pytest.mark.parametrize("rows", [SAFE, STEP], ids=["forward", "step"])
+@pytest.mark.parametrize("rows", [SAFE, STEP, LEAVING], ids=["forward", "step", "leaving"])
 def test_what_they_were_broken_from_is_safe(rows):
     whole = schedule(*rows, phase=Phase.STEP if rows is STEP else Phase.FORWARD,
                      outputs=(Literal(None), Register(0)))  # fmt: skip

@@ -1,0 +1,208 @@
+"""Which values stay for backward: the question as data, and what an answer takes. Pure.
+
+Times are indices of the nodes of a joint graph, forward first. A value is kept from where it is
+made to its last reader in backward, or is gone from its last reader in forward on: then backward
+makes it again before its first reader there, or reads it back. What is made again needs what its op
+reads, so that values which backward never read may be wanted too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+KEEP, AGAIN = "keep", "again"
+"""Actions besides the tiers that a value may be moved to."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A storage that forward makes.
+
+    made, read  times: when it is made, and last read in forward
+    readers     times of backward at which it is read, ascending; none: it is not saved
+    maker       index of its op
+    may_move    it can be offloaded
+    wish        what the user asked for: the name of a CheckpointPolicy, or ""
+    """
+
+    name: str
+    nbytes: int
+    made: int
+    read: int
+    readers: tuple[int, ...]
+    maker: int
+    may_move: bool = True
+    wish: str = ""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """An op of forward. `reads`: values; `weights`: tiered parameters that it reads."""
+
+    seconds: float
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    may_repeat: bool = True
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tiered parameter: bytes of its slot, and the times at which it is read in each phase."""
+
+    nbytes: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tier to move values to.
+
+    leave_s, back_s  seconds per byte, on the link that takes longest
+    start_s          of each transfer
+    nbytes           that it has room for
+    """
+
+    leave_s: float
+    back_s: float
+    nbytes: int
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """other     bytes held at each time by what forward does not make
+    boundary     time at which backward begins
+    slack_s      seconds for which the links could carry more in forward and in backward, while
+                 compute goes on
+    budget       bytes for values and for the slots that weights and values read back lie in
+    window       the least of it that is for slots; the more, the earlier a fetch may start
+    """
+
+    values: tuple[Value, ...]
+    makers: tuple[Maker, ...]
+    weights: tuple[Weight, ...]
+    other: Sequence[int]
+    boundary: int
+    tiers: Mapping[str, Away]
+    slack_s: tuple[float, float]
+    budget: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a list of actions takes.
+
+    held, slots  bytes at each time: of values, and of the slots of weights and values read back
+    wanted       per value: the first and last time that backward needs it; None: it does not
+    repeats      op -> when backward runs it again
+    again_s      seconds of compute that is done again
+    moved        tier -> bytes that are moved there
+    exposed_s    seconds of transfers that compute does not hide
+    """
+
+    held: list[int]
+    slots: list[int]
+    wanted: list[tuple[int, int] | None]
+    repeats: Mapping[int, int]
+    again_s: float
+    moved: Mapping[str, int]
+    exposed_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.again_s + self.exposed_s
+
+    def over(self, problem: Problem) -> int:
+        """Bytes that are missing; not more than zero, if it fits."""
+        slots = max(problem.window, max(self.slots, default=0))
+        lacking = max(self.held, default=0) + slots - problem.budget
+        rooms = (n - problem.tiers[tier].nbytes for tier, n in self.moved.items())
+        return max(lacking, *rooms, -problem.budget)
+
+
+BUSY = 0.05
+"""Of a hidden transfer's seconds, what it costs all the same: memory and caches that it shares."""
+
+
+def answer(problem: Problem, actions: Sequence[str]) -> Answer:
+    """What these actions, one per value, take; those of values nobody wants do not count."""
+    wanted, repeats = _wanted(problem, actions)
+    times = len(problem.other)
+    held, slots = [0] * (times + 1), [0] * (times + 1)
+    moved: dict[str, int] = {}
+    starts = 0.0
+    for value, action, want in zip(problem.values, actions, wanted, strict=True):
+        if want is None or action != KEEP:
+            _add(held, value.made, value.read, value.nbytes)
+        if want is None:
+            continue
+        if action == KEEP:
+            _add(held, value.made, max(value.read, want[1]), value.nbytes)
+        elif action == AGAIN:
+            _add(held, *want, value.nbytes)
+        else:
+            _add(slots, *want, value.nbytes)
+            moved[action] = moved.get(action, 0) + value.nbytes
+            starts += 2 * problem.tiers[action].start_s
+    for number, op in enumerate(problem.makers):
+        if number in repeats:
+            for made in op.makes:
+                if wanted[made] is None or actions[made] != AGAIN:
+                    _add(held, repeats[number], repeats[number], problem.values[made].nbytes)
+    _weights(problem, repeats, slots)
+    for curve in (held, slots):
+        curve[:] = accumulate(curve[:-1])
+    held = [a + b for a, b in zip(held, problem.other, strict=True)]
+    again_s = sum(problem.makers[number].seconds for number in repeats)
+    return Answer(held, slots, wanted, repeats, again_s, moved,
+                  starts + _exposed(problem, moved, again_s))  # fmt: skip
+
+
+def _add(curve: list[int], first: int, last: int, nbytes: int) -> None:
+    curve[first] += nbytes
+    curve[last + 1] -= nbytes
+
+
+def _wanted(
+    problem: Problem, actions: Sequence[str]
+) -> tuple[list[tuple[int, int] | None], dict[int, int]]:
+    """When backward needs each value, and when it runs which op again: last ops first, since what
+    an op reads was made before."""
+    wanted: list[tuple[int, int] | None] = [
+        (v.readers[0], v.readers[-1]) if v.readers else None for v in problem.values
+    ]
+    repeats: dict[int, int] = {}
+    for number in range(len(problem.makers) - 1, -1, -1):
+        op = problem.makers[number]
+        firsts = [want[0] for made in op.makes
+                  if actions[made] == AGAIN and (want := wanted[made]) is not None]  # fmt: skip
+        if firsts:
+            at = repeats[number] = min(firsts)
+            for read in op.reads:
+                first, last = wanted[read] or (at, at)
+                wanted[read] = (min(first, at), max(last, at))
+    return wanted, repeats
+
+
+def _weights(problem: Problem, repeats: Mapping[int, int], slots: list[int]) -> None:
+    """A parameter lies in its slot from its first reader of a phase to its last."""
+    backward = [list(weight.backward) for weight in problem.weights]
+    for number, at in repeats.items():
+        for weight in problem.makers[number].weights:
+            backward[weight].append(at)
+    for weight, late in zip(problem.weights, backward, strict=True):
+        for read in (weight.forward, late):
+            if read:
+                _add(slots, min(read), max(read), weight.nbytes)
+
+
+def _exposed(problem: Problem, moved: Mapping[str, int], again_s: float) -> float:
+    """What the links take longer than compute, which what is done again makes longer."""
+    leave = sum(n * problem.tiers[tier].leave_s for tier, n in moved.items())
+    back = sum(n * problem.tiers[tier].back_s for tier, n in moved.items())
+    forward, backward = problem.slack_s
+    over = max(0.0, leave - max(0.0, forward)) + max(0.0, back - max(0.0, backward) - again_s)
+    return over + BUSY * (leave + back)

@@ -47,6 +47,9 @@ FLOORS = (
     {"zcompile.simulate"},
     {"zcompile.routes", "zcompile.told"},
     {"zcompile.traffic", "zcompile.timeline"},
+    {"zcompile.saved_values", "zcompile.activation_choice"},
+    {"zcompile.activation_bound"},
+    {"zcompile.activation_problem"},
     {"zcompile.saved_values"},
     {
         "zcompile.liveness",

@@ -54,8 +54,7 @@ def choose(problem: Problem, ways: Sequence[str]) -> Choice:
         return Choice(tuple(wished), first.answer, None, True)
     bound = relaxed(problem, ways, wished)
     tried = [first.run()]
-    for some in ([way] for way in ways if len(ways) > 1):
-        tried.append(_Search(problem, some, wished).run())
+    tried += [_Search(problem, [way], wished).run() for way in ways if len(ways) > 1]
     if bound is not None:
         tried.append(_Search(problem, ways, bound.actions).run())
     best = min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))

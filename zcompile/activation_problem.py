@@ -191,8 +191,8 @@ def _weights(problem: Problem, repeats: Mapping[int, int], slots: list[int]) -> 
     """A parameter lies in its slot from its first reader of a phase to its last."""
     backward = [list(weight.backward) for weight in problem.weights]
     for number, at in repeats.items():
-        for weight in problem.makers[number].weights:
-            backward[weight].append(at)
+        for read_too in problem.makers[number].weights:
+            backward[read_too].append(at)
     for weight, late in zip(problem.weights, backward, strict=True):
         for read in (weight.forward, late):
             if read:

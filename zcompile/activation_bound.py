@@ -104,10 +104,11 @@ class _Program:
         return cost
 
     def bounds(self) -> list[tuple[float, float | None]]:
-        bounds: list[tuple[float, float | None]] = []
-        for value in self.problem.values:
-            for action in self.actions:
-                bounds.append((0.0, 1.0 if self._may(value.wish, value.may_move, action) else 0.0))
+        bounds: list[tuple[float, float | None]] = [
+            (0.0, 1.0 if self._may(value.wish, value.may_move, action) else 0.0)
+            for value in self.problem.values
+            for action in self.actions
+        ]
         bounds += [(0.0, 1.0 if maker.may_repeat else 0.0) for maker in self.problem.makers]
         return [*bounds, (0.0, None), (0.0, None)]
 

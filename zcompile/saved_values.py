@@ -6,7 +6,6 @@ among them, since backward gathers again.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +13,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of, root_of
+from zcompile.graph import CASTS, aliases_of, find, output_of, phase_of, root_of
 from zcompile.specs import Layout, Phase
 from zcompile.torch_private import (
     Dispatched,
@@ -22,7 +21,6 @@ from zcompile.torch_private import (
     is_random,
     is_symbol,
     mutated_inputs,
-    wish_of,
 )
 
 
@@ -41,7 +39,7 @@ class SavedValues:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.gathered = frozenset(_gathered(graph))
+        self.gathered = frozenset(n for g in find(graph, ops.gather) for n in family_of(g))
         self.mutated = mutated_inputs(graph)
         self._roots: dict[fx.Node, fx.Node] = {}
 
@@ -120,32 +118,16 @@ def layout_of(root: fx.Node) -> Layout:
     return Layout.of(root.meta["val"])
 
 
-def _gathered(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Gathered parameters, their views, and casts of those: what is gathered again in backward."""
-    for gather in find(graph, ops.gather):
-        family = list(aliases_of(gather))
-        for member in family:
-            for user in member.users:
-                if user.target in CASTS and user not in family:
-                    family.extend(n for n in aliases_of(user) if n not in family)
-        yield from family
+def family_of(gather: fx.Node) -> list[fx.Node]:
+    """A gathered parameter, its views, and casts of those: what is gathered again in backward."""
+    family = list(aliases_of(gather))
+    for member in family:
+        for user in member.users:
+            if user.target in CASTS and user not in family:
+                family.extend(n for n in aliases_of(user) if n not in family)
+    return family
 
 
 def _is_effect(node: fx.Node) -> bool:
     """Writes to what it is given."""
     return isinstance(node.target, Dispatched) and node.target._schema.is_mutable
-
-
-def wishes(saved: Iterable[Saved]) -> Mapping[fx.Node, str]:
-    """What the user asked for each, through torch.utils.checkpoint: "MUST_SAVE" and the like."""
-    found = {each.root: wish_of(each.root) for each in saved}
-    return {root: wish for root, wish in found.items() if wish}
-
-
-def views_between(root: fx.Node, member: fx.Node) -> list[fx.Node]:
-    """The views to take of `root`, in order, to come to `member`."""
-    chain: list[fx.Node] = []
-    while member is not root:
-        chain.append(member)
-        member = bases_of(member)[0]
-    return chain[::-1]

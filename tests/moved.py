@@ -10,7 +10,7 @@ from torch import fx
 from zcompile import backend
 from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations import Borders, Rewriting, moved
+from zcompile.saved_rewriting import Borders, Rewriting, moved
 from zcompile.saved_values import SavedValues
 
 WAYS = ("host", "disk", "again", "host or again")

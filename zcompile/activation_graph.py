@@ -1,12 +1,13 @@
 """A joint graph as the question what to keep for backward (`activation_problem.py`), and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from zcompile import ops
 from zcompile.activation_problem import Away, Maker, Problem, Value, Weight
+from zcompile.activation_split import Streams
 from zcompile.cost import predicted_seconds
 from zcompile.graph import aliases_of, find, is_compute, phase_of
 from zcompile.graph_plan import Plan
@@ -33,18 +34,16 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Read:
-    """problem   with a budget of nothing yet
-    roots        the node of each of its values
-    compute_s    of forward, of backward
-    weights_s    seconds that links are busy with weights and gradients in each
-    weight_bytes of all parameters that are read
+    """problem  with a budget of nothing yet
+    roots       the node of each of its values
+    streams     what else takes its time
+    clock       seconds of compute before each node
     """
 
     problem: Problem
     roots: tuple[fx.Node, ...]
-    compute_s: tuple[float, float]
-    weights_s: tuple[float, float]
-    weight_bytes: int
+    streams: Streams
+    clock: tuple[float, ...]
 
 
 def read(values: SavedValues, plan: Plan, around: Surroundings) -> Read:
@@ -78,10 +77,11 @@ class _Reading:
             {tier: self._away(tier, room) for tier, room in self.around.rooms.items()},
             (0.0, 0.0), 0,
         )  # fmt: skip
-        compute = (self._seconds(Phase.FORWARD), self._seconds(Phase.BACKWARD))
+        clock = tuple(self._clock())
+        compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
-        problem = replace(problem, slack_s=slack)
-        return Read(problem, tuple(self.roots), compute, weights_s, weight_bytes)
+        streams = Streams(compute, weights_s, weight_bytes)
+        return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:
         values = self.values
@@ -208,10 +208,12 @@ class _Reading:
                            for ways in (out, back))  # fmt: skip
         return Away(leave_s, back_s, room, start)
 
-    def _seconds(self, phase: Phase) -> float:
-        compute = self.around.machine.compute
-        calls = [n for n in self.nodes if is_compute(n) and phase_of(n) is phase]
-        return sum(predicted_seconds(work_of([node]), compute) for node in calls)
+    def _clock(self) -> Iterator[float]:
+        compute, now = self.around.machine.compute, 0.0
+        for node in self.nodes:
+            yield now
+            if is_compute(node):
+                now += predicted_seconds(work_of([node]), compute)
 
 
 def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:

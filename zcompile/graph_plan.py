@@ -19,6 +19,25 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Activation:
+    """What becomes of a value of forward that backward needs.
+
+    node     that makes it
+    name     for people
+    action   "keep", "again" (made again in backward), or the tier it waits on
+    seconds  that this is expected to cost
+    why      for people
+    """
+
+    node: NodeName
+    name: str
+    nbytes: int
+    action: str
+    seconds: float
+    why: str
+
+
 def _nothing() -> Mapping[NodeName, Slot]:
     return MappingProxyType({})
 
@@ -32,12 +51,14 @@ class Plan:
     budget_bytes  bytes of the device arena; None without tiered parameters
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why
+    activations   what becomes of each value that backward needs, in the order they are made
     """
 
     params: Mapping[NodeName, ParamSpec]
     budget_bytes: int | None = None
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
+    activations: tuple[Activation, ...] = ()
 
     def spec_of(self, fetch: fx.Node) -> ParamSpec:
         """The parameter that a fetch brings."""

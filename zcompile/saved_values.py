@@ -6,6 +6,7 @@ among them, since backward gathers again.
 """
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,8 +41,9 @@ class SavedValues:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.gathered = frozenset(n for g in find(graph, ops.gather) for n in family_of(g))
-        self.mutated = mutated_inputs(graph)
         self._roots: dict[fx.Node, fx.Node] = {}
+        self.mutated = mutated_inputs(graph) | {self.root(n) for n in _written(graph)}
+        """Storages that do not hold the same all the time."""
 
     def root(self, node: fx.Node) -> fx.Node:
         """As `graph.root_of`."""
@@ -89,14 +91,14 @@ class SavedValues:
             and maker.target not in ops.OURS
             and not maker.target._schema.is_mutable
             and not is_random(maker)
+            and self.root(root) not in self.mutated
             and not any(self.root(n) in self.mutated for n in maker.all_input_nodes)
-            and not any(_is_effect(user) for user in maker.users)
         )
 
     def may_move(self, root: fx.Node) -> bool:
         """Whether it can be offloaded: a plain tensor of a known size that nobody else holds."""
         value = root.meta["val"]
-        if not isinstance(value, torch.Tensor) or root in self.returned:
+        if not isinstance(value, torch.Tensor) or root in self.returned | self.mutated:
             return False
         fixed = all(isinstance(n, int) for n in (*value.size(), *value.stride()))
         return fixed and value.layout is torch.strided and storage_bytes(root) > 0
@@ -128,6 +130,16 @@ def family_of(gather: fx.Node) -> list[fx.Node]:
     return family
 
 
-def _is_effect(node: fx.Node) -> bool:
-    """Writes to what it is given."""
-    return isinstance(node.target, Dispatched) and node.target._schema.is_mutable
+def _written(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What ops are given to write to."""
+    for node in graph.nodes:
+        if not isinstance(node.target, Dispatched) or not node.target._schema.is_mutable:
+            continue
+        if node.target in ops.OURS:
+            continue
+        for position, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[position] if position < len(node.args) else node.kwargs.get(
+                    argument.name)  # fmt: skip
+                many = given if isinstance(given, list | tuple) else (given,)
+                yield from (value for value in many if isinstance(value, fx.Node))

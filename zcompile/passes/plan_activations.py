@@ -1,160 +1,203 @@
 """What backward needs of forward: kept, made again, or moved off the device meanwhile."""
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
 
-import torch
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import find, insert, module_of, output_of, positions, readers_of, set_phase
-from zcompile.graph_plan import Plan
-from zcompile.saved_values import SavedValues, layout_of
-from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
+from zcompile.activation_choice import MOVED, Choice, choose
+from zcompile.activation_graph import Read, Surroundings, read
+from zcompile.activation_problem import AGAIN, KEEP
+from zcompile.activation_split import split
+from zcompile.footprint import footprint
+from zcompile.graph_plan import Activation, Note, Plan
+from zcompile.machine import Compute, Machine
+from zcompile.passes.base import Fact, Pass
+from zcompile.saved_rewriting import Borders, Moved, Rewriting, moved, name_of
+from zcompile.saved_values import SavedValues
+from zcompile.specs import NodeName
+
+WAYS = {"auto": (AGAIN, "host", "disk"), "recompute": (AGAIN,), "offload": ("host", "disk"),
+        "keep": ()}  # fmt: skip
+"""`Config.activations` -> what may be done to a value but to keep it."""
+ROUNDS = 6
+"""Choices that are tried out; each leaves alone what the one before was over the budget."""
+NOWHERE = Surroundings(
+    Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
+)
+"""What is asked before a machine need be known: whether everything fits."""
+SURE = 0.7
+"""Of the budget: what is estimated to take less is not tried out."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """An offload to write into the graph.
+class PlanActivations(Pass):
+    """Fit what backward needs of forward into the device budget, beside the window for weights.
 
-    tier    "host" or "disk"
-    starts  the node of forward before which it starts
-    left    that before which its memory is given back
+        %r = aten.relu(%a)                        %r = aten.relu(%a)
+        %y = aten.mm(%r, %t)                      %h = zinf.offload(%r, "host")
+        ...                               ->      %y = aten.mm(%r, %t)
+        %dw = aten.mm(%dy, %r)  (backward)        zinf.left(%r, %h)
+        %da = relu_backward(%dr, %r)              ...
+                                                  %s = zinf.gather(%h)
+                                                  %dw = aten.mm(%dy, %s)
+                                                  %da = relu_backward(%dr, %s)
+
+    or, made again:                               %r_1 = aten.relu(%a)
+                                                  %dw = aten.mm(%dy, %r_1)
+
+    Random ops are never repeated. With room for everything nothing changes.
+
+    activations  "auto", "keep", "recompute" or "offload": see `Config`
+    around       the machine and its tiers; None: everything is kept
+    after        the passes that a choice is tried out with, on a copy of the graph
     """
 
-    tier: str
-    starts: fx.Node
-    left: fx.Node
+    activations: str = "auto"
+    around: Callable[[], Surroundings] | None = None
+    after: Sequence[Pass] = ()
 
+    name: ClassVar[str] = "plan-activations"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_PLANNED})
 
-class Rewriting:
-    """Writes decisions about saved storages into a joint graph.
-
-    again  the storages, by root, that backward makes anew
-    moved  those that it reads back
-    """
-
-    def __init__(
-        self, values: SavedValues, plan: Plan, again: frozenset[fx.Node],
-        moved: Mapping[fx.Node, Moved],
-    ) -> None:  # fmt: skip
-        self._graph, self._values, self._plan = values.graph, values, plan
-        self._again = again | {values.maker(root) for root in again}
-        self._moved = moved
-        self._params = dict(plan.params)
-        self._copies: dict[fx.Node, fx.Node] = {}
-
-    def rewrite(self) -> Plan:
-        readers = [n for n in self._graph.nodes if self._values.is_backward(n)]
-        handles = {root: self._offload(root, move) for root, move in self._moved.items()}
-        for root, move in self._moved.items():
-            with self._graph.inserting_before(move.left):
-                insert(self._graph, ops.left, root, handles[root], like=root,
-                       phase=Phase.FORWARD, val=None)  # fmt: skip
-        for reader in readers:
-            for source in reader.all_input_nodes:
-                if (other := self._in_backward(source, reader, handles)) is not source:
-                    reader.replace_input_with(source, other)
-        return replace(self._plan, params=self._params)
-
-    def _offload(self, root: fx.Node, move: Moved) -> fx.Node:
-        name, layout = name_of(root), layout_of(root)
-        near = next(n for n in self._graph.nodes if n.name in self._plan.params)
-        with self._graph.inserting_before(move.starts):
-            handle = insert(
-                self._graph,
-                ops.offload,
-                root,
-                near,
-                move.tier,
-                name,
-                like=root,
-                phase=Phase.FORWARD,
-                val=torch.empty((), dtype=torch.int64),
-                name=f"{root.name}_away",
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        values = SavedValues(graph)
+        if plan.budget_bytes is None or self.around is None or not values.saved:
+            return plan
+        found = read(values, plan, NOWHERE)
+        choice = self._as_wished(graph, plan, found, plan.budget_bytes)
+        if choice is None:
+            found = read(values, plan, self.around())
+            choice = self._chosen(graph, plan, found, plan.budget_bytes)
+        plan = replace(plan, activations=_told(values, found, choice))
+        if choice.gap is not None and choice.least_seconds is not None:
+            text = (
+                f"activations cost {choice.answer.seconds:.3g} s a step; nothing that fits can "
+                f"cost less than {choice.least_seconds:.3g} s"
             )
-        self._params[NodeName(handle.name)] = ParamSpec(
-            ParamName(name), layout, layout.nbytes, False, home=move.tier, activation=True
-        )
-        return handle
+            plan = replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
+        return _written(graph, plan, found, choice)
 
-    def _in_backward(
-        self, node: fx.Node, before: fx.Node, handles: Mapping[fx.Node, fx.Node]
-    ) -> fx.Node:
-        """What stands for a forward value in backward; made before `before`, if it is not yet."""
-        if not self._values.is_forward(node) or node.op != "call_function":
-            return node
-        root = self._values.root(node)
-        if root not in self._again and root not in self._moved:
-            return node
-        if node not in self._copies:
-            if node in handles:
-                self._copies[node] = self._read_back(node, handles[node], before)
-            else:
-                sources = {n: self._in_backward(n, before, handles) for n in node.all_input_nodes}
-                with self._graph.inserting_before(before):
-                    copy = self._graph.node_copy(node, sources.__getitem__)
-                set_phase(copy, Phase.BACKWARD)
-                self._copies[node] = copy
-        return self._copies[node]
+    def _as_wished(
+        self, graph: fx.Graph, plan: Plan, found: Read, budget: int
+    ) -> Choice | None:
+        """Everything kept, but for what the user asked for; None, if there is no room for that and
+        for twice the slots that are needed at once."""
+        problem = replace(found.problem, budget=budget)
+        choice = choose(replace(problem, window=0), ())
+        if any(v.wish in MOVED for v in problem.values):
+            return None  # where to is not known yet
+        estimate = max(choice.answer.held) + 2 * max(choice.answer.slots)
+        if estimate < SURE * budget:
+            return choice
+        if estimate * SURE > budget:
+            return None
+        held, window = self._needed(graph, plan, found, choice)
+        return choice if held + 2 * window <= budget else None
 
-    def _read_back(self, root: fx.Node, handle: fx.Node, before: fx.Node) -> fx.Node:
-        lies, value = layout_of(root), root.meta["val"]
-        with self._graph.inserting_before(before):
-            return insert(self._graph, ops.gather, handle, lies.size, lies.stride, 0, lies.dtype,
-                          value.device, like=root, phase=Phase.BACKWARD, val=value)  # fmt: skip
+    def _chosen(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice:
+        """The first that fits as it is counted after all passes; else that which needs least."""
+        problem = replace(found.problem, budget=budget)
+        ways = [way for way in WAYS[self.activations] if way == AGAIN or way in problem.tiers]
+        margin, best = 0, None
+        for _ in range(ROUNDS):
+            choice = split(problem, found.streams, ways, margin)
+            sure = choice.fits and max(choice.answer.held) + max(choice.answer.slots) < SURE * budget
+            if sure:
+                return choice
+            over = sum(self._needed(graph, plan, found, choice)) - budget
+            if best is None or over < best[0]:
+                best = (over, choice)
+            if over <= 0 or not choice.fits:
+                break
+            margin += over
+        assert best is not None, "one choice at least is tried out"
+        return best[1]
 
-
-def name_of(root: fx.Node) -> str:
-    """Of a value, for people."""
-    module = module_of(root)
-    return f"{root.name} of {module}" if module else root.name
-
-
-class Borders:
-    """Where the forward half of a graph is cut into regions anyway: before and after what reads a
-    gathered parameter. What stands there cuts nothing more."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._where = positions(graph)
-        self._nodes = list(graph.nodes)
-        calls = [n for n in self._nodes if n.op == "call_function"]
-        backward = (n for n in calls if SavedValues.is_backward(n))
-        self.end = self._where[next(backward, output_of(graph))]
-        """Index of the first node of backward, or of the output."""
-        cuts = {self.end}
-        for gather in find(graph, ops.gather):
-            read = [self._where[n] for n in readers_of(gather) if n.op != "output"]
-            read = [at for at in read if at < self.end]
-            if read:
-                cuts |= {min(read), max(read) + 1}
-        self._cuts = sorted(at for at in cuts if at <= self.end)
-
-    def at(self, node: fx.Node) -> int:
-        return self._where[node]
-
-    def after(self, index: int) -> int:
-        """Index of the first border behind a node; the end of forward, if there is none before."""
-        found = bisect_right(self._cuts, index)
-        return self._cuts[found] if found < len(self._cuts) else self.end
-
-    def node(self, index: int) -> fx.Node:
-        found: fx.Node = self._nodes[index]
-        return found
-
-    def last_read(self, root: fx.Node) -> int:
-        """Index of the last node of forward that reads a storage."""
-        read = (self._where[n] for n in (root, *readers_of(root)) if n.op != "output")
-        return max(at for at in read if at < self.end)
+    def _needed(
+        self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice
+    ) -> tuple[int, int]:
+        """Bytes of device that a choice needs: those that are held, and the smallest window."""
+        copy = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        results = copy.graph_copy(graph, mapping, return_output_node=True)
+        assert isinstance(results, tuple)
+        values, old = results
+        copy.output(values).meta = dict(old.meta)
+        roots = tuple(mapping[root] for root in found.roots)
+        trial = replace(plan, budget_bytes=None)
+        trial = _written(copy, trial, replace(found, roots=roots), choice)
+        for pass_ in self.after:
+            trial = pass_.rewrite(copy, trial)
+        return footprint(copy, trial.params).peak, trial.arena_bytes
 
 
-def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Moved:
-    """An offload from the first border after a value is made; its memory is given back at the
-    first one after its last reader in forward, and not before node `at_least`."""
-    starts = borders.after(borders.at(root))
-    left = borders.after(max(borders.last_read(root), at_least - 1, borders.at(root)))
-    return Moved(tier, borders.node(starts), borders.node(max(left, starts)))
+def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:
+    """The choice, in the graph."""
+    wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
+    again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == AGAIN)
+    away = [n for n in wanted if choice.actions[n] not in (KEEP, AGAIN)]
+    if not again and not away:
+        return plan
+    return Rewriting(SavedValues(graph), plan, again, _moves(graph, found, choice, away)).rewrite()
 
 
-__all__ = ["Borders", "Moved", "Rewriting", "moved", "name_of"]
+def _moves(
+    graph: fx.Graph, found: Read, choice: Choice, away: Sequence[int]
+) -> Mapping[fx.Node, Moved]:
+    """Offloads; the memory of each is given back when it will have left, or sooner where more
+    would be held than ever else."""
+    borders, problem = Borders(graph), found.problem
+    held, most = list(choice.answer.held), max(choice.answer.held)
+    moves: dict[fx.Node, Moved] = {}
+    free_s = 0.0
+    for number in away:
+        value, root = problem.values[number], found.roots[number]
+        rate = problem.tiers[choice.actions[number]].leave_s
+        starts = borders.after(borders.at(root))
+        free_s = max(free_s, found.clock[min(starts, len(found.clock) - 1)]) + value.nbytes * rate
+        at = value.read + 1
+        while (at < problem.boundary and found.clock[at] < free_s
+               and held[at] + value.nbytes <= most):  # fmt: skip
+            held[at] += value.nbytes
+            at += 1
+        moves[root] = moved(borders, root, choice.actions[number], at)
+    return moves
+
+
+def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation, ...]:
+    rows = []
+    problem = found.problem
+    for number, value in enumerate(problem.values):
+        if choice.answer.wanted[number] is None:
+            continue
+        action, maker = choice.actions[number], problem.makers[value.maker]
+        seconds = 0.0
+        if action == AGAIN:
+            seconds = maker.seconds
+        elif action != KEEP:
+            away = problem.tiers[action]
+            seconds = value.nbytes * (away.leave_s + away.back_s)
+        root = found.roots[number]
+        rows.append(Activation(NodeName(root.name), name_of(root), value.nbytes, action, seconds,
+                               _why(values, root, value.wish, action, choice)))  # fmt: skip
+    return tuple(rows)
+
+
+def _why(values: SavedValues, root: fx.Node, wish: str, action: str, choice: Choice) -> str:
+    if root in values.returned:
+        return "a result of the graph, which its caller holds"
+    if wish and action != KEEP:
+        return f"asked for by torch.utils.checkpoint ({wish})"
+    if action == AGAIN:
+        return "making it again costs least per byte where most is held"
+    if action != KEEP:
+        return "moving it costs least per byte where most is held"
+    if not values.may_repeat(root) and not values.may_move(root):
+        return "it can neither be made again nor moved"
+    if not values.may_repeat(root):
+        return "random, or not the same twice: it is not made again, and there is room for it"
+    return "there is room for it" if choice.fits else "nothing is gained by giving it up"

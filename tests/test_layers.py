@@ -52,7 +52,6 @@ FLOORS = (
     {"zcompile.activation_choice"},
     {"zcompile.activation_bound"},
     {"zcompile.activation_problem"},
-    {"zcompile.saved_values"},
     {
         "zcompile.liveness",
         "zcompile.footprint",

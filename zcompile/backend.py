@@ -5,7 +5,6 @@ passes run in between. Nothing of a parameter's identity is baked in: an executo
 of each call.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
+from zcompile.activation_graph import Surroundings
 from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
@@ -24,9 +24,10 @@ from zcompile.graph_plan import Plan
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
 from zcompile.runtime.executor import compute_only
+from zcompile.runtime.probe import machine_for
 from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule
-from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
+from zcompile.specs import Kind, NodeName, ParamName, ParamSpec, Phase
 from zcompile.tiered import TieredTensor
 from zcompile.timeline_dump import dump_steps
 from zcompile.torch_private import (
@@ -41,7 +42,8 @@ from zcompile.torch_private import (
 )
 from zcompile.verify_schedule import verify_schedule
 
-log = logging.getLogger(__name__)
+STATES = 3
+"""Times the parameters: their gradients, and two states of each."""
 
 
 def zinf(
@@ -147,7 +149,8 @@ class _Graph:
         session = self.session()
         budget = session.device_budget if session is not None and params else None
         assign_phases(gm.graph, forward_outputs)
-        plan = run(gm, Plan(params, budget), pipeline(self.config), watch=self.watch)
+        around = None if session is None else partial(surroundings, session)
+        plan = run(gm, Plan(params, budget), pipeline(self.config, around), watch=self.watch)
         self.watch.planned(gm.graph, plan)
         return plan
 
@@ -170,6 +173,22 @@ class _Graph:
         meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
         meter.count("distinct_regions", len(regions) - known)
         return boxed(_bound(self.session, schedule))
+
+
+def surroundings(session: Session) -> Surroundings:
+    """What activations of a model may use beside its parameters.
+
+    The host has room for what gradients and the states of an optimizer will not take; where there
+    is a disk, these may rest there, and a quarter of what is free on the host is offered. A disk
+    whose content outlives the run is not for activations.
+    """
+    sizes = [e.nbytes for e in session.entries() if e.kind is Kind.PARAM]
+    free = session.homes.free()
+    rooms = {"host": max(0, free.get("host", 0) - STATES * sum(sizes))}
+    if "disk" in free and session.durable is None:
+        rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}
+    rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
+    return Surroundings(machine_for(session.config, session.device), rooms)
 
 
 def _gathered_in_backward(handle: fx.Node) -> bool:

@@ -21,10 +21,11 @@ from zcompile.units import parse_rate, parse_size
 LINKS = TIER_LINKS
 """The links a byte can travel; `throttle` and `stats` use the same names."""
 
-PLAN_FIELDS = ("param_dtype", "regions", "max_lead", "dump")
+PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
 REGIONS = ("auto", "eager")
+ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 
 
 def _no_throttle() -> Mapping[str, float]:
@@ -47,6 +48,9 @@ class Config:
     param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a
                     cast to it, as under torch.autocast; they and the optimizer stay as they are
     throttle        link name -> bytes per second, paces the CPU device's transfers
+    activations     what becomes of values that backward needs, where they do not fit: "recompute",
+                    "offload" (to the host or to disk), whatever is cheaper for each ("auto");
+                    "keep": they are kept all the same
     residency       once a step was seen, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
@@ -64,6 +68,7 @@ class Config:
     machine: str | Path | Machine | None = None
     param_dtype: torch.dtype | None = None
     throttle: Mapping[str, float | str] = field(default_factory=_no_throttle)
+    activations: str = "auto"
     residency: bool = True
     regions: str = "auto"
     max_lead: int = 8
@@ -99,8 +104,9 @@ class Config:
         if self.param_dtype is not None and not _is_narrow(self.param_dtype):
             raise ConfigInvalid("param_dtype", self.param_dtype,
                                 "must be torch.bfloat16, torch.float16 or None")  # fmt: skip
-        if self.regions not in REGIONS:
-            raise ConfigInvalid("regions", self.regions, f"is not one of {', '.join(REGIONS)}")
+        for name, known in (("regions", REGIONS), ("activations", ACTIVATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigInvalid(name, value, f"is not one of {', '.join(known)}")
         if (
             isinstance(self.max_lead, bool)
             or not isinstance(self.max_lead, int)

@@ -2,11 +2,12 @@
 no pass does for itself: verify, tell the watcher, recompile at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import fx
 
+from zcompile.activation_graph import Surroundings
 from zcompile.config import Config
 from zcompile.errors import PassOrder
 from zcompile.graph_plan import Plan
@@ -14,6 +15,7 @@ from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
+from zcompile.passes.plan_activations import PlanActivations
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
@@ -43,15 +45,25 @@ class Silence:
 SILENT = Silence()
 
 
-def pipeline(config: Config) -> tuple[Pass, ...]:
-    """The passes in order; the one place where the user's wishes become the fields of a pass."""
-    return (
-        TileLoss(),  # a loss over a large vocabulary runs over tiles of it
+def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -> tuple[Pass, ...]:
+    """The passes in order; the one place where the user's wishes become the fields of a pass.
+
+    around  the machine that activations are planned for; None: all are kept
+    """
+    gathered = (
         GatherParams(),  # one gather per parameter and phase, before its first reader
         NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
         ReleaseParams(),  # full -> nothing, after its last reader
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
         CutRegions(),  # compute between our ops, numbered
+    )
+    in_place = (SchedulePrefetch(0), PlanArena())
+    return (
+        TileLoss(),  # a loss over a large vocabulary runs over tiles of it
+        PlanActivations(  # what backward needs: kept, made again, or moved off the device
+            config.activations, around, (*gathered, *in_place)
+        ),
+        *gathered,
         SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
         PlanArena(),  # every gathered parameter has an address; the peak is proven
     )

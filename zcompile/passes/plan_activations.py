@@ -81,9 +81,7 @@ class PlanActivations(Pass):
             plan = replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
         return _written(graph, plan, found, choice)
 
-    def _as_wished(
-        self, graph: fx.Graph, plan: Plan, found: Read, budget: int
-    ) -> Choice | None:
+    def _as_wished(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice | None:
         """Everything kept, but for what the user asked for; None, if there is no room for that and
         for twice the slots that are needed at once."""
         problem = replace(found.problem, budget=budget)
@@ -105,8 +103,8 @@ class PlanActivations(Pass):
         margin, best = 0, None
         for _ in range(ROUNDS):
             choice = split(problem, found.streams, ways, margin)
-            sure = choice.fits and max(choice.answer.held) + max(choice.answer.slots) < SURE * budget
-            if sure:
+            estimate = max(choice.answer.held) + max(choice.answer.slots)
+            if choice.fits and estimate < SURE * budget:
                 return choice
             over = sum(self._needed(graph, plan, found, choice)) - budget
             if best is None or over < best[0]:
@@ -117,9 +115,7 @@ class PlanActivations(Pass):
         assert best is not None, "one choice at least is tried out"
         return best[1]
 
-    def _needed(
-        self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice
-    ) -> tuple[int, int]:
+    def _needed(self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> tuple[int, int]:
         """Bytes of device that a choice needs: those that are held, and the smallest window."""
         copy = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}

@@ -58,6 +58,11 @@ class Homes:
         """Bytes of each tier but the device."""
         return {tier.name: tier.usage()[2] for tier in self._tiers}
 
+    def free(self) -> dict[str, int]:
+        """Bytes of each tier but the device that nothing rests on."""
+        rows = (tier.usage() for tier in self._tiers)
+        return {name: capacity - used for name, used, capacity in rows}
+
     def left(self, place: Place, kind: Kind) -> None:
         """The entry that has `place` is dead."""
         self._account(place.tier, kind, place.extent, -1)

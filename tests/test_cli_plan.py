@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from zcompile.cli.model_source import example_inputs, find_model
-from zcompile.cli.plan import read_sweep
 from zcompile.cli.plots import bars, svg
+from zcompile.cli.sweeps import read_sweep
 from zcompile.errors import ConfigInvalid
 from zcompile.units import GiB, MiB
 
@@ -164,7 +164,9 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     (("paper_models:tiny", "--sweep", "device=8..9"), "sweep='8' has no unit, and so means 8 b"),
     (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
     (("transformer:layers=1,hidden=64,heads=1", "--device", "16"), "write it with one, as 16GiB"),
-    (("transformer:layers=1,hidden=64,heads=1", "--sweep", "device=1GiB..2GiB"), "leave it out"),
+    (("--paper", "figure-2a", "--sweep", "device=1GiB..2GiB"), "leave it out"),
+    (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "no/x.svg"), "no is no dir"),
+    (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "."), "is a directory; name a"),
     (("config.json",), "is not there"),
 ])  # fmt: skip
 def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, asked, says):
@@ -172,6 +174,48 @@ def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, as
     assert code == 2
     assert says in err
     assert "Traceback" not in err
+
+
+def test_a_device_too_small_for_one_region_is_told_by_the_size_that_was_asked_for(zinf, models):
+    code, _, err = zinf("plan", "paper_models:tiny", *ON, "--device", "10KiB")
+    assert code == 1
+    assert "the budget is 10.0 KiB" in err
+
+
+def test_a_plan_says_what_step_it_is_about(zinf, models):
+    asked = ("plan", "paper_models:tiny", *ON, "--batch", 2, "--seq", 8, "--optimizer", "sgd")
+    _, out, _ = zinf(*asked)
+    assert "\nstep of batch 2 of 8 tokens, SGD: " in out
+    _, out, _ = zinf(*asked, "--micro-batches", 3)
+    assert "\nstep of 3 micro-batches, each batch 2 of 8 tokens, SGD: " in out
+    told = json.loads(zinf(*asked, "--json")[1])
+    assert (told["samples"], told["sequence"], told["optimizer"]) == (2, 8, "SGD")
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_planned(zinf, models):
+    """Of a model that would be refused too, later."""
+    wrong = ("--sweep", "host=1GiB..2GiB", "--plot", "no/such/x.svg")
+    for model in ("no_such_module:model", "transformer:hidden=1"):
+        code, _, err = zinf("plan", model, *ON, *wrong)
+        assert code == 2
+        assert "plot='no/such/x.svg' cannot be written: no/such is no directory" in err
+
+
+def test_a_transformer_is_swept_as_a_model_is(zinf, tmp_path):
+    picture = tmp_path / "sweep.svg"
+    asked = ("transformer:layers=40,hidden=4096,heads=32", "--machine", "dgx2-v100-1node")
+    sweep = ("--sweep", "device=4GiB..64GiB:3")
+    code, out, _ = zinf("plan", *asked, *sweep, "--plot", picture)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[:4]] == ["device", "4.00", "34.0", "64.0"]
+    names = [node.tag.rpartition("}")[2] for node in ElementTree.parse(picture).iter()]
+    assert names.count("polyline") == 1, "of such a step no bound is known"
+    points = json.loads(zinf("plan", *asked, *sweep, "--json")[1])
+    for point in points:
+        size = f"{point['nbytes'] // GiB}GiB"
+        alone = json.loads(zinf("plan", *asked, "--device", size, "--json")[1])
+        assert (point["step_seconds"], point["fits"]) == (alone["step_seconds"], alone["fits"])
+    assert points[-1]["step_seconds"] < points[0]["step_seconds"]
 
 
 def test_a_model_without_parameters_cannot_be_planned(zinf, models):

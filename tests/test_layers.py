@@ -78,6 +78,7 @@ FLOORS = (
         "zcompile.errors",
         "zcompile.units",
         "zcompile.records",
+        "zcompile.tables",
         "zcompile.version",
         "triton_kernels",
         "zcompile.byte_ranges",

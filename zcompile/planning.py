@@ -29,7 +29,7 @@ from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
 from zcompile.runtime.device_paper import PaperDevice, blank_like
 from zcompile.runtime.pages import machine_bytes
-from zcompile.runtime.plant import SHARE_OF_MACHINE
+from zcompile.runtime.plant import default_budgets
 from zcompile.runtime.probe import machine_for
 from zcompile.steps import Step
 from zcompile.torch_private import check_torch, trees
@@ -56,6 +56,7 @@ class Traced:
 
     activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
     samples, tokens   of one micro-batch; tokens 0: the inputs do not say
+    optimizer         its class
     chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
     """
 
@@ -64,6 +65,7 @@ class Traced:
     activation_bytes: int
     samples: int
     tokens: int
+    optimizer: str
     chunk_bytes: int
 
 
@@ -103,7 +105,7 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
         found = look(traced.step, terms, traced.activation_bytes, traced.chunk_bytes, prices)
     return Report.of(
         found, terms, Facts(traced.parameters, traced.activation_bytes, traced.samples,
-                            traced.tokens, traced.step.micro_batches)
+                            traced.tokens, traced.step.micro_batches, traced.optimizer)
     )  # fmt: skip
 
 
@@ -138,14 +140,12 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
 
 def _capacities(config: Config) -> dict[str, int]:
     """Of this machine, where the config gives no budget: what `zcompile.offload` would take."""
-    share = machine_bytes() // SHARE_OF_MACHINE
-    device = share
-    if torch.device(config.device or "cpu").type == "cuda":
-        device = torch.cuda.mem_get_info(torch.device(str(config.device)))[0] * 8 // 10
-    tiers = {
-        "device": int(config.device_memory or device),
-        "host": int(config.host_memory or share),
-    }
+    given = {"device": config.device_memory, "host": config.host_memory}
+    device = torch.device(config.device or "cpu")
+    on_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else machine_bytes()
+    usual = default_budgets(device.type, free)
+    tiers = {tier: int(given[tier] or nbytes) for tier, nbytes in usual.items()}
     disks = config.disk if isinstance(config.disk, tuple) else ()
     if disks:
         tiers["disk"] = sum(shutil.disk_usage(path).free for path in disks)
@@ -189,6 +189,7 @@ def trace(
             session.saved_bytes // micro_batches,
             samples,
             tokens,
+            type(made).__name__,
             nbytes // MOST_CHUNKS,
         )
     finally:

@@ -1,6 +1,6 @@
 """What `zcompile.plan` answers: a record for programs, `str()` of it for people."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -9,6 +9,7 @@ from zcompile.outlook import Outlook, Shadow, Terms, activation_room
 from zcompile.packing import aligned
 from zcompile.records import encode, plain
 from zcompile.specs import Kind
+from zcompile.tables import table
 from zcompile.units import show_count, show_seconds, show_size
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
@@ -25,6 +26,7 @@ class Facts:
     samples: int
     tokens: int
     micro_batches: int
+    optimizer: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class LinkRow:
 class Report:
     """One training step of a model on a machine, on paper. Sizes in bytes, times in seconds.
 
+    optimizer          its class
     fits               whether every tier holds what is to rest on it
     missing_bytes      tier -> how much more it would have to have
     activation_bytes   that forward keeps for backward on the device, outside the arena
@@ -81,6 +84,7 @@ class Report:
     samples: int
     tokens: int
     micro_batches: int
+    optimizer: str
     fits: bool
     missing_bytes: Mapping[str, int]
     activation_bytes: int
@@ -107,6 +111,7 @@ class Report:
             samples=facts.samples,
             tokens=facts.tokens,
             micro_batches=facts.micro_batches,
+            optimizer=facts.optimizer,
             fits=not found.missing,
             missing_bytes=found.missing,
             activation_bytes=facts.activation_bytes,
@@ -128,6 +133,11 @@ class Report:
             shadows=found.shadows,
             peak_device_bytes=found.plan.peak_bytes,
         )  # fmt: skip
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample; 0, if the inputs do not say."""
+        return self.tokens // self.samples
 
     @property
     def most_samples(self) -> int | None:
@@ -159,7 +169,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
-        names = ("gap", "samples_per_second", "tokens_per_second", "most_samples",
+        names = ("sequence", "gap", "samples_per_second", "tokens_per_second", "most_samples",
                  "suggested_samples")  # fmt: skip
         derived = {name: getattr(self, name) for name in names}
         return {**plain(self), **derived}
@@ -248,8 +258,11 @@ def _times(report: Report) -> Iterator[str]:
     rate = f"{report.samples_per_second:.4g} samples/s"
     if report.tokens:
         rate += f", {report.tokens_per_second:.4g} tokens/s"
-    micro = f" of {report.micro_batches} micro-batches" if report.micro_batches > 1 else ""
-    yield f"step{micro}: {show_seconds(report.step_seconds)} ({phases}); {rate}"
+    batch = f"batch {report.samples}" + (f" of {report.sequence} tokens" if report.tokens else "")
+    if report.micro_batches > 1:
+        batch = f"{report.micro_batches} micro-batches, each {batch}"
+    seconds = show_seconds(report.step_seconds)
+    yield f"step of {batch}, {report.optimizer}: {seconds} ({phases}); {rate}"
     yield (f"  compute {show_seconds(report.compute_seconds)}, idle "
            f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}")  # fmt: skip
     yield (f"  no plan takes less than {show_seconds(report.bound_seconds)} (bound by "
@@ -278,17 +291,6 @@ def _batch(report: Report) -> str:
         return (f"batch {now} is small, but activations of at most {most} fit; only from {hiding} "
                 "on would compute hide what forward and backward move")  # fmt: skip
     return f"batch {now} is small: from {hiding} on, compute hides what forward and backward move"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first to the left, numbers to the right."""
-    lines = [tuple(head), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.rjust(w) if n else cell.ljust(w)
-                  for n, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    ]  # fmt: skip
 
 
 def _size(nbytes: int) -> str:

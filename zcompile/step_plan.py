@@ -77,7 +77,7 @@ def plan_step(
     raises   BudgetExceeded, if not even what one run reads fits
     """
     best: StepPlan | None = None
-    refused: BudgetExceeded | None = None
+    refused: tuple[int, BudgetExceeded] | None = None
     windows = list(_windows(step, machine, room, arena, compute_seconds))
     for window, placement in sorted(windows, key=lambda made: (made[1].seconds, made[0])):
         if best is not None and placement.seconds > HOPELESS * best.seconds:
@@ -87,7 +87,8 @@ def plan_step(
             try:
                 made = _planned(step, placement, shared, seconds)
             except BudgetExceeded as error:
-                refused = error
+                if refused is None or window >= refused[0]:
+                    refused = window, error  # of the widest, which is the arena that was asked for
                 break
             if best is None or made.seconds < best.seconds:
                 best = made
@@ -95,7 +96,7 @@ def plan_step(
             break  # nothing moves
     if best is None:
         assert refused is not None
-        raise refused
+        raise refused[1]
     return best
 
 

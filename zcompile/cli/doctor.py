@@ -38,7 +38,8 @@ class Finding:
 class Examined:
     """What was found. Versions are None for what is not installed.
 
-    machine  what a run would plan for: all that is free, and rates over all disks together
+    machine  what a run plans for: the budgets it takes by default, what is free on all disks
+             together, and rates over them
     kept     where its rates are kept
     """
 
@@ -103,17 +104,19 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
 
 def _rates(devices: Sequence[Device], disks: Sequence[Path],
            measure: bool) -> tuple[Machine, Path | None]:  # fmt: skip
-    """The machine that a run would plan for, with all that is free, and where its rates are kept.
+    """The machine that a run plans for by default, and where its rates are kept.
 
     raises  DiskUnusable
     """
     import torch
 
+    from zcompile.runtime.plant import default_budgets
     from zcompile.runtime.probe import facts, probed
     from zcompile.runtime.probe_cache import cache_file
 
     device = torch.device(devices[0].name)
-    tiers = {"device": devices[0].free_bytes, "host": devices[-1].free_bytes}
+    free = devices[0].free_bytes if device.type == "cuda" else devices[0].total_bytes
+    tiers = default_budgets(device.type, free)
     if disks:
         tiers["disk"] = free_disk_bytes(disks)
     machine = replace(probed(device, disks, measure), tiers=tiers)
@@ -201,6 +204,7 @@ def _lines(found: Examined) -> Iterator[str]:
             for way in disk.ways)  # fmt: skip
     if found.machine is not None:
         yield from rows(found.machine)
+        yield f"{'tiers':<12}are what a run takes unless device_memory and host_memory are given"
         yield f"{'rates':<12}kept in {found.kept or 'no place'}; --measure measures again"
     for finding in found.findings:
         yield f"{'STOP' if finding.stops else 'note':<12}{finding.text}"

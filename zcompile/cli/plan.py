@@ -2,18 +2,16 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zcompile.cli.answer import Answer
 from zcompile.cli.model_source import example_inputs, find_model
-from zcompile.cli.plots import bars, svg
 from zcompile.cli.scale import PREFIX, scale_answer
 from zcompile.cli.sizes import read_size
+from zcompile.cli.sweeps import Point, check_plot, read_sweep, swept
 from zcompile.errors import BudgetExceeded, ConfigInvalid
-from zcompile.machine import TIERS, with_tier
-from zcompile.units import show_seconds, show_size
+from zcompile.machine import with_tier
 
 _TIERS = {
     "device": "bytes of the device's arena, activations beside it, as 24GiB; by default what the "
@@ -21,21 +19,6 @@ _TIERS = {
     "host": "bytes of the host, staging within",
     "disk-bytes": "bytes of the disk",
 }
-MOST_STEPS = 64
-STEPS = 8
-"""Points of a sweep, if it does not say."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One size of the tier that is swept. Seconds are None where the step cannot run at all."""
-
-    tier: str
-    nbytes: int
-    fits: bool
-    step_seconds: float | None
-    bound_seconds: float | None
-    bottleneck: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +51,11 @@ def plan(args: argparse.Namespace) -> Answer:
 
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
+    check_plot(args.plot, args.sweep)
     if args.paper is not None or (args.model or "").startswith(PREFIX):
         return scale_answer(args)
     if args.model is None:
         raise ConfigInvalid("MODEL", None, "is missing; name a model, or a figure by --paper")
-    if args.plot is not None and args.sweep is None:
-        raise ConfigInvalid("plot", str(args.plot), "shows a sweep; give --sweep too")
     sweep = None if args.sweep is None else read_sweep(args.sweep)
     if args.batch < 1:
         raise ConfigInvalid("batch", args.batch, "must be at least 1")
@@ -89,33 +71,13 @@ def plan(args: argparse.Namespace) -> Answer:
     if sweep is None:
         report = planning.report_of(traced, terms)
         return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
-    points = tuple(_points(traced, terms, *sweep))
-    if args.plot is not None:
-        _write(args.plot, _picture(points))
-    return Answer("\n".join(_swept(points)), points, 0 if any(p.fits for p in points) else 1)
+    return swept(tuple(_points(traced, terms, *sweep)), args.plot)
 
 
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:
     given = {"device_memory": ("device", args.device), "host_memory": ("host", args.host)}
     return {name: read_size(option, text) for name, (option, text) in given.items()
             if text is not None}  # fmt: skip
-
-
-def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
-    """The tier and the sizes of "device=8GiB..80GiB:10". raises  ConfigInvalid"""
-    tier, equals, span = text.partition("=")
-    low, dots, rest = span.partition("..")
-    high, _, count = rest.partition(":")
-    if not equals or not dots or tier not in TIERS:
-        raise ConfigInvalid("sweep", text, "is not written like device=8GiB..80GiB, device=8GiB.."
-                            f"80GiB:10; tiers are {', '.join(TIERS)}")  # fmt: skip
-    if count and not (count.isdecimal() and 2 <= int(count) <= MOST_STEPS):
-        raise ConfigInvalid("sweep", text, f"asks for {count!r} steps; give 2 to {MOST_STEPS}")
-    first, last = read_size("sweep", low), read_size("sweep", high)
-    if first >= last:
-        raise ConfigInvalid("sweep", text, "begins where it should end; write FROM..TO")
-    n = int(count or STEPS)
-    return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
 
 
 def _points(traced: Any, terms: Any, tier: str, sizes: Sequence[int]) -> Iterator[Point]:
@@ -131,32 +93,3 @@ def _points(traced: Any, terms: Any, tier: str, sizes: Sequence[int]) -> Iterato
         else:
             yield Point(tier, nbytes, report.fits, report.step_seconds, report.bound_seconds,
                         report.bottleneck)  # fmt: skip
-
-
-def _swept(points: Sequence[Point]) -> Iterator[str]:
-    from zcompile.report import table
-
-    def told(seconds: float | None) -> str:
-        return "-" if seconds is None else show_seconds(seconds)
-
-    yield from table((points[0].tier, "fits", "step", "least", "bottleneck"), [
-        (show_size(p.nbytes), "yes" if p.fits else "no", told(p.step_seconds),
-         told(p.bound_seconds), p.bottleneck) for p in points])  # fmt: skip
-    yield ""
-    yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why = f"cannot be written: {error.strerror}"
-        raise ConfigInvalid("plot", str(path), why) from error
-
-
-def _picture(points: Sequence[Point]) -> str:
-    return svg(
-        f"seconds of a step by bytes of {points[0].tier}",
-        [show_size(p.nbytes) for p in points],
-        {"step": [p.step_seconds for p in points], "least": [p.bound_seconds for p in points]},
-    )

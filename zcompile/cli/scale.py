@@ -1,12 +1,13 @@
 """`zinf plan transformer:...` and `zinf plan --paper NAME`: scale on paper, from shapes alone."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zcompile.cli.answer import Answer
 from zcompile.cli.sizes import read_size
+from zcompile.cli.sweeps import Point, read_sweep, swept
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.machine import Machine, with_tier
 from zcompile.machine_file import find, names
@@ -71,13 +72,16 @@ class Scaled:
 def scale_answer(args: argparse.Namespace) -> Answer:
     """From `args.paper`, or from `args.model` ("transformer:layers=...,hidden=...,heads=...") and
     `args.machine`; `args.device`, `host` and `disk_bytes`, where given, are capacities of one rank,
-    `batch` and `seq` those of the shape where its text has none.
+    `batch` and `seq` those of the shape where its text has none; `sweep` and `plot` as of a model.
 
     raises  ConfigInvalid, UnknownOption, and what finding a machine raises
     """
+    sweep = getattr(args, "sweep", None)
     if args.paper is not None:
+        if sweep is not None:
+            raise ConfigInvalid("sweep", sweep, "means nothing to --paper; leave it out")
         return paper_answer(args.paper)
-    for option, usual in (("sweep", None), ("optimizer", "adamw"), ("micro_batches", 1)):
+    for option, usual in (("optimizer", "adamw"), ("micro_batches", 1)):
         if (given := getattr(args, option, usual)) != usual:
             why = "means nothing to transformer:..., planned from its shape alone; leave it out"
             raise ConfigInvalid(option.replace("_", "-"), given, why)
@@ -88,10 +92,11 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     for field, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
         if text := getattr(args, field, None):
             machine = with_tier(machine, tier, read_size(field.replace("_", "-"), text))
-    beside = {key: getattr(args, key, None) for key in ("batch", "seq")}
-    return transformer_answer(
-        args.model, machine, {key: str(value) for key, value in beside.items() if value is not None}
-    )
+    asked = {key: getattr(args, key, None) for key in ("batch", "seq")}
+    beside = {key: str(value) for key, value in asked.items() if value is not None}
+    if sweep is not None:
+        return swept(tuple(_points(args.model, machine, beside, *read_sweep(sweep))), args.plot)
+    return transformer_answer(args.model, machine, beside)
 
 
 def dgx2(nodes: int) -> Machine:
@@ -143,6 +148,21 @@ def transformer_answer(
     model: str, machine: Machine, beside: Mapping[str, str] = MappingProxyType({})
 ) -> Answer:
     """Exit code 1, if it does not fit. beside: what holds where the text does not say it."""
+    scaled = _scaled(model, machine, beside)
+    return Answer("\n".join(_text(scaled)), scaled, 0 if scaled.fits else 1)
+
+
+def _points(
+    model: str, machine: Machine, beside: Mapping[str, str], tier: str, sizes: Sequence[int]
+) -> Iterator[Point]:
+    for nbytes in sizes:
+        found = _scaled(model, with_tier(machine, tier, nbytes), beside)
+        busy = found.step.busy_s
+        most = max(busy, key=lambda lane: busy[lane], default="")
+        yield Point(tier, nbytes, found.fits, found.step_seconds, None, most)
+
+
+def _scaled(model: str, machine: Machine, beside: Mapping[str, str]) -> Scaled:
     asked, placed = _read(model, beside)
     assumed = _assumed(machine)
     job = asked if placed else fastest(asked, machine, assumed)
@@ -151,13 +171,12 @@ def transformer_answer(
     for strategy in STRATEGIES:
         found = use_of(strategy, shape, machine)
         held.append(Held(strategy.name, found.fits, found.missing_bytes))
-    scaled = Scaled(
+    return Scaled(
         shape, machine.name, machine.ranks, shape.parameters, shape.model_state_bytes,
         round(shape.checkpoint_bytes * machine.ranks), shape.model_working_bytes,
         shape.activation_working_bytes, tuple(held), job, use, use.fits, step, step.seconds,
         group_of(shape, machine), assumed,
     )  # fmt: skip
-    return Answer("\n".join(_text(scaled)), scaled, 0 if use.fits else 1)
 
 
 def _read(model: str, beside: Mapping[str, str]) -> tuple[Job, bool]:

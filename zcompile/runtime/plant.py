@@ -127,6 +127,16 @@ def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:
     return CpuDevice({k: float(v) for k, v in config.throttle.items()}, meter, mover.abandon)
 
 
+def default_budgets(kind: str, free_bytes: int) -> dict[str, int]:
+    """Bytes of device and host that a run takes unless its config says otherwise.
+
+    kind        of device, "cuda" or "cpu"
+    free_bytes  there; on the CPU device that is the memory of the machine
+    """
+    device = free_bytes * 8 // 10 if kind == "cuda" else free_bytes // SHARE_OF_MACHINE
+    return {"device": device, "host": machine_bytes() // SHARE_OF_MACHINE}
+
+
 def _host_budget(config: Config) -> int:
     budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
     if budget > machine_bytes():
@@ -138,8 +148,7 @@ def _host_budget(config: Config) -> int:
 def _device_budget(config: Config, device: Device) -> int:
     free = device.free_bytes()
     if config.device_memory is None:
-        on_cuda = device.torch_device.type == "cuda"
-        return free * 8 // 10 if on_cuda else free // SHARE_OF_MACHINE
+        return default_budgets(device.torch_device.type, free)["device"]
     budget = int(config.device_memory)
     if budget > free:
         raise DeviceTooSmall(str(device.torch_device), budget, free)

@@ -19,12 +19,14 @@ from planned_runs import (
 )
 from torch import nn
 
+import zcompile
 from zcompile import residency
 from zcompile.errors import TierFull
 from zcompile.offloading import session_behind
 from zcompile.runtime import moves
 from zcompile.runtime.moves import move
-from zcompile.specs import Phase
+from zcompile.specs import Kind, Phase
+from zcompile.step_plan import StepPlan
 from zcompile.units import KiB, MiB
 
 OPTIMIZERS = {
@@ -152,3 +154,66 @@ def test_evaluations_between_steps_are_no_part_of_the_plan():
     train(model, compiled, optimizer, 1, 3)
     phases = [call.phase for call in session_behind(model).planner.plan.step.calls]
     assert phases.count(Phase.FORWARD) <= 2
+
+
+def crowded(monkeypatch, fill) -> list[StepPlan]:
+    """Plans that are put into force while `fill(session)` holds room; the plans as they were made.
+
+    Without clipping, which reads some gradients again: that is no part of a step's schedules.
+    """
+    apply, made = residency.Residency.apply, []
+
+    def beside(planner, plan):
+        made.append(plan)
+        held = fill(planner.session)
+        apply(planner, plan)
+        del held
+
+    monkeypatch.setattr(residency.Residency, "apply", beside)
+    return made
+
+
+def trains_as_predicted(made, **fields):
+    """Three steps under such a plan move what is predicted of them and take what is predicted of
+    the arena, to the byte; where entries rest is not where they were planned."""
+    model, compiled = offloaded(throttle=THROTTLE, **fields)
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, 0, 4, clip=False)
+    plan = session_behind(model).planner.plan
+    assert plan.placement.homes != made[-1].placement.homes
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 4, 7, clip=False)
+    stats = zcompile.stats(model)
+    predicted = stats["predicted"]
+    assert stats["peak"]["device"] == predicted["peak"]["device"]
+    assert stats["bytes"] == {link: 3 * predicted["bytes"].get(link, 0) for link in stats["bytes"]}
+    assert same(model, expected(end=7, clip=False))
+
+
+THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
+"""So that all that moves shows: else what rests on the host is updated in place."""
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_what_finds_no_berth_is_predicted_where_it_rests(monkeypatch, share):
+    made = crowded(
+        monkeypatch, lambda session: session.arena.take(int(share * WEIGHT_BYTES), "a large value")
+    )
+    trains_as_predicted(made, device_memory=2 * WEIGHT_BYTES)
+
+
+@pytest.mark.parametrize("left", [0, 16 * KiB, 64 * KiB])
+def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch, tmp_path, left):
+    """Another's entry has it by the time that the plan is put into force."""
+    others = []
+
+    def fill(session):
+        _, used, capacity = session.homes._tiers[0].usage()
+        if (free := capacity - used - left) > 0:
+            others.append(session.create("another's", Kind.GRAD, free))
+
+    trains_as_predicted(
+        crowded(monkeypatch, fill), device_memory=WEIGHT_BYTES // 2, host_memory="600KiB",
+        disk=tmp_path,
+    )  # fmt: skip
+    assert others[0].home == "host"

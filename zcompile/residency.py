@@ -21,7 +21,7 @@ from zcompile.loads import Room
 from zcompile.lower_step import DEPTH
 from zcompile.prediction import predicted
 from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.moves import resettle, send_away
+from zcompile.runtime.moves import resettle, resting, send_away
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
@@ -29,7 +29,14 @@ from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
+from zcompile.step_plan import (
+    UNBOUNDED_LEAD,
+    Seconds,
+    StepPlan,
+    at_rest,
+    compute_seconds,
+    plan_step,
+)
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 from zcompile.verify_schedule import verify_schedule
@@ -146,11 +153,10 @@ class Residency:
         session, room, costs = self.session, self._room(step), self.costs()
         arena = ArenaShare(self._least_window, self._lead, session.device.chunk_bytes, room.reach)
         compute = compute_seconds(step, costs.region_seconds)
+        return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
-        def seconds(made: Step, homes: Mapping[int, str]) -> float:
-            return simulate(made, costs, homes).step_s
-
-        return plan_step(step, costs.machine, room, arena, compute, seconds)
+    def _seconds(self, costs: Costs) -> Seconds:
+        return lambda made, homes: simulate(made, costs, homes).step_s
 
     def _room(self, step: Step) -> Room:
         """What the tiers have for the entries of this step: all but what others rest on."""
@@ -185,6 +191,8 @@ class Residency:
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         left += resettle(session, {key: h for key, h in homes.items() if key not in set(crowded)})
+        rests = resting(session, self._base.facts.values())
+        plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))

@@ -100,6 +100,30 @@ def plan_step(
     return best
 
 
+def at_rest(
+    plan: StepPlan,
+    step: Step,
+    rests: Mapping[int, str],
+    window_bytes: int,
+    seconds: Seconds,
+) -> StepPlan:
+    """`plan` as it will be walked where its entries rest in truth: some may have found no room
+    where they should rest, or are still where they should not be.
+
+    step          what the plan was made for, as it was recorded
+    rests         key of an entry -> where it is
+    window_bytes  that are left to stream through
+    """
+    homes = {key: rests.get(key, home) for key, home in plan.placement.homes.items()}
+    if homes == plan.placement.homes:
+        return plan
+    placement = replace(plan.placement, homes=homes)
+    try:
+        return _planned(step, placement, replace(plan.arena, window_bytes=window_bytes), seconds)
+    except BudgetExceeded:
+        return plan  # the first call that needs more of the arena than is left will get it
+
+
 def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Seconds) -> StepPlan:
     made = arranged(step, placement.homes, arena)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))

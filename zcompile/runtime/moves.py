@@ -1,11 +1,18 @@
 """Entries change their home, between two steps, when a placement says so."""
 
+import logging
 from collections.abc import Iterable, Mapping
 
+from zcompile.errors import TierFull
 from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.place import Place
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
+from zcompile.specs import Kind
+from zcompile.steps import EntryFact
+
+log = logging.getLogger(__name__)
 
 
 def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
@@ -21,6 +28,28 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
         left += [entry for entry in due if not move(session, entry, home)]
     session.homes.wanted = {-key: home for key, home in homes.items() if key < 0}
     return left
+
+
+def resting(session: Session, facts: Iterable[EntryFact]) -> dict[int, str]:
+    """Where each of these rests by now; of a gradient that is to come, where it will find room.
+
+    Facts of gradients are in the order in which a step makes them. Room is looked for as it will
+    be then, and given back.
+    """
+    rests = {key_of(entry): entry.home for entry in session.entries()}
+    tried: list[Place] = []
+    try:
+        for fact in facts:
+            if fact.kind is Kind.GRAD and fact.key not in rests:
+                tried.append(session.homes.reserve(fact.name, fact.kind, fact.nbytes, -fact.key))
+                rests[fact.key] = tried[-1].tier.name
+    except TierFull:
+        log.info("the next step will not find room for all of its gradients")  # and will say so
+    finally:
+        for place in tried:
+            session.homes.left(place, Kind.GRAD)
+            place.tier.release(place.extent)
+    return rests
 
 
 def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:

@@ -53,13 +53,33 @@ class _Slice:
     gradient: fx.Node | None = None
 
 
+class _Whole:
+    """The gradient of a weight, put together of its tiles in the place of the old one.
+
+    Every write reads what the one before returns, so that no pass can take one from the other.
+    """
+
+    def __init__(self, pen: Pen, old: fx.Node, tiles: Tiles) -> None:
+        self._pen, self._old = pen, old
+        val, (_, first) = old.meta["val"], tiles.classes[0]
+        self._made = pen(aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype)
+        ones = pen(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
+        self._index = pen(aten.sub.Tensor, pen(aten.cumsum.default, ones, 0), 1)
+
+    def take(self, tile: fx.Node) -> None:
+        """The next tile."""
+        pen, index = self._pen, self._pen.rows(self._index, 0, tile.meta["val"].shape[0])
+        self._made = pen(aten.index_copy_.default, self._made, 0, index, tile)
+        self._index = pen(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
+
+    def finish(self) -> None:
+        self._old.replace_all_uses_with(self._made)
+
+
 def write_backward(pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts) -> None:
     """Gradients of rows, weight and bias take the places of the old ones."""
     slices = _slices(pen, tiles, gradients, facts)
-    whole = None
-    if gradients.weight is not None:
-        like = gradients.weight.meta["val"]
-        whole = pen(aten.new_empty.default, facts.rows, list(like.shape), dtype=like.dtype)
+    of_weight = None if gradients.weight is None else _Whole(pen, gradients.weight, tiles)
     of_bias = []
     for a, b in tiles.classes:
         weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)
@@ -67,16 +87,15 @@ def write_backward(pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts) -
         if gradients.rows is not None:
             for piece, gradient in zip(slices, tile, strict=True):
                 piece.gradient = _plus(pen, tiles, piece.gradient, gradient, weight)
-        if whole is not None:
-            pen(aten.copy_.default, pen.rows(whole, a, b), _of_weight(pen, tiles, tile, slices))
+        if of_weight is not None:
+            of_weight.take(_of_weight(pen, tiles, tile, slices))
         if gradients.bias is not None:
             of_bias.append(_of_bias(pen, tiles, tile))
     if gradients.rows is not None:
         parts = [piece.gradient for piece in slices if piece.gradient is not None]
         _finish_rows(pen, gradients, gradients.rows, pen.joined(parts))
-    if whole is not None and gradients.weight is not None:
-        # An alias that stands after the last write, for whoever wants to stand after the gradient.
-        gradients.weight.replace_all_uses_with(pen(aten.alias.default, whole))
+    if of_weight is not None:
+        of_weight.finish()
     if gradients.bias is not None:
         gradients.bias.replace_all_uses_with(pen(aten.cat.default, of_bias, 1))
 

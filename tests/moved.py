@@ -43,7 +43,7 @@ class Forced(Pass):
 def forced(how: str) -> Iterator[None]:
     """What is compiled inside is decided so."""
     original = backend.pipeline
-    backend.pipeline = lambda config: (Forced(how), *original(config))
+    backend.pipeline = lambda *given: (Forced(how), *original(*given))
     try:
         yield
     finally:

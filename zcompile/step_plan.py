@@ -17,6 +17,7 @@ from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
 from zcompile.specs import Phase
 from zcompile.steps import Step
+from zcompile.units import KiB
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
@@ -27,9 +28,9 @@ HOPELESS = 1.1
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
 ROUNDS = 4
 """A placement changes what the window must hold, and that the placement; so often at most."""
-LEAST_SETS = 3
-"""Chunks of one operand that any window has room for, unless the arena is small: with less, an
-optimizer's step crawls in chunks that are mostly overhead."""
+LEAST_WINDOW = 256 * KiB
+"""Of an arena that has room for it: with less, an optimizer's step crawls in chunks that are mostly
+overhead, and what its ops make for themselves pushes the plan out."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
@@ -146,7 +147,7 @@ def _windows(
     everything = beside(0)
     if set(everything.homes.values()) <= {"device"} and not arena.window_bytes:
         yield 0, everything
-    least = max(arena.window_bytes, whole // PARTS[0])
+    least = max(arena.window_bytes, whole // PARTS[0], min(whole // 8, LEAST_WINDOW))
     tried: set[int] = set()
     for lead in LEADS if arena.max_lead else (0,):
         window = min(whole, max(_needed(step, {}, lead), least))

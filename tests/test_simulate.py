@@ -26,7 +26,7 @@ from zcompile.simulate import simulate
 from zcompile.specs import Kind, Phase
 from zcompile.steps import EntryFact, Step, StepCall
 
-ONE, TWO = 1000, 2000
+ONE = 1000
 """Bytes. A link of the machine below moves 1000 in a second."""
 
 

@@ -21,9 +21,9 @@ from zcompile.units import KiB
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
-PARTS = (64, 32, 16, 8, 4, 2, 1)
+PARTS = (64, 32, 16, 8, 2)
 """Parts of the arena that are tried too: chunks of an optimizer's step grow with the window."""
-HOPELESS = 1.1
+HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
 ROUNDS = 4

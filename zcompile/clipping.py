@@ -53,6 +53,8 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
         return NotImplemented
+    if all(entry.home == "device" for entry in entries.values()):
+        return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
         change = Deferred(func, operand, lists, tensor.lies)

@@ -17,11 +17,12 @@ from zcompile.clipping import SCALES, defer_scale, known_norm
 from zcompile.errors import Unsupported
 from zcompile.fillings import SPECIAL, new_like
 from zcompile.graph import UNANNOTATED_VIEWS
+from zcompile.repeats import list_call
 from zcompile.rows import Application, is_elementwise, rows_of, streamable
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
-from zcompile.streaming import stream
+from zcompile.streaming import Learn, stream
 from zcompile.torch_private import Dispatched, trees
 
 aten = torch.ops.aten
@@ -53,6 +54,9 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
+    repeat = list_call(cls, func, args, kwargs)
+    if repeat is not None and repeat.again():
+        return None
     if func._schema.is_mutable:
         _count_writes(cls, func, args, kwargs)
     if torch.Tag.inplace_view in func.tags or func in (
@@ -71,7 +75,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         if done is not NotImplemented:
             return done
     apps = rows_of(func, args, kwargs)
-    results = _apply(cls, func, apps)
+    results = _apply(cls, func, apps, None if repeat is None else repeat.learn)
     if func._schema.is_mutable and _returns_written(func):
         return apps[0].written()[0]
     if len(func._schema.returns) == 0:
@@ -101,8 +105,13 @@ def _makes_list(func: Dispatched) -> bool:
     return func._schema.name.startswith(("aten::_foreach", "aten::_fused"))
 
 
-def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any]:
-    """Consecutive streamable rows of one session run as one schedule; the others one by one."""
+def _apply(
+    cls: type, func: Dispatched, apps: Sequence[Application], learn: Learn | None
+) -> list[Any]:
+    """Consecutive streamable rows of one session run as one schedule; the others one by one.
+
+    learn  is told, if there is one schedule for all
+    """
     results: list[Any] = [None] * len(apps)
     batch: list[int] = []
     written: set[int] = set()  # by the batch; a later row must not fetch before that is stored
@@ -110,7 +119,8 @@ def _apply(cls: type, func: Dispatched, apps: Sequence[Application]) -> list[Any
 
     def flush() -> None:
         if batch:
-            _stream(cls, func, apps, batch, results)
+            whole = len(batch) == len(apps)
+            _stream(cls, func, apps, batch, results, learn if whole else None)
             batch.clear()
             written.clear()
 
@@ -140,7 +150,12 @@ def _keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _stream(
-    cls: type, func: Dispatched, apps: Sequence[Application], batch: list[int], results: list[Any]
+    cls: type,
+    func: Dispatched,
+    apps: Sequence[Application],
+    batch: list[int],
+    results: list[Any],
+    learn: Learn | None,
 ) -> None:
     chosen = [apps[i] for i in batch]
     targets: list[Tensor | None] = [None] * len(chosen)
@@ -149,7 +164,7 @@ def _stream(
         targets = [_target(cls, app, tiered=lists) for app in chosen]
         for index, target in zip(batch, targets, strict=True):
             results[index] = [target] if lists else target
-    stream(func, chosen, targets, cls)
+    stream(func, chosen, targets, cls, learn)
 
 
 def _target(cls: type, app: Application, tiered: bool) -> Tensor:

@@ -27,7 +27,15 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, Phase
-from zcompile.step_rows import ChunkFunction, Column, Row, chunk_region
+from zcompile.step_rows import (
+    ChunkFunction,
+    Column,
+    Row,
+    chunk_region,
+    joint_region,
+    spread,
+    together,
+)
 from zcompile.units import MiB
 
 CHUNK_BYTES = 32 * MiB
@@ -61,8 +69,11 @@ def lower_step(
     depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
     lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(name, inputs, depth, lane_bytes)
-    for row, first, last in _spread(rows, sizes):
-        builder.add(row, first, last)
+    for group in together(spread(rows, sizes)):
+        if len(group) > 1:
+            builder.add_joint([row for row, _, _ in group])
+        else:
+            builder.add(*group[0])
     builder.finish()
     return Schedule(
         phase=Phase.STEP,
@@ -81,24 +92,6 @@ def lower_step(
         names=_names(rows, entries),
         rows=tuple(rows),
     )
-
-
-def _spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[tuple[Row, int, int]]:
-    """All chunks [first, last), those of each kind evenly over the whole; a kind is what of a row
-    rests afar. Without any, row after row."""
-    kinds: dict[tuple[int, ...], list[tuple[Row, int, int]]] = {}
-    for row, elements in zip(rows, sizes, strict=True):
-        far = tuple(n for n, c in enumerate(row.columns) if c.far and not c.resident)
-        chunks = kinds.setdefault(far, [])
-        chunks += [(row, first, min(row.numel, first + elements))
-                   for first in range(0, row.numel, elements)]  # fmt: skip
-    placed = []
-    for chunks in kinds.values():
-        total, done = sum(last - first for _, first, last in chunks), 0
-        for row, first, last in chunks:
-            placed.append(((done + (last - first) / 2) / total, (row, first, last)))
-            done += last - first
-    return [chunk for _, chunk in sorted(placed, key=lambda pair: pair[0])]
 
 
 def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
@@ -154,6 +147,13 @@ class _Chunk:
     fetches: tuple[Fetch | None, ...]
 
 
+@dataclass(frozen=True)
+class _Joint:
+    """Rows that are computed at once where they rest."""
+
+    rows: tuple[Row, ...]
+
+
 class _Builder:
     """Emits chunks as a software pipeline over `depth` lanes of the arena, taken in turn."""
 
@@ -167,13 +167,20 @@ class _Builder:
         self.arena_bytes = self.peak_bytes = 0
         self._tickets = 0
         self._taken = 0
-        self._waiting: list[_Chunk] = []
+        self._waiting: list[_Chunk | _Joint] = []
         self._busy: list[tuple[Slot, tuple[Ticket, ...]]] = []
 
     def add(self, row: Row, first: int, last: int) -> None:
+        self._make_room()
+        self._waiting.append(self._fetch(row, first, last))
+
+    def add_joint(self, rows: Sequence[Row]) -> None:
+        self._make_room()
+        self._waiting.append(_Joint(tuple(rows)))
+
+    def _make_room(self) -> None:
         if len(self._waiting) >= max(1, self._depth - 1):
             self._compute(self._waiting.pop(0))
-        self._waiting.append(self._fetch(row, first, last))
 
     def finish(self) -> None:
         while self._waiting:
@@ -223,7 +230,10 @@ class _Builder:
         self._busy = kept
         return tuple(tickets)
 
-    def _compute(self, chunk: _Chunk) -> None:
+    def _compute(self, chunk: _Chunk | _Joint) -> None:
+        if isinstance(chunk, _Joint):
+            self._compute_joint(chunk.rows)
+            return
         registers = [self._operand(chunk, n) for n in range(len(chunk.fetches))]
         done = self._ticket()
         region = chunk_region(self._name, chunk.row, chunk.first, chunk.last)
@@ -236,20 +246,35 @@ class _Builder:
             if fetch is not None:
                 self._leave(column, fetch, register, done)
 
+    def _compute_joint(self, rows: Sequence[Row]) -> None:
+        inputs: list[Register] = []
+        for row in rows:
+            inputs += [self._borrow(column, 0, row.numel) for column in row.columns]
+            inputs += row.plains
+        region = joint_region(self._name, rows)
+        self.instructions.append(Run(region, tuple(inputs), (), ticket=self._ticket()))
+
     def _operand(self, chunk: _Chunk, index: int) -> Register:
         """The register that holds a column of the chunk, once it is there."""
         column, fetch = chunk.row.columns[index], chunk.fetches[index]
+        if fetch is None:
+            return self._borrow(column, chunk.first, chunk.last)
         layout = Layout((chunk.last - chunk.first,), (1,), 0, column.dtype)
-        register = Register(self.registers)
-        self.registers += 1
-        if fetch is not None:
-            self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
-        else:
-            begin = column.begin + chunk.first * column.dtype.itemsize
-            self.instructions.append(
-                Borrow(column.entry, begin, layout, register, column.writes, column.name)
-            )
+        register = self._register()
+        self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
         return register
+
+    def _borrow(self, column: Column, first: int, last: int) -> Register:
+        layout = Layout((last - first,), (1,), 0, column.dtype)
+        begin, register = column.begin + first * column.dtype.itemsize, self._register()
+        self.instructions.append(
+            Borrow(column.entry, begin, layout, register, column.writes, column.name)
+        )
+        return register
+
+    def _register(self) -> Register:
+        self.registers += 1
+        return Register(self.registers - 1)
 
     def _leave(self, column: Column, fetch: Fetch, register: Register, done: Ticket) -> None:
         """After the compute: what was written goes home, and the slot is given back."""

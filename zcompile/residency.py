@@ -225,7 +225,7 @@ class Residency:
         session = self.session
         session.executor.foresight.abandon()
         session.drain()
-        session.steps.clear()
+        session.forget_steps()
         self._arranged.clear()
 
     def _near(self) -> list[Entry]:

@@ -50,6 +50,34 @@ class Application:
         return found
 
 
+def leaves_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What an op was called with, lists taken apart."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if type(value) is list:
+            found.extend(value)
+        elif type(value) in (tuple, dict):
+            found.extend(trees.tree_leaves(value))
+        else:
+            found.append(value)
+    return found
+
+
+def goes_in_one_call(app: Application) -> bool:
+    """Whether rows such as this one, of one list op, may be put together again as they came."""
+    func, values = app.func, (*app.args, *app.kwargs.values())
+    if not func._schema.is_mutable or not func._schema.name.startswith(
+        ("aten::_foreach", "aten::_fused")
+    ):
+        return False
+    if any(isinstance(value, tuple | dict) for value in values):
+        return False
+    # _foreach_addcdiv_.Tensor takes one tensor with a scalar for each item, which was cut up.
+    return func._overloadname != "Tensor" or not any(
+        isinstance(value, Tensor) and value.dim() for value in values
+    )
+
+
 def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Application]:
     """A list op, one application per item; any other op, itself alone."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list) and a]

@@ -4,18 +4,19 @@ Rows whose operands do not lie alike make the caller take the other road: gather
 write back.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zcompile.chunked import Chunked
 from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import Column, Row, lower_step
 from zcompile.narrowing import Narrowing, column_of, copy_of
-from zcompile.rows import Application
+from zcompile.rows import Application, goes_in_one_call
 from zcompile.runtime.deferred import Deferred
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.session import Session, session_of
@@ -72,6 +73,7 @@ class _Call:
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         eased = self._ease(columns, plains)
         narrowed = self._narrow(columns, numel)
+        joins = goes_in_one_call(app) and target is None and not eased
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         self.signature.append(
             (
@@ -84,10 +86,11 @@ class _Call:
                 tuple(kinds),
                 eased,
                 narrowed,
+                joins,
             )
         )
-        compute = _Chunked(
-            app.func, spec, tuple(places), len(columns), target is not None, eased, narrowed
+        compute = Chunked(
+            app.func, spec, tuple(places), len(columns), target is not None, eased, narrowed, joins
         )
         return Row(numel, tuple(columns), tuple(plains), compute)
 
@@ -134,49 +137,16 @@ def _kind(leaf: object) -> object:
     return type(leaf)
 
 
-@dataclass(frozen=True)
-class _Chunked:
-    """Applies an op to a range of elements: columns are chunks already, wide plains are cut.
-
-    eased     changes to make before: (column, which plain is the operand, change)
-    narrowed  casts to make afterwards
-    """
-
-    func: Dispatched
-    spec: Any
-    places: tuple[int, ...]
-    columns: int
-    to_target: bool
-    eased: tuple[tuple[int, int, Deferred], ...]
-    narrowed: Narrowing
-
-    def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
-        for column, plain, change in self.eased:
-            change.apply(values[column], values[self.columns + plain])
-        leaves = []
-        for place in self.places:
-            if place >= 0:
-                leaves.append(values[place])
-            else:
-                leaves.append(_cut(values[self.columns - place - 1], first, last))
-        target = leaves.pop() if self.to_target else None
-        args, kwargs = trees.tree_unflatten(leaves, self.spec)
-        result = self.func(*args, **kwargs)
-        if target is not None:
-            target.copy_(result[0] if isinstance(result, list | tuple) else result)
-        self.narrowed(first, last, values)
-
-
-def _cut(value: Any, first: int, last: int) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    if value.numel() == 1:
-        return value.reshape(1)
-    return value.as_strided((last - first,), (1,), value.storage_offset() + first)
+Learn = Callable[[Schedule, Sequence[Entry], Sequence[Any]], None]
+"""Told of a schedule that is about to run, of its entries and of its inputs."""
 
 
 def stream(
-    func: Dispatched, apps: Sequence[Application], targets: Sequence["Tensor | None"], cls: type
+    func: Dispatched,
+    apps: Sequence[Application],
+    targets: Sequence["Tensor | None"],
+    cls: type,
+    learn: Learn | None = None,
 ) -> None:
     """Run the rows, in order; all their tiered operands belong to one store.
 
@@ -196,8 +166,10 @@ def stream(
     except BudgetExceeded as error:
         if not session.relieve(error.needed_bytes):
             raise
-        stream(func, apps, targets, cls)  # anew, since operands rest elsewhere now
+        stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
+    if learn is not None and not call.easing and not call.copying:
+        learn(schedule, call.entries, call.inputs)
     _run_easing(session, schedule, call.inputs, call.entries, call.easing)
     for entry, dtype in call.copying:
         entry.copies[dtype] = (entry.copies[dtype][0], entry.version)

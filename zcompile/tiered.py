@@ -18,6 +18,7 @@ from torch import Tensor
 from zcompile import eager, ops
 from zcompile.errors import Unsupported
 from zcompile.handles import handle_of
+from zcompile.rows import leaves_of
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
@@ -113,8 +114,8 @@ class TieredTensor(Unbacked):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tiered = [x for x in trees.tree_leaves((args, kwargs)) if isinstance(x, TieredTensor)]
-        if any(is_traced(t._handle) for t in tiered):
+        leaves = leaves_of(args, kwargs)
+        if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
             return _traced(func, args, kwargs)
         return eager.call(TieredTensor, func, args, kwargs)
 

@@ -24,8 +24,6 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
@@ -89,7 +87,7 @@ def wrapper(
 
 def is_traced(tensor: Tensor) -> bool:
     """True for the stand-ins that tracing uses; False for a tensor that has bytes."""
-    return isinstance(tensor, FakeTensor | FunctionalTensor) or type(tensor) is not Tensor
+    return type(tensor) is not Tensor
 
 
 def support_foreach(cls: type[Tensor]) -> None:

@@ -7,6 +7,7 @@ handles.
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -51,6 +52,21 @@ class Planner(Protocol):
     def prediction(self) -> dict[str, Any] | None: ...
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """One call as it was: what its rows depend on, and what became of it.
+
+    entries, inputs  which operands they are, in the order in which `schedule` counts them
+    written          the entries it writes, among the operands
+    """
+
+    said: tuple[object, ...]
+    schedule: Schedule
+    entries: tuple[int, ...]
+    inputs: tuple[int, ...]
+    written: tuple[int, ...]
+
+
 class Session(Store):
     """`wrap` makes a tiered tensor over an entry; it is given from above."""
 
@@ -68,6 +84,8 @@ class Session(Store):
         self._told: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
+        self.repeats: dict[Hashable, list[Repeat]] = {}
+        """List ops of late, by what sort of call they are (`repeats.py`, above)."""
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
@@ -87,6 +105,11 @@ class Session(Store):
             verify_schedule(self.steps[key])
             self.homes.plan_device(self.steps[key].peak_bytes)
         return self.steps[key]
+
+    def forget_steps(self) -> None:
+        """Where entries rest will change: step schedules are built anew."""
+        self.steps.clear()
+        self.repeats.clear()
 
     def entries(self) -> list[Entry]:
         """All that are alive."""

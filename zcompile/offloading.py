@@ -265,7 +265,7 @@ def _become_plain(param: Any, device: torch.device) -> None:
     """Undo `_become_tiered`, if it got so far."""
     if not isinstance(param, TieredTensor):
         return
-    ours = ("_handle", "lies", "store_key", "sink")
+    ours = ("_handle", "_known", "lies", "store_key", "sink")
     marks = {key: value for key, value in vars(param).items() if key not in ours}
     value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
     grad, param.grad = param.grad, None

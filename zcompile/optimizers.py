@@ -74,8 +74,10 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for param in tiered:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
-                value.entry.name = f"{param.entry.name}.{key}"
-                value.entry.kind = Kind.STATE
+                state, name = value.entry, f"{param.entry.name}.{key}"
+                state.kind = Kind.STATE
+                if state.name != name:
+                    state.name = name
     for session in _sessions(tiered):
         session.end_step()
         session.meter.count("steps")

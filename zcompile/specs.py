@@ -2,7 +2,7 @@
 
 import enum
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NewType
 
 import torch
@@ -93,7 +93,11 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
-        return cls(tuple(tensor.size()), tuple(tensor.stride()), 0, tensor.dtype)
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        try:
+            return _layout(size, stride, tensor.dtype)
+        except TypeError:  # a dynamic size has no hash
+            return cls(size, stride, 0, tensor.dtype)
 
     def view(self, storage: torch.Tensor) -> torch.Tensor:
         """This tensor over bytes that start at the entry's first byte.
@@ -104,6 +108,12 @@ class Layout:
         typed = storage[:end].view(self.dtype)
         start = typed.storage_offset() + self.offset
         return torch.as_strided(typed, self.size, self.stride, start)
+
+
+@lru_cache(maxsize=4096)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The same object for the same layout: gradients lie alike in each step."""
+    return Layout(size, stride, 0, dtype)
 
 
 @dataclass(frozen=True)

@@ -238,8 +238,10 @@ def hint(value: int | torch.SymInt) -> int:
 
 def will_accumulate(param: Tensor) -> bool:
     """Whether the backward pass that is running now is to add to `param.grad`."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    return torch._C._will_engine_execute_node(node)
+    # As `torch.autograd.graph.get_gradient_edge` finds it, but past `__torch_dispatch__`.
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+        view: Any = param.view_as(param)
+    return torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0])
 
 
 def is_symbol(node: fx.Node) -> bool:

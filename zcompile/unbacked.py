@@ -3,6 +3,7 @@
 Values come from the tiers as plain copies; what would hand out memory raises.
 """
 
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +24,16 @@ class Unbacked(torch.Tensor):
 
     _handle: Tensor
     lies: Layout
+    _known: "weakref.ref[Entry] | None" = None
 
     @property
     def entry(self) -> Entry:
         """raises  ParameterChanged, if the store was closed"""
-        return entry_behind(self._handle)
+        entry = None if self._known is None else self._known()
+        if entry is None:
+            entry = entry_behind(self._handle)
+            self._known = weakref.ref(entry)
+        return entry
 
     def on_host(self) -> Tensor:
         """The full value as a plain CPU tensor; reads the tiers, not the arena."""

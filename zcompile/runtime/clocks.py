@@ -212,7 +212,10 @@ class Watch:
     """One walk that is not timed.
 
     given  tickets of the fetches that were under way before it began
+    timed  whether it wants to hear of each instruction
     """
+
+    timed = False
 
     def __init__(self, clocks: Clocks, schedule: Schedule) -> None:
         self.given: frozenset[int] = frozenset()
@@ -232,6 +235,8 @@ class Watch:
 
 class HostWatch(Watch):
     """Reads the host's clock around every instruction."""
+
+    timed = True
 
     def __init__(self, clocks: Clocks, schedule: Schedule) -> None:
         super().__init__(clocks, schedule)

@@ -155,13 +155,10 @@ class _Walk:
             self.lap = device.stamp()
             self.given = self.foresight.begin(self.call)
             self.watch.given = frozenset(self.given)
-            self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
+            if self.given:
+                self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
-            for index, instruction in enumerate(self.schedule.instructions):
-                self.watch.begins(index)
-                self._step(instruction)
-                self.watch.ends(index)
-                self.foresight.passed(self.call, index)
+            self._steps()
         except BaseException:
             self._abandon()
             self.foresight.abandon()
@@ -170,6 +167,29 @@ class _Walk:
         meter.span(self._account, self.lap, device.stamp())
         self.watch.over()
 
+    def _steps(self) -> None:
+        """What is done most often, and takes the least, goes without a `match`."""
+        watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
+        quick: dict[type, Callable[[Any], None]] = {Borrow: self._borrow, Run: self._run}
+        for index, instruction in enumerate(self.schedule.instructions):
+            if timed:
+                watch.begins(index)
+            quick.get(type(instruction), self._step)(instruction)
+            if timed:
+                watch.ends(index)
+            if index in ready:
+                self.foresight.passed(self.call, index)
+
+    def _borrow(self, borrow: Borrow) -> None:
+        entry = self.entries[borrow.entry]
+        found = near.lend(self.store, entry, borrow.begin, borrow.layout, borrow.writes)
+        self.values[borrow.register] = self.lent[id(found)] = found
+
+    def _run(self, run: Run) -> None:
+        _compute(run, self.values)
+        if run.ticket is not None:
+            self.tickets[run.ticket] = self.store.device.mark()
+
     @property
     def _account(self) -> str:
         return "optimizer" if self.schedule.phase is Phase.STEP else "compute"
@@ -177,10 +197,6 @@ class _Walk:
     def _step(self, instruction: Any) -> None:
         arena, values = self.store.arena, self.values
         match instruction:
-            case Run(ticket=ticket):
-                _compute(instruction, values)
-                if ticket is not None:
-                    self.tickets[ticket] = self.store.device.mark()
             case Fetch(slot=slot, ticket=ticket):
                 given = ticket in self.given
                 self.tickets[ticket] = self.given.pop(ticket) if given else self._fetch(instruction)
@@ -198,10 +214,6 @@ class _Walk:
             case Left(ticket=ticket, register=register):
                 self._wait(self.tickets[ticket])
                 values[register] = None
-            case Borrow(entry=entry, begin=begin, layout=layout, register=register, writes=writes):
-                found = near.lend(self.store, self.entries[entry], begin, layout, writes)
-                values[register] = found
-                self.lent[id(found)] = found
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
                 source = arena.slot(slot.address, nbytes)
                 self.tickets[ticket] = self.store.put(

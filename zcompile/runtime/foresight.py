@@ -8,7 +8,7 @@ and given back, and a value that was written in between is fetched again.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -83,6 +83,11 @@ class Foresight:
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
+
+    @property
+    def ready(self) -> Container[int]:
+        """The instructions of the call that has begun after which there is something to start."""
+        return self._ready
 
     def begin(self, call: Call) -> dict[int, Ticket]:
         """`call` starts: learn, and return the tickets of fetches that are already under way."""

@@ -3,16 +3,31 @@
 What is recorded is as pure as what a plan on paper starts from (`steps.py`): no entry, no tensor.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from zcompile.runtime.store import Entry
+from zcompile.runtime.tiers import TierIO
 from zcompile.schedule import Reduce, Schedule
 from zcompile.specs import Kind, Phase
 from zcompile.steps import EntryFact, Step, StepCall
 
 MOST_CALLS = 20_000
 """Of one step; beyond that, nobody ends it: a loop that updates parameters by itself."""
+
+
+MOST_KNOWN = 1024
+"""Calls of which is remembered what was written down; a step has a few, unless they vary."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was written down of one call, on entries that rested and were what `alike` says."""
+
+    alike: tuple[list[TierIO], list[Kind]]
+    call: StepCall
+    facts: Mapping[int, EntryFact]
+    gradients: Mapping[int, EntryFact]
 
 
 class Recorder:
@@ -30,25 +45,22 @@ class Recorder:
         self._calls: list[StepCall] = []
         self._alone: set[tuple[int, tuple[int, ...]]] = set()
         self._facts: dict[int, EntryFact] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], _Known] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
         self._noted = False
         if not self.on:
             return
-        call = StepCall(schedule, tuple(key_of(e) for e in entries))
         if len(self._calls) >= MOST_CALLS:
             return
+        known = self._know(schedule, entries)
+        call = known.call
         if schedule.phase is Phase.FORWARD and not schedule.trains:
             if (schedule.serial, call.entries) in self._alone:
                 return
             self._alone.add((schedule.serial, call.entries))
-        self._know(entries)
-        for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
-            if isinstance(x, Reduce):
-                param = entries[x.entry]
-                fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
-                self._facts.setdefault(fact.key, fact)
+        self._facts = {**known.gradients, **self._facts, **known.facts}
         self._calls.append(call)
         self._noted = True
 
@@ -56,12 +68,20 @@ class Recorder:
         """The schedule that was noted last has run, and made these entries."""
         if self._noted:
             self._calls[-1] = replace(self._calls[-1], made=tuple(key_of(e) for e in entries))
-            self._know(entries)
+            self._facts |= facts_of(entries)
 
-    def _know(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            key = key_of(entry)
-            self._facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
+    def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_Known":
+        """What there is to write down of a call; as in the last step, while entries are alike."""
+        keys = tuple([e.key if e.of is None else -e.of for e in entries])
+        alike = [e.place.tier for e in entries], [e.kind for e in entries]
+        known = self._known.get((schedule.serial, keys))
+        if known is None or known.alike != alike:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            call, facts = StepCall(schedule, keys), facts_of(entries)
+            known = _Known(alike, call, facts, _gradients(schedule, entries))
+            self._known[schedule.serial, keys] = known
+        return known
 
     def stepped(self) -> None:
         """An optimizer is done. What nothing forward came before is not a step to plan for."""
@@ -86,6 +106,26 @@ def _micro_batches(calls: Sequence[StepCall]) -> int:
     """How often the backward of the most walked piece ran."""
     serials = [call.schedule.serial for call in calls if call.phase is Phase.BACKWARD]
     return max((serials.count(serial) for serial in set(serials)), default=1)
+
+
+def facts_of(entries: Sequence[Entry]) -> dict[int, EntryFact]:
+    """Of each entry, by its key in a record."""
+    facts = {}
+    for entry in entries:
+        key = key_of(entry)
+        facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
+    return facts
+
+
+def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryFact]:
+    """Of the gradients that a backward makes, which are entries later on."""
+    facts = {}
+    for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
+        if isinstance(x, Reduce):
+            param = entries[x.entry]
+            fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
+            facts[fact.key] = fact
+    return facts
 
 
 def key_of(entry: Entry) -> int:

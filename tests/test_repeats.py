@@ -1,0 +1,270 @@
+"""A list op whose like was called before keeps its schedule; whatever that depends on, it sees."""
+
+import copy
+
+import pytest
+import torch
+from pairs import assert_same, mlp, on_disk, same_training, train
+from planned_runs import adamw, begun, expected, gpt, ids, offloaded, same, values
+from planned_runs import train as train_gpt
+from torch import nn, optim
+
+from zcompile import eager
+from zcompile.clipping import SCALES
+from zcompile.offloading import session_behind
+from zcompile.repeats import ListCall
+from zcompile.schedule import Borrow, Run
+
+WHERE = {
+    "disk": {},
+    "host": {"host_memory": "4MiB"},
+    "far host": {"host_memory": "4MiB", "throttle": {"h2d": "1GB/s"}},
+}
+FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+
+
+def group_of(optimizer: optim.Optimizer, **options: object) -> None:
+    optimizer.param_groups[0].update(options)
+
+
+def freeze(model, optimizer):
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = None
+
+
+def thaw_and_add(model, optimizer):
+    extra = model[2].bias
+    kept = [p for p in optimizer.param_groups[0]["params"] if p is not extra]
+    optimizer.param_groups[0]["params"] = kept
+    optimizer.add_param_group({"params": [extra], "lr": 0.1})
+
+
+def lose_a_state(model, optimizer):
+    del optimizer.state[model[0].bias]
+
+
+def reload_states(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def skip_one(model, optimizer):
+    model[2].weight.grad = None
+
+
+def other_gradient(model, optimizer):
+    model[0].weight.grad = torch.ones(32, 16)
+
+
+def strided_gradient(model, optimizer):
+    model[0].weight.grad = torch.ones(16, 32).t()
+
+
+def new_data(model, optimizer):
+    model[0].weight.data = torch.full((32, 16), 0.5)
+
+
+CHANGES = {
+    "lr": lambda m, o: group_of(o, lr=0.3),
+    "lr as a tensor": lambda m, o: group_of(o, lr=torch.tensor(0.3), foreach=False),
+    "betas": lambda m, o: group_of(o, betas=(0.5, 0.6)),
+    "weight decay": lambda m, o: group_of(o, weight_decay=0.5),
+    "maximize": lambda m, o: group_of(o, maximize=True),
+    "foreach": lambda m, o: group_of(o, fused=False, foreach=True),
+    "a loop": lambda m, o: group_of(o, fused=False, foreach=False),
+    "frozen": freeze,
+    "another group": thaw_and_add,
+    "a state anew": lose_a_state,
+    "states reloaded": reload_states,
+    "clipped": clip,
+    "no gradient": skip_one,
+    "another gradient": other_gradient,
+    "a gradient that lies otherwise": strided_gradient,
+    "new values": new_data,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_is_seen(change, where, form, tmp_path):
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, **FORMS[form])
+        losses = train(call, optimizer, 3)
+        losses += train(call, optimizer, 1, before=lambda: CHANGES[change](model, optimizer))
+        return losses + train(call, optimizer, 2)
+
+    same_training(run, tmp_path, "eager", **WHERE[where])
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_gradients_may_stay_between_steps(to_none, tmp_path):
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(4):
+            call(torch.full((2, 16), 0.1 * step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none if step != 1 else not to_none)
+
+    same_training(run, tmp_path, "eager")
+
+
+def test_two_groups_of_one_shape_take_turns(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def run(model, call):
+        optimizer = optim.AdamW(
+            [{"params": model[0].parameters(), "lr": 1e-2},
+             {"params": model[1].parameters(), "lr": 1e-1}], fused=True)  # fmt: skip
+        for step in range(4):
+            call(torch.full((2, 16), 0.1 * step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    same_training(run, tmp_path, "eager", make)
+
+
+def without(optimizer, params):
+    params[-1].grad = None
+
+
+def at_rest(optimizer, params):
+    params[0].requires_grad_(False)
+    params[0].grad = None
+
+
+def kept(optimizer, params):
+    for param in params:
+        param.grad.zero_()
+
+
+PLANNED = {
+    "lr": lambda o, ps: group_of(o, lr=0.3),
+    "foreach": lambda o, ps: group_of(o, fused=False, foreach=True),
+    "no gradient": without,
+    "frozen": at_rest,
+    "zeros": kept,
+    "a state anew": lambda o, ps: o.state.pop(ps[1]),
+    "states reloaded": lambda o, ps: reload_states(None, o),
+    "clipped": lambda o, ps: nn.utils.clip_grad_norm_(ps, 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", PLANNED)
+def test_a_change_is_seen_where_all_rests_on_the_device(change):
+    """As in eager, before, in and after the step in which it happens."""
+
+    def run(model, call):
+        optimizer, params = adamw(model), list(model.parameters())
+        for step in range(7):
+            nothing = [] if step != 4 else [lambda: PLANNED[change](optimizer, params)]
+            train_once(call, optimizer, lambda calls=nothing: [call() for call in calls], step)
+
+    plain, (model, compiled) = gpt(), offloaded(device_memory="16MiB")
+    run(plain, plain)
+    run(model, compiled)
+    assert same(model, values(plain))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often rows of a list op were made, and how often a call was repeated."""
+    seen = {"rows": 0, "again": 0}
+    rows_of, again = eager.rows_of, ListCall.again
+
+    def count_rows(func, args, kwargs):
+        seen["rows"] += func._schema.name == "aten::_fused_adamw_"
+        return rows_of(func, args, kwargs)
+
+    def count_again(call):
+        seen["again"] += (done := again(call))
+        return done
+
+    monkeypatch.setattr(eager, "rows_of", count_rows)
+    monkeypatch.setattr(ListCall, "again", count_again)
+    return seen
+
+
+def test_rows_are_made_once_for_all_steps(counted, tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    train(model, optimizer, 6)
+    assert counted["rows"] <= 3, "the first makes states; in the second they have their kind"
+    assert counted["again"] >= 3
+
+
+def test_a_plan_makes_them_anew_once(counted):
+    model, compiled, optimizer = begun(3, device_memory="16MiB")
+    rows = counted["rows"]
+    train_gpt(model, compiled, optimizer, 3, 6, clip=False)
+    assert counted["rows"] <= rows + 1
+    assert counted["again"] >= 2
+
+
+def test_what_rests_on_the_device_is_updated_in_one_call():
+    model, compiled, optimizer = begun(3, device_memory="16MiB")
+    train_gpt(model, compiled, optimizer, 3, 5)
+    assert same(model, expected(adamw, end=5))
+    session = session_behind(model)
+    (schedule,) = {
+        r.schedule.serial: r.schedule for known in session.repeats.values() for r in known
+        if r.schedule.name == "_fused_adamw_"
+    }.values()  # fmt: skip
+    assert sum(isinstance(x, Run) for x in schedule.instructions) == 1
+    assert sum(isinstance(x, Borrow) for x in schedule.instructions) == 4 * len(
+        list(model.parameters())
+    )
+
+
+def test_clipping_what_rests_on_the_device_is_not_put_off():
+    model, compiled, optimizer = begun(3, device_memory="16MiB")
+    seen = []
+
+    def look():
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        seen.extend(p.grad.entry.deferred for p in model.parameters())
+
+    train_once(compiled, optimizer, look)
+    assert len(seen) == len(list(model.parameters()))
+    assert not any(seen)
+    assert any(kind[0] in SCALES for kind in session_behind(model).repeats)
+
+
+def train_once(compiled, optimizer, before, step=0):
+    tokens = ids(step)
+    logits = compiled(tokens[:, :-1])
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    before()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_write_is_still_counted_for_backward(tmp_path):
+    """A backward after its parameters were written is refused, as for plain tensors."""
+    torch._dynamo.reset()
+    model = on_disk(mlp(), tmp_path)
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = optim.AdamW(model.parameters(), fused=True)
+    train(compiled, optimizer, 4)
+    loss = compiled(torch.ones(2, 16)).sum()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param).cpu()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_nothing_is_kept_of_a_model_that_is_gone(tmp_path):
+    plain, tiered = mlp(), on_disk(mlp(), tmp_path)
+    for model in (plain, tiered):
+        for _ in range(2):
+            train(model, optim.AdamW(model.parameters(), fused=True), 3)
+    assert_same(plain, tiered)
+    session = session_behind(tiered)
+    assert all(len(known) <= 8 for known in session.repeats.values())

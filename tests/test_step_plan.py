@@ -15,7 +15,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
 from zcompile.machine import Compute, Link, Machine
 from zcompile.offloading import session_behind
-from zcompile.schedule import Fetch, Run, Store
+from zcompile.schedule import Fetch, Run, Store, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import StepPlan, compute_seconds, plan_step
@@ -132,11 +132,25 @@ def test_a_device_that_cannot_hold_what_one_region_reads_is_told():
         planned(8 * KiB)
 
 
-def test_without_prefetch_no_fetch_starts_before_its_region():
-    plan = planned(STATE_BYTES // 4, max_lead=0)
+def ahead(plan: StepPlan) -> list[int]:
+    """Of each run of a graph: fetches that have started and are not waited for before it."""
+    found = []
     for call in plan.step.calls:
-        pending = 0
+        pending: set[int] = set()
         for x in call.schedule.instructions if call.phase is not Phase.STEP else ():
-            pending += isinstance(x, Fetch)
-            assert not (isinstance(x, Run) and pending > 8)
-            pending = 0 if isinstance(x, Run) else pending
+            if isinstance(x, Fetch):
+                pending.add(x.ticket)
+            elif isinstance(x, Wait):
+                pending.remove(x.ticket)
+            elif isinstance(x, Run):
+                found.append(len(pending))
+        assert not pending
+    return found
+
+
+def test_without_prefetch_each_fetch_is_waited_for_before_the_next_run():
+    plan = planned(STATE_BYTES // 4, max_lead=0)
+    assert any(f for call in plan.step.calls if call.phase is not Phase.STEP
+               for f in call.schedule.fetches())  # fmt: skip
+    assert not any(ahead(plan))
+    assert any(ahead(planned(STATE_BYTES // 4)))

@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists

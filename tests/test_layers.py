@@ -46,7 +46,7 @@ FLOORS = (
     {"zcompile.prediction"},
     {"zcompile.simulate"},
     {"zcompile.routes", "zcompile.told"},
-    {"zcompile.traffic", "zcompile.timeline"},
+    {"zcompile.step_chunks", "zcompile.traffic", "zcompile.timeline"},
     {"zcompile.activation_graph", "zcompile.saved_rewriting"},
     {"zcompile.activation_split", "zcompile.saved_values"},
     {"zcompile.activation_choice"},

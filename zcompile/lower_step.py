@@ -27,6 +27,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, Phase
+from zcompile.step_chunks import CHUNK_ELEMENTS, chunk_elements, set_bytes
 from zcompile.step_rows import (
     ChunkFunction,
     Column,
@@ -41,8 +42,6 @@ from zcompile.units import MiB
 CHUNK_BYTES = 32 * MiB
 """Per operand and chunk, unless the device says otherwise. Small arenas lead to smaller chunks by
 themselves."""
-CHUNK_ELEMENTS = 1024
-"""Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 DEPTH = 3
 """Chunks in the arena at once: one arrives, one computes, one leaves."""
 DEEP = 8
@@ -67,7 +66,7 @@ def lower_step(
     raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
     """
     depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
-    lane_bytes = max(_set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
+    lane_bytes = max(set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(name, inputs, depth, lane_bytes)
     for group in together(spread(rows, sizes)):
         if len(group) > 1:
@@ -104,12 +103,12 @@ def _sizes(
 ) -> tuple[int, list[int]]:
     """How many chunks are in the arena at once, and the elements of a chunk of each row."""
     for depth in range(most, 0, -1):
-        sizes = [_elements(row, budget_bytes // depth, chunk_bytes) for row in rows]
+        sizes = [chunk_elements(row, budget_bytes // depth, chunk_bytes) for row in rows]
         if None not in sizes:
             return depth, [n or 1 for n in sizes]
     smallest = [min(row.numel, CHUNK_ELEMENTS) for row in rows]
-    row, elements = max(zip(rows, smallest, strict=True), key=lambda pair: _set_bytes(*pair))
-    least = _set_bytes(row, elements)
+    row, elements = max(zip(rows, smallest, strict=True), key=lambda pair: set_bytes(*pair))
+    least = set_bytes(row, elements)
     raise BudgetExceeded(
         "device",
         budget_bytes,
@@ -118,23 +117,6 @@ def _sizes(
         [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns if not c.resident],
         f"give zcompile.offload device_memory={least} or more",
     )
-
-
-def _set_bytes(row: Row, elements: int) -> int:
-    """Arena bytes of one chunk: a slot for each column that moves."""
-    return sum(aligned(elements * c.dtype.itemsize) for c in row.columns if not c.resident)
-
-
-def _elements(row: Row, share_bytes: int, chunk_bytes: int) -> int | None:
-    """The most elements of a chunk whose slots fit the share; None if not even the least do."""
-    widths = [column.dtype.itemsize for column in row.columns if not column.resident]
-    if not widths:
-        return row.numel
-    most = chunk_bytes // max(widths)
-    if row.numel <= most and _set_bytes(row, row.numel) <= share_bytes:
-        return row.numel
-    # So many elements fill whole multiples of ALIGNMENT, whatever the dtype.
-    return min(most, share_bytes // sum(widths)) // CHUNK_ELEMENTS * CHUNK_ELEMENTS or None
 
 
 @dataclass(frozen=True)
@@ -298,4 +280,4 @@ class _Builder:
         self._taken -= fetch.slot.nbytes
 
 
-__all__ = ["ChunkFunction", "Column", "Row", "lower_step"]
+__all__ = ["CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]

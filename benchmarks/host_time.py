@@ -1,0 +1,138 @@
+"""What a planned step costs the host, where everything fits: beside eager, and where it goes.
+
+    python -m benchmarks.host_time --widths 128 256 512 768
+
+A GPT of 12 layers on the emulated device, nothing throttled, every state on the device. A step of
+each variant in turn: eager; the same ops without zcompile, on a plain model under torch's backend
+"aot_eager_default_partitioner"; planned. `alone` is eager before a device was opened in the
+process: from then on malloc gives freed blocks of 1 MiB and more back to the system, which eager
+pays for as well.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zcompile
+from examples.train_gpt import Shape
+from examples.train_gpt import model as gpt
+from zcompile.offloading import session_behind
+from zcompile.units import MiB
+
+WARM_UP = 12
+"""Two steps as the passes planned them, some under the first plan, some after its review; walks
+that are timed by instruction are over by then, but for one in sixteen."""
+PARTS = ("forward", "backward", "optimizer")
+Step = Callable[[Tensor, Tensor], tuple[float, ...]]
+
+
+def built(args: argparse.Namespace, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return gpt(Shape(args.layers, width, width // 64, args.sequence))
+
+
+def data(args: argparse.Namespace, number: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 256, (args.batch, args.sequence + 1), generator=made)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def stepper(model: nn.Module, run: Callable[..., Tensor]) -> Step:
+    """Seconds of forward, backward, and the optimizer with what it leaves to be cleared."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(ids: Tensor, targets: Tensor) -> tuple[float, ...]:
+        times = [time.perf_counter()]
+        loss = run(ids, targets)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter())
+        return tuple(b - a for a, b in itertools.pairwise(times))
+
+    return step
+
+
+def causes(model: nn.Module, step: Step, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of one step by kind of instruction; what is in none of them is torch's own and ours
+    between two schedules."""
+    clocks = session_behind(model).executor.clocks
+    clocks.record = True
+    seen: list[dict[str, float]] = []
+    for number in range(6):
+        seconds: dict[str, float] = {"step": sum(step(*data(args, number)))}
+        for walk in clocks.timeline():
+            for x, begin, end in zip(walk.schedule.instructions, walk.begins, walk.ends,
+                                     strict=True):  # fmt: skip
+                kind = type(x).__name__
+                seconds[kind] = seconds.get(kind, 0.0) + end - begin
+        seen.append(seconds)
+    clocks.record = False
+    kinds = seen[-1].keys()
+    return {kind: statistics.median(row[kind] for row in seen[2:]) for kind in kinds}
+
+
+def rows(args: argparse.Namespace, width: int) -> None:
+    torch._dynamo.reset()
+    plain, same = built(args, width), built(args, width)
+    nbytes = 16 * sum(p.numel() for p in plain.parameters())
+    eager = stepper(plain, plain)
+    alone = [sum(eager(*data(args, n))) for n in range(3 + args.steps)][3:]
+    regions = stepper(same, torch.compile(same, backend="aot_eager_default_partitioner"))
+    model = zcompile.offload(built(args, width), device="cpu", host_memory="8GiB",
+                             device_memory=int(2.04 * nbytes) + 4 * MiB)  # fmt: skip
+    planned = stepper(model, torch.compile(model, backend="zinf"))
+    taken: dict[str, list[tuple[float, ...]]] = {"eager": [], "same ops": [], "planned": []}
+    variants = dict(zip(taken, (eager, regions, planned), strict=True))
+    for number in range(WARM_UP + args.steps):
+        for name, step in variants.items():
+            taken[name].append(step(*data(args, number)))
+        if number == WARM_UP - 1:
+            zcompile.stats(model, reset=True)
+            taken = {name: [] for name in taken}
+    moved = sum(zcompile.stats(model)["bytes"].values())
+    print(line(width, "eager, alone", (), statistics.median(alone), 0.0))
+    for name, times in taken.items():
+        ratio = statistics.median(sum(b) / sum(a) for a, b in
+                                  zip(taken["eager"], times, strict=True))  # fmt: skip
+        parts = tuple(statistics.median(part) for part in zip(*times, strict=True))
+        print(line(width, name, parts, statistics.median(map(sum, times)), ratio), flush=True)
+    by = causes(model, planned, args)
+    whole = by.pop("step")
+    by["else"] = whole - sum(by.values())
+    told = ", ".join(f"{kind} {1e3 * seconds:.1f}" for kind, seconds in by.items())
+    print(f"| {width} | by cause, ms | {told}; {moved} bytes moved ||||")
+    zcompile.close(model)
+
+
+def line(width: int, name: str, parts: tuple[float, ...], whole: float, ratio: float) -> str:
+    shown: list[Any] = [f"{1e3 * part:.1f}" for part in parts] or [""] * len(PARTS)
+    last = f"{ratio:.3f}" if ratio else ""
+    return f"| {width} | {name} | {' | '.join(shown)} | {1e3 * whole:.1f} | {last} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 768])
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=15)
+    args = parser.parse_args()
+    print(f"{args.layers} layers, batch {args.batch} x {args.sequence}, {args.steps} steps\n")
+    print(f"| width | variant | {' ms | '.join(PARTS)} ms | step ms | of eager |")
+    print("|---|---|---|---|---|---|---|")
+    for width in args.widths:
+        rows(args, width)
+
+
+if __name__ == "__main__":
+    main()

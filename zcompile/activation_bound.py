@@ -68,14 +68,15 @@ Parts = Mapping[int, float]
 
 class _Program:
     """Columns: per value one for each action; per op, that it runs again; two for what transfers
-    take longer than compute."""
+    take longer than compute; one for the bytes of slots."""
 
     def __init__(self, problem: Problem, ways: Sequence[str]) -> None:
         self.problem = problem
         self.actions = (KEEP, *dict.fromkeys(ways))
         self.ops = len(problem.values) * len(self.actions)
         self.over = self.ops + len(problem.makers)
-        self.size = self.over + 2
+        self.slots = self.over + 2
+        self.size = self.slots + 1
         total = sum(maker.seconds for maker in problem.makers)
         self.scale = max(total, 1e-9)
         self.unit = float(max(problem.budget, 1))
@@ -110,7 +111,7 @@ class _Program:
             for action in self.actions
         ]
         bounds += [(0.0, 1.0 if maker.may_repeat else 0.0) for maker in self.problem.makers]
-        return [*bounds, (0.0, None), (0.0, None)]
+        return [*bounds, (0.0, None), (0.0, None), (self.problem.window / self.unit, None)]
 
     def _may(self, wish: str, may_move: bool, action: str) -> bool:
         if action == AGAIN:
@@ -133,16 +134,26 @@ class _Program:
 
     def _memory(self, begin: Sequence[str]) -> Iterator[tuple[Parts, float]]:
         problem = self.problem
-        least = max(problem.window, max(answer(problem, [KEEP] * len(begin)).slots, default=0))
-        for at in self._times(begin):
-            parts: dict[int, float] = {}
+        weights = answer(problem, [KEEP] * len(begin)).slots
+        times = self._times(begin)
+        for at in sorted({*times, *(v.readers[0] for v in problem.values if v.readers)}):
+            coming = {
+                self.column(n, tier): v.nbytes / self.unit
+                for n, v in enumerate(problem.values)
+                for tier in self.tiers()
+                if v.readers and v.readers[0] <= at <= v.readers[-1]
+            }
+            yield {**coming, self.slots: -1.0}, -weights[at] / self.unit
+        yield {self.slots: -1.0}, -max(weights, default=0) / self.unit
+        for at in times:
+            parts: dict[int, float] = {self.slots: 1.0}
             held = problem.other[at]
             for number, value in enumerate(problem.values):
                 if value.made <= at <= value.read:
                     held += value.nbytes
                 elif value.read < at and at <= (value.readers or (problem.boundary,))[-1]:
                     parts[self.column(number, KEEP)] = value.nbytes / self.unit
-            yield parts, (problem.budget - least - held) / self.unit
+            yield parts, (problem.budget - held) / self.unit
 
     def _times(self, begin: Sequence[str]) -> list[int]:
         held = answer(self.problem, begin).held

@@ -135,9 +135,9 @@ def _census(graph: fx.Graph) -> Counter[str]:
 
 
 def _owners(graph: fx.Graph, plan: Plan) -> dict[fx.Node, str]:
-    """Which parameter a handle, and every zinf node about it, belongs to."""
+    """Which parameter, or value that is away, a handle and every zinf node about it belongs to."""
     owners: dict[fx.Node, str] = {}
-    for handle in graph.find_nodes(op="placeholder"):
+    for handle in graph.nodes:
         if handle.name not in plan.params:
             continue
         name = str(plan.params[NodeName(handle.name)].name)
@@ -221,6 +221,10 @@ def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
         regions=len(regions),
         distinct_regions=len({structure(nodes) for nodes in regions.values()}),
         notes=tuple(note.text for note in plan.notes),
+        activations=tuple(
+            form.ActivationRecord(str(a.node), a.name, a.nbytes, a.action, a.seconds, a.why)
+            for a in plan.activations
+        ),
     )
 
 

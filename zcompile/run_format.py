@@ -105,6 +105,19 @@ class SlotRecord:
 
 
 @dataclass(frozen=True)
+class ActivationRecord:
+    """What becomes of a value of forward that backward needs. `action`: "keep", "again", or the
+    tier that it waits on; `seconds` that this was expected to cost."""
+
+    node: str
+    name: str
+    nbytes: int
+    action: str
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
 class PlanRecord:
     """plan.json: what was decided for one graph."""
 
@@ -115,6 +128,7 @@ class PlanRecord:
     regions: int
     distinct_regions: int
     notes: tuple[str, ...] = ()
+    activations: tuple[ActivationRecord, ...] = ()
 
 
 @dataclass(frozen=True)

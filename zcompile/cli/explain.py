@@ -1,4 +1,5 @@
-"""`zinf explain`: the life of one parameter, read off the last graph, the plan and the schedules.
+"""`zinf explain`: the life of one parameter, read off the last graph, the plan and the schedules;
+or what became of a value that backward needs, or of all of them ("activations").
 
 What a parameter's value is read by is found by following its gathered value: a node that reads it
 and takes no bytes of its own is a view of it, and is followed too; any other node is a reader.
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.cli.answer import Answer
+from zcompile.cli.explain_activations import Fate, fate_text, fates_of
 from zcompile.errors import NotInRun
 from zcompile.run_format import InstructionRecord, NodeRecord, ParamRecord, PassRecord, SlotRecord
 from zcompile.runs import Graph, open_run
@@ -25,6 +27,8 @@ _OURS = {
     "zinf.wait": "waited for",
     "zinf.release": "released",
     _GRAD: "gradient goes home",
+    "zinf.offload": "leaves the device",
+    "zinf.left": "has left",
 }
 _VALUES = ("zinf.gather", "zinf.fetch", "zinf.wait")
 
@@ -79,14 +83,17 @@ def explain(path: Path, graph: int | None, tensor: str) -> Answer:
     """
     run = open_run(path, graph)
     lives, known = [], dict[str, None]()
+    fates: list[Fate] = []
     for each in run.graphs:
         params = each.plan().params
+        fates += fates_of(each, tensor)
         known.update(dict.fromkeys(param.name for param in params))
         named = (param for param in params if param.name == tensor)
         lives += [_life(each, param) for param in named][:1]
-    if not lives:
+    if not lives and not fates:
         raise NotInRun(run.path, "parameter", tensor, known)
-    return Answer("\n".join(_text(life) for life in lives), lives)
+    text = [*([fate_text(fates)] if fates else []), *(_text(life) for life in lives)]
+    return Answer("\n".join(text), [*fates, *lives])
 
 
 def _life(graph: Graph, param: ParamRecord) -> Life:

@@ -1,0 +1,210 @@
+"""Training at budgets far below what eager takes: the same bits, and the device never holds more."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from zcompile.cli import main
+from zcompile.errors import BudgetExceeded
+from zcompile.machine import Compute, Link, Machine
+from zcompile.runs import open_run
+
+STEPS = 3
+LIKE_A_GPU = Machine(
+    "test", {"device": 1 << 30, "host": 1 << 32},
+    {"h2d": Link("h2d", 4e9, 1e-5), "d2h": Link("d2h", 4e9, 1e-5)},
+    Compute({"float32": 1e11}, 2e10, 5e-6),
+)  # fmt: skip
+SIZE = {"hidden": 64, "layers": 12, "heads": 4, "tokens": 48, "batch": 4}
+
+
+class Mean(nn.Module):
+    """A model without a head, and a loss that no tile of a vocabulary touches."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
+
+
+def gpt() -> nn.Module:
+    return Mean(hf.GPT2Model(hf.GPT2Config(
+        vocab_size=64, n_positions=SIZE["tokens"], n_embd=SIZE["hidden"],
+        n_layer=SIZE["layers"], n_head=SIZE["heads"])))  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return Mean(hf.LlamaModel(hf.LlamaConfig(
+        vocab_size=64, hidden_size=SIZE["hidden"], intermediate_size=3 * SIZE["hidden"],
+        num_hidden_layers=SIZE["layers"], num_attention_heads=SIZE["heads"],
+        num_key_value_heads=SIZE["heads"], max_position_embeddings=64)))  # fmt: skip
+
+
+class Checkpointed(nn.Module):
+    """Blocks with dropout, each inside torch.utils.checkpoint, or not."""
+
+    def __init__(self, width: int = 32, blocks: int = 4, asks: bool = True) -> None:
+        super().__init__()
+        self.asks = asks
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.5),
+                          nn.Linear(4 * width, width))
+            for _ in range(blocks)
+        )  # fmt: skip
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.asks else block(x))
+        return x.square().mean()
+
+
+def trained(model: nn.Module, compiled, inputs) -> list[torch.Tensor]:
+    """The loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = compiled(*inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def inputs_of(name: str) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    return (torch.randint(0, 64, (SIZE["batch"], SIZE["tokens"])),)
+
+
+def eager_peak(model: nn.Module, inputs) -> int:
+    """Bytes of eager training: parameters, gradients and two states of each, and activations."""
+    held = []
+
+    def pack(tensor):
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*inputs)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = sum(nbytes for at, nbytes in storages.items() if at not in own)
+    return 4 * sum(p.nbytes for p in model.parameters()) + saved
+
+
+@pytest.mark.parametrize("part", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("build", [gpt, llama])
+def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_path):
+    torch.manual_seed(0)
+    model = build()
+    twin, inputs = copy.deepcopy(model), inputs_of(build.__name__)
+    budget = eager_peak(twin, inputs) // part
+    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
+                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    torch._dynamo.reset()
+    losses = trained(model, torch.compile(model, backend="zinf"), inputs)
+    for mine, other in zip(losses, trained(twin, twin, inputs), strict=True):
+        assert torch.equal(mine, other)
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other), name
+    assert zcompile.stats(model)["peak"]["device"] <= budget
+    told = Counter(row.action for row in decided(tmp_path))
+    if part == 1:
+        assert set(told) == {"keep"}, "with room for everything nothing changes"
+    if part >= 8:
+        assert told["host"] + told["again"] > told["keep"]
+
+
+def decided(dump):
+    """What the first graph of a run says of each value that backward needs."""
+    return open_run(dump, None).graphs[0].plan().activations
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_only_what_was_asked_for_is_done(activations, tmp_path):
+    torch.manual_seed(0)
+    model = gpt()
+    twin, inputs = copy.deepcopy(model), inputs_of("gpt")
+    zcompile.offload(model, device="cpu", device_memory=eager_peak(twin, inputs) // 4,
+                     host_memory="256MiB", machine=LIKE_A_GPU, dump=tmp_path,
+                     activations="keep")  # fmt: skip
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="zinf", options={"activations": activations})
+    try:
+        losses = trained(model, compiled, inputs)
+    except BudgetExceeded as refused:
+        assert activations == "keep"
+        assert refused.needed_bytes > refused.budget_bytes
+    else:
+        assert all(map(torch.equal, losses, trained(twin, twin, inputs)))
+    told = {row.action for row in decided(tmp_path)}
+    assert told <= {"keep": {"keep"}, "recompute": {"keep", "again"},
+                    "offload": {"keep", "host"}}[activations]  # fmt: skip
+
+
+def test_a_checkpoint_is_made_again_with_the_same_dropout(tmp_path):
+    torch.manual_seed(0)
+    model = Checkpointed()
+    twin, x = copy.deepcopy(model), torch.randn(16, 32)
+    zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB",
+                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    torch._dynamo.reset()
+    losses = trained(model, torch.compile(model, backend="zinf"), (x,))
+    assert all(map(torch.equal, losses, trained(twin, twin, (x,))))
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other)
+    told = decided(tmp_path)
+    asked = [row for row in told if "checkpoint" in row.why]
+    assert {row.action for row in asked} == {"again"}
+    assert len(asked) >= 4, "the hidden values of each block"
+    kept = [row for row in told if row.action == "keep"]
+    assert any("mask" in row.name or row.nbytes < 16 * 128 * 4 for row in kept), "what is random"
+
+
+def test_what_was_decided_is_told(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = gpt()
+    inputs = inputs_of("gpt")
+    budget = eager_peak(model, inputs) // 4
+    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
+                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    torch._dynamo.reset()
+    torch.compile(model, backend="zinf")(*inputs).backward()
+    assert main(["explain", str(tmp_path), "activations"]) == 0
+    out = capsys.readouterr().out
+    assert "moved to the host" in out or "made again in backward" in out
+    gone = next(row for row in decided(tmp_path) if row.action != "keep")
+    assert main(["explain", str(tmp_path), gone.name]) == 0
+    assert gone.why in capsys.readouterr().out
+
+
+def test_a_budget_that_cannot_work_says_which_would():
+    torch.manual_seed(0)
+    inputs = inputs_of("gpt")
+
+    def run(budget: int) -> None:
+        torch.manual_seed(0)
+        model = gpt()
+        zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
+                         machine=LIKE_A_GPU)  # fmt: skip
+        torch._dynamo.reset()
+        torch.compile(model, backend="zinf")(*inputs).backward()
+
+    with pytest.raises(Exception, match="device_memory") as caught:
+        run(1 << 16)
+    refused = caught.value
+    while not isinstance(refused, BudgetExceeded):
+        refused = getattr(refused, "inner_exception", None) or refused.__cause__
+    assert refused.needed_bytes > 1 << 16
+    run(refused.needed_bytes)
+
+

@@ -1,0 +1,205 @@
+"""Training in parts of the memory that eager takes, beside checkpoints and save_on_cpu.
+
+    python -m benchmarks.activations --layers 12 --width 256 --tokens 128 --batch 4
+
+One process, interleaved: every round runs one step of every variant, and medians count. Of eager
+variants the peak is counted as storages that are alive while the step runs, parameters, gradients
+and states included; of ours it is what `zcompile.stats` measured. `save_on_cpu` on an emulated
+device copies within one memory: what it costs there is the copying. Ours is bit-equal to eager, or
+the run ends.
+"""
+
+import argparse
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import zcompile
+from zcompile.offloading import session_behind
+from zcompile.units import show_size
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Blocks over embedded tokens, and a mean as loss; `again`: each block is a checkpoint."""
+
+    def __init__(self, args: argparse.Namespace, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.embed = nn.Embedding(args.vocabulary, args.width)
+        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(args.layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x.square().mean()
+
+
+class Alive(TorchDispatchMode):
+    """Counts the storages that ops make, as long as a tensor over them lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._tensors: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return made
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage.data_ptr(), storage.nbytes()
+        if not nbytes:
+            return
+        if not self._tensors.get(key):
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
+        self._tensors[key] = self._tensors.get(key, 0) + 1
+        weakref.finalize(tensor, self._dead, key, nbytes)
+
+    def _dead(self, key: int, nbytes: int) -> None:
+        self._tensors[key] -= 1
+        if not self._tensors[key]:
+            self.now -= nbytes
+
+
+@dataclass
+class Variant:
+    """A way to train: its model, how it is called, and what its steps took."""
+
+    name: str
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    budget: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    peak: int = 0
+
+    def step(self, ids: Tensor) -> None:
+        since = time.perf_counter()
+        with self.around():
+            loss = self.call(ids)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - since)
+        self.losses.append(loss.detach())
+
+
+def eager(name: str, args: argparse.Namespace, again: bool = False,
+          around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Variant:  # fmt: skip
+    torch.manual_seed(0)
+    model = GPT(args, again)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return Variant(name, model, model, optimizer, around)
+
+
+def ours(args: argparse.Namespace, part: float, budget: int) -> Variant:
+    torch.manual_seed(0)
+    model = GPT(args)
+    zcompile.offload(model, device="cpu", device_memory=budget, host_memory=args.host_memory,
+                     activations=args.activations)  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    compiled = torch.compile(model, backend="zinf")
+    return Variant(f"zcompile, 1/{part:g}", model, compiled, optimizer, budget=budget)
+
+
+def peak_of(variant: Variant, ids: Tensor) -> int:
+    """Of one eager step. On an emulated device what save_on_cpu copies counts too."""
+    with Alive() as alive:
+        for tensor in tree_leaves([p.data for p in variant.model.parameters()]):
+            alive.count(tensor)
+        for state in variant.optimizer.state.values():
+            for tensor in state.values():
+                alive.count(tensor)
+        variant.step(ids)
+    return alive.peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("layers", 12), ("width", 128), ("heads", 4), ("tokens", 64),
+                          ("batch", 4), ("vocabulary", 256), ("rounds", 7)):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--parts", type=float, nargs="+", default=[1, 2, 4, 8, 12])
+    parser.add_argument("--activations", default="auto")
+    parser.add_argument("--host-memory", default="1GiB")
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    ids = torch.randint(0, args.vocabulary, (args.batch, args.tokens))
+    plain = eager("eager", args)
+    others = [
+        eager("checkpoint per block", args, again=True),
+        eager("save_on_cpu", args, around=torch.autograd.graph.save_on_cpu),
+    ]
+    for variant in (plain, *others):
+        variant.step(ids)
+        variant.peak = peak_of(variant, ids)
+    mine = [ours(args, part, int(plain.peak / part)) for part in args.parts]
+    for variant in mine:
+        torch._dynamo.reset()
+        for _ in range(4):  # compiled, seen, planned as a whole
+            variant.step(ids)
+    for variant in (plain, *others):
+        for _ in range(2):
+            variant.step(ids)
+        assert len(variant.losses) == 4
+    warm = 4
+    for _ in range(args.rounds):
+        for variant in (plain, *others, *mine):
+            variant.step(ids)
+    for variant in mine:
+        assert all(map(torch.equal, variant.losses, plain.losses)), f"{variant.name}: other losses"
+        variant.peak = zcompile.stats(variant.model)["peak"]["device"]
+    print(f"`python -m benchmarks.activations` with {vars(args)}\n")
+    print("| variant | budget | peak | seconds a step | over eager |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    base = statistics.median(plain.seconds[warm:])
+    for variant in (plain, *others, *mine):
+        took = statistics.median(variant.seconds[warm:])
+        budget = "" if variant.budget is None else show_size(variant.budget)
+        print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {took:.4f} | "
+              f"{took / base:.2f} |")  # fmt: skip
+    for variant in mine:
+        session_behind(variant.model).close()
+
+
+if __name__ == "__main__":
+    main()

@@ -118,8 +118,9 @@ class _Reading:
 
     def _value(self, node: fx.Node, root: fx.Node, number: int) -> Value:
         at = self.where[node]
-        read = sorted({self.where[user] for alias in aliases_of(root) for user in alias.users
-                       if user.op != "output"})  # fmt: skip
+        aliases = set(aliases_of(root))  # a view is taken where it is read, and reads nothing
+        read = sorted({self.where[user] for alias in aliases for user in alias.users
+                       if user.op != "output" and user not in aliases})  # fmt: skip
         forward = [when for when in read if when < self.boundary]
         held = root in self.values.returned
         return Value(

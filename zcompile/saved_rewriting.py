@@ -8,7 +8,16 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import find, insert, module_of, output_of, positions, readers_of, set_phase
+from zcompile.graph import (
+    bases_of,
+    find,
+    insert,
+    module_of,
+    output_of,
+    positions,
+    readers_of,
+    set_phase,
+)
 from zcompile.graph_plan import Plan
 from zcompile.saved_values import SavedValues, layout_of
 from zcompile.specs import NodeName, ParamName, ParamSpec, Phase
@@ -46,6 +55,7 @@ class Rewriting:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> Plan:
+        sink_views(self._graph)
         readers = [n for n in self._graph.nodes if self._values.is_backward(n)]
         handles = {root: self._offload(root, move) for root, move in self._moved.items()}
         for root, move in self._moved.items():
@@ -104,6 +114,16 @@ class Rewriting:
         with self._graph.inserting_before(before):
             return insert(self._graph, ops.gather, handle, lies.size, lies.stride, 0, lies.dtype,
                           value.device, like=root, phase=Phase.BACKWARD, val=value)  # fmt: skip
+
+
+def sink_views(graph: fx.Graph) -> None:
+    """Views that backward takes of what forward made stand right before their first reader: tracing
+    leaves some at the head of backward, where they would keep their base alive."""
+    for node in reversed(list(graph.nodes)):
+        if SavedValues.is_backward(node) and bases_of(node):
+            readers = [user for user in node.users if user.op != "output"]
+            if readers and len(readers) == len(node.users):
+                min(readers).prepend(node)
 
 
 def name_of(root: fx.Node) -> str:

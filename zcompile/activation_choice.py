@@ -16,6 +16,8 @@ from zcompile.activation_problem import AGAIN, BUSY, KEEP, Answer, Problem, answ
 
 DEEPEST = 64
 """Ops that one value may want made again, one from the other, at a time."""
+PART = 4
+"""Of what is missing, so much is given up without looking again where the most is held then."""
 SAVED, REPEATED = ("MUST_SAVE", "PREFER_SAVE"), ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
 MOVED = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 
@@ -43,15 +45,19 @@ class Choice:
         return self.answer.seconds / max(self.least_seconds, 1e-12) - 1
 
 
-def choose(problem: Problem, ways: Sequence[str]) -> Choice:
+def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choice:
     """The best answer found.
 
-    ways  what may be done to a value but to keep it: AGAIN, and tiers
+    ways     what may be done to a value but to keep it: AGAIN, and tiers
+    quickly  look in one way only, and without a bound
     """
     wished = wishes(problem, ways)
     first = _Search(problem, ways, wished)
     if first.over <= 0:
         return Choice(tuple(wished), first.answer, None, True)
+    if quickly:
+        first.run()
+        return Choice(tuple(first.actions), first.answer, None, first.over <= 0)
     bound = relaxed(problem, ways, wished)
     tried = [first.run()]
     tried += [_Search(problem, [way], wished).run() for way in ways if len(ways) > 1]
@@ -91,24 +97,45 @@ class _Search:
         return self.answer.over(self.problem)
 
     def run(self) -> "_Search":
-        while self.over > 0 and self._give_up_one():
+        while self.over > 0 and self._give_up_some():
             pass
         if self.over <= 0:
             self._keep_again()
         return self
 
-    def _give_up_one(self) -> bool:
-        """What costs least per byte, of what makes the peak lower; False: nothing does."""
+    def _give_up_some(self) -> bool:
+        """What costs least per byte, of what makes the peak lower; False: nothing does.
+
+        Where much is missing several go at once, a part of it: what is too many is kept again.
+        """
         now = self._measure()
-        for _, number, action, changes in sorted(self._candidates(), key=lambda row: row[:3]):
-            before, was = list(self.actions), self.answer
-            for changed, to in changes:
-                self.actions[changed] = to
-            self.answer = answer(self.problem, self.actions)
-            if self._measure() < now:
+        rows = sorted(self._candidates(), key=lambda row: row[:3])
+        several: list[tuple[int, str]] = []
+        given, gone = set[int](), 0
+        for _, number, _, changes in rows:
+            nbytes = self.problem.values[number].nbytes
+            if number in given or (gone + nbytes) * PART > self.over:
+                continue
+            given |= {changed for changed, _ in changes}
+            gone += nbytes
+            several += changes
+        if len(given) > 1 and self._takes(several, now):
+            return True
+        for _, number, action, changes in rows:
+            if self._takes(changes, now):
                 return True
-            self.actions, self.answer = before, was
             self._refused.add((number, action))
+        return False
+
+    def _takes(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
+        """Make these changes, if what is measured becomes less than `now`."""
+        before, was = list(self.actions), self.answer
+        for changed, to in changes:
+            self.actions[changed] = to
+        self.answer = answer(self.problem, self.actions)
+        if self._measure() < now:
+            return True
+        self.actions, self.answer = before, was
         return False
 
     def _measure(self) -> tuple[int, int, int]:

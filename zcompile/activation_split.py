@@ -37,16 +37,15 @@ def split(problem: Problem, streams: Streams, ways: Sequence[str], margin: int =
     least = max(begin.slots, default=0)
     rest = problem.budget - max(begin.held, default=0)
     windows = sorted({*(int(least * part) for part in WINDOWS), max(rest, least)})
-    best: tuple[bool, float, Choice] | None = None
+    best: tuple[bool, float, int] | None = None
     for window in windows:
-        made = choose(replace(problem, window=window), ways)
-        took = (not made.fits, seconds(problem, streams, made), made)
-        if best is None or took[:2] < best[:2]:
-            best = took
+        made = choose(replace(problem, window=window), ways, quickly=True)
+        took = (not made.fits, seconds(problem, streams, made), window)
+        best = took if best is None else min(best, took)
         if not made.fits:
             break  # a larger window leaves less for values
     assert best is not None, "at least the smallest window is tried"
-    return best[2]
+    return choose(replace(problem, window=best[2]), ways)
 
 
 def seconds(problem: Problem, streams: Streams, made: Choice) -> float:

@@ -28,6 +28,8 @@ NOWHERE = Surroundings(
     Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
 )
 """What is asked before a machine need be known: whether everything fits."""
+SLACK = 256
+"""Part of the budget that is left alone beside what a choice was over, since allocators round."""
 SURE = 0.7
 """Of the budget: what is estimated to take less is not tried out."""
 
@@ -111,7 +113,7 @@ class PlanActivations(Pass):
                 best = (over, choice)
             if over <= 0 or not choice.fits:
                 break
-            margin += over
+            margin += over + budget // SLACK
         assert best is not None, "one choice at least is tried out"
         return best[1]
 

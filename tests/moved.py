@@ -10,7 +10,7 @@ from torch import fx
 from zcompile import backend
 from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.saved_rewriting import Borders, Rewriting, moved
+from zcompile.saved_rewriting import Borders, Rewriting, moved, sink_views
 from zcompile.saved_values import SavedValues
 
 WAYS = ("host", "disk", "again", "host or again")
@@ -27,6 +27,7 @@ class Forced(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset()
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        sink_views(graph)
         values, borders = SavedValues(graph), Borders(graph)
         again, away = set(), {}
         for number, saved in enumerate(values.saved):

@@ -40,6 +40,7 @@ class Moved:
 class Rewriting:
     """Writes decisions about saved storages into a joint graph.
 
+    values  of a graph whose views were sunk (`sink_views`)
     again  the storages, by root, that backward makes anew
     moved  those that it reads back
     """
@@ -55,7 +56,6 @@ class Rewriting:
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> Plan:
-        sink_views(self._graph)
         readers = [n for n in self._graph.nodes if self._values.is_backward(n)]
         handles = {root: self._offload(root, move) for root, move in self._moved.items()}
         for root, move in self._moved.items():
@@ -177,4 +177,4 @@ def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Move
     return Moved(tier, borders.node(starts), borders.node(max(left, starts)))
 
 
-__all__ = ["Borders", "Moved", "Rewriting", "moved", "name_of"]
+__all__ = ["Borders", "Moved", "Rewriting", "moved", "name_of", "sink_views"]

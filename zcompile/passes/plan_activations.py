@@ -15,7 +15,7 @@ from zcompile.footprint import footprint
 from zcompile.graph_plan import Activation, Note, Plan
 from zcompile.machine import Compute, Machine
 from zcompile.passes.base import Fact, Pass
-from zcompile.saved_rewriting import Borders, Moved, Rewriting, moved, name_of
+from zcompile.saved_rewriting import Borders, Moved, Rewriting, moved, name_of, sink_views
 from zcompile.saved_values import SavedValues
 from zcompile.specs import NodeName
 
@@ -140,6 +140,7 @@ def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:
     away = [n for n in wanted if choice.actions[n] not in (KEEP, AGAIN)]
     if not again and not away:
         return plan
+    sink_views(graph)
     return Rewriting(SavedValues(graph), plan, again, _moves(graph, found, choice, away)).rewrite()
 
 

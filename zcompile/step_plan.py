@@ -89,7 +89,9 @@ def plan_step(
                 made = _planned(step, placement, shared, seconds)
             except BudgetExceeded as error:
                 if refused is None or window >= refused[0]:
-                    refused = window, error  # of the widest, which is the arena that was asked for
+                    # Of the widest, which is the arena that was asked for; without the frames that it
+                    # came through, which hold the values of the call that was about to run.
+                    refused = window, error.with_traceback(None)
                 break
             if best is None or made.seconds < best.seconds:
                 best = made

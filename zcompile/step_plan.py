@@ -89,7 +89,7 @@ def plan_step(
                 made = _planned(step, placement, shared, seconds)
             except BudgetExceeded as error:
                 if refused is None or window >= refused[0]:
-                    # Of the widest, which is the arena that was asked for; without the frames that it
+                    # Of the widest, which is the arena that was asked for; without the frames it
                     # came through, which hold the values of the call that was about to run.
                     refused = window, error.with_traceback(None)
                 break

@@ -141,8 +141,12 @@ def tangents(gm: fx.GraphModule, after: int) -> list[Tensor]:
 def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
     """What one interpretation gives: outputs, gradients returned or stored, mutated inputs."""
     stored: dict[str, Tensor] = {}
+    tiles: dict[str, list[tuple[int, Tensor]]] = {}
 
-    def keep(entry: Any, grad: Tensor, after: object = None) -> None:
+    def keep(entry: Any, grad: Tensor, offset: int | None = None) -> None:
+        if offset is not None:
+            tiles.setdefault(entry.name, []).append((offset, grad.clone()))
+            return
         assert entry.name not in stored, f"the gradient of {entry.name} came twice"
         stored[entry.name] = grad.clone(memory_format=torch.contiguous_format)
 
@@ -154,13 +158,14 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
             out = fx.Interpreter(joint.gm).run(*values)
     finally:
         joint.session.on_gradient = before
+    stored |= {name: put_together(joint, name, parts) for name, parts in tiles.items()}
     output = output_of(joint.graph)
     nodes = output.args[0]
     descs = output.meta.get("desc") or [None] * len(nodes)
     found: dict[str, Any] = {f"grad of {name}": grad for name, grad in stored.items()}
     for position, (node, desc, value) in enumerate(zip(nodes, descs, out, strict=True)):
         name = joint.names.get(gradient_of(desc))  # type: ignore[arg-type]
-        if isinstance(node, fx.Node) and node.target is ops.reduce_grad:
+        if isinstance(node, fx.Node) and node.target in ops.SINKS:
             assert f"grad of {name}" in found
         else:
             key = f"grad of {name}" if name else f"output {position}"
@@ -169,6 +174,22 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
         if plain(value) and handle_input(node) is None:
             found[f"input {node.name}"] = value
     return found
+
+
+def put_together(joint: Joint, name: str, tiles: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """A gradient of its tiles: contribution after contribution, each of them whole."""
+    (spec,) = {s for s in joint.plan.params.values() if s.name == name}
+    total, came, left = torch.zeros(spec.layout.numel), set(), spec.layout.numel
+    for offset, tile in tiles:
+        assert offset not in came, f"a tile of {name} came twice"
+        assert tile.is_contiguous()
+        total[offset : offset + tile.numel()] += tile.reshape(-1)
+        came.add(offset)
+        left -= tile.numel()
+        if not left:
+            came, left = set(), spec.layout.numel
+    assert not came, f"only {len(came)} tiles of {name} came"
+    return total.view(spec.layout.size)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ def test_one_disk_or_several(tmp_path):
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"device_memory": "20 apples"}, "device_memory='20 apples' cannot be used: .*'20GiB'"),
     ({"host_memory": 0}, "host_memory=0 cannot be used: .* more than zero"),
+    ({"tile_bytes": 0}, "tile_bytes=0 cannot be used: .* more than zero"),
     ({"device": "cuda9"}, "device='cuda9' is not a torch device"),
     ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
     ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
@@ -147,6 +148,7 @@ def test_build_refuses_what_it_does_not_know():
 def test_torch_compile_may_change_plan_fields_only():
     config = Config(device="cpu")
     assert with_plan_options(config, {"max_lead": 0}).max_lead == 0
+    assert with_plan_options(config, {"tile_bytes": "2KiB"}).tile_bytes == 2048
     with pytest.raises(ConfigInvalid, match=r"device_memory=1 belongs to zcompile\.offload\(\)"):
         with_plan_options(config, {"device_memory": 1})
     with pytest.raises(UnknownOption, match="does not know 'max_leed'; did you mean 'max_lead'"):

@@ -37,7 +37,9 @@ FLOORS = (
     {"zcompile.block_files", "zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.linear_program", "zcompile.greedy_placement", "zcompile.loss_rewrite"},
-    {"zcompile.loss_backward"},
+    {"zcompile.loss_backward", "zcompile.tiled_weights", "zcompile.tiled_gradients"},
+    {"zcompile.tiled_uses"},
+    {"zcompile.tiling", "zcompile.tiles"},
     {"zcompile.loads"},
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
     {"zcompile.proof"},

@@ -256,4 +256,6 @@ class _Assembly:
 
 def _borrow(value: Value) -> Borrow:
     wait = value.wait
-    return Borrow(value.fetch.entry, 0, wait.layout, wait.register, False, wait.name)
+    return Borrow(
+        value.fetch.entry, value.fetch.begin, wait.layout, wait.register, False, wait.name
+    )

@@ -7,7 +7,7 @@ of each call.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from zcompile.activation_graph import Surroundings
 from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
-from zcompile.graph import assign_phases, phase_of
+from zcompile.graph import assign_phases, find, phase_of
 from zcompile.graph_plan import Plan
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
@@ -110,14 +110,14 @@ class _Graph:
     config: Config
     watch: Watcher
     plan: Plan | None = None
-    sinks: frozenset[NodeName] = frozenset()
+    sinks: Mapping[NodeName, int] = field(default_factory=dict)
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The joint graph: run the passes, then cut it by phase."""
         self.plan = self._passes(joint, num_fwd_outputs)
-        self.sinks = frozenset(n for n, spec in self.plan.params.items() if spec.sink)
+        self.sinks = _contributions(joint.graph, self.plan)
         saved: list[fx.Node] = []
         symbols: list[fx.Node] = []
         for node in joint.graph.nodes:
@@ -134,11 +134,11 @@ class _Graph:
         return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._executable(gm, Phase.BACKWARD, "backward", frozenset())
+        return self._executable(gm, Phase.BACKWARD, "backward", {})
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plan = self._passes(gm, None)
-        return self._executable(gm, Phase.FORWARD, "inference", frozenset())
+        return self._executable(gm, Phase.FORWARD, "inference", {})
 
     def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> Plan:
         params = {
@@ -155,7 +155,7 @@ class _Graph:
         return plan
 
     def _executable(
-        self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: frozenset[NodeName]
+        self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
     ) -> Callable[..., Any]:
         assert self.plan is not None
         session = self.session()
@@ -189,6 +189,19 @@ def surroundings(session: Session) -> Surroundings:
         rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}
     rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
     return Surroundings(machine_for(session.config, session.device), rooms)
+
+
+def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:
+    """How many contributions the backward of a graph makes to the gradient of each sink."""
+    counts = {name: 1 for name, spec in plan.params.items() if spec.sink}
+    elements: dict[NodeName, int] = {}
+    for tile in find(graph, ops.reduce_tile):
+        grad, handle, _ = tile.args
+        assert isinstance(grad, fx.Node)
+        assert isinstance(handle, fx.Node)
+        name = NodeName(handle.name)
+        elements[name] = elements.get(name, 0) + grad.meta["val"].numel()
+    return counts | {n: c // plan.params[n].layout.numel for n, c in elements.items()}
 
 
 def _gathered_in_backward(handle: fx.Node) -> bool:

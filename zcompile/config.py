@@ -21,7 +21,7 @@ from zcompile.units import parse_rate, parse_size
 LINKS = TIER_LINKS
 """The links a byte can travel; `throttle` and `stats` use the same names."""
 
-PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "dump")
+PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
 REGIONS = ("auto", "eager")
@@ -55,6 +55,8 @@ class Config:
                     entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
+    tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
+                    take no more than this; None: only what does not fit `device_memory` is tiled
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
@@ -72,10 +74,11 @@ class Config:
     residency: bool = True
     regions: str = "auto"
     max_lead: int = 8
+    tile_bytes: int | str | None = None
     dump: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device_memory", "host_memory"):
+        for name in ("device_memory", "host_memory", "tile_bytes"):
             if (value := getattr(self, name)) is not None:
                 self._set(name, _checked(name, value, parse_size))
         self._set("device", self._device())

@@ -193,5 +193,5 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
             for ranges in (reads, writes) if x.writes else (reads,):
                 ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
         elif isinstance(x, Reduce):
-            writes.add(_At(x.entry, is_gradient=True), 0, x.nbytes)
+            writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
     return _Touched(compute_s, reads, writes)

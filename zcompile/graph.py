@@ -15,6 +15,7 @@ from zcompile.torch_private import Dispatched, is_tangent
 
 _PHASE = "zinf_phase"
 _REGION = "zinf_region"
+_USE = "zinf_use"
 
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose result shares storage with their first argument, though the schema does not say so."""
@@ -45,6 +46,17 @@ def region_of(node: fx.Node) -> int | None:
 
 def set_region(node: fx.Node, region: int) -> None:
     node.meta[_REGION] = region
+
+
+def mark_use(gather: fx.Node, use: str) -> None:
+    """This gather is for `use` alone, and an equal one for another use is another gather."""
+    gather.meta[_USE] = use
+
+
+def use_of(gather: fx.Node) -> str:
+    """What a gather is for; "" if for whatever reads it."""
+    use: str = gather.meta.get(_USE, "")
+    return use
 
 
 def is_ours(node: fx.Node) -> bool:

@@ -1,13 +1,19 @@
 """What has been decided so far. A pass takes a plan and returns it, changed or as it came."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import fx
 
 from zcompile.schedule import Slot
-from zcompile.specs import NodeName, ParamSpec
+from zcompile.specs import Layout, NodeName, ParamSpec
+
+
+def fetched(fetch: fx.Node) -> Layout:
+    """What a fetch, or a gather, brings: how it lies in its entry, or in a copy of that."""
+    _, size, stride, offset, dtype, _ = fetch.args
+    return Layout(tuple(size), tuple(stride), offset, dtype)  # type: ignore[arg-type]  # op schema
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,6 @@ class Plan:
         """The parameter that a fetch brings."""
         (handle,) = [n for n in fetch.all_input_nodes if n.name in self.params]
         return self.params[NodeName(handle.name)]
-
-    def fetched_bytes(self, fetch: fx.Node) -> int:
-        """Bytes that a fetch brings: the whole entry, or a copy of it in another dtype."""
-        spec, value = self.spec_of(fetch), fetch.meta["val"]
-        if value.dtype is spec.layout.dtype:
-            return spec.nbytes
-        return replace(spec.layout, dtype=value.dtype).nbytes
 
     @property
     def arena_bytes(self) -> int:

@@ -32,8 +32,9 @@ class Held(Protocol):
     ) -> Tensor:
         """The full value on the compute device, gathered now; blocks."""
 
-    def reduce_grad(self, grad: Tensor) -> None:
-        """`grad` becomes, or is added to, the gradient of the parameter this entry holds."""
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        """`grad` becomes, or is added to, the gradient of the parameter this entry holds; or, with
+        an offset, that part of it (`ops.reduce_tile`)."""
 
 
 _KEYS = itertools.count(1)

@@ -1,13 +1,15 @@
 """The last graph becomes a schedule: a flat list of instructions with registers and tickets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
 
 from zcompile import ops
 from zcompile.graph import is_compute, output_of, positions, region_of
-from zcompile.graph_plan import Plan
+from zcompile.graph_plan import Plan, fetched
 from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
 from zcompile.schedule import (
     SERIALS,
@@ -28,7 +30,9 @@ from zcompile.schedule import (
     Wait,
     peak_of,
 )
-from zcompile.specs import Layout, NodeName, Phase
+from zcompile.specs import Layout, NodeName, ParamSpec, Phase
+
+NOTHING: Mapping[NodeName, int] = MappingProxyType({})
 
 
 def lower(
@@ -37,13 +41,14 @@ def lower(
     phase: Phase,
     name: str,
     compiled: Compiled,
-    sinks: frozenset[NodeName] = frozenset(),
+    sinks: Mapping[NodeName, int] = NOTHING,
 ) -> Schedule:
     """Walk a graph of one phase and write down what the executor is to do.
 
     gm        holds zinf ops and compute nodes that carry their region
     compiled  regions by structure, extended by the new ones of this graph
-    sinks     handles whose gradient the backward of this forward will send home
+    sinks     handles whose gradient the backward of this forward will send home -> in how many
+              contributions
     """
     return _Lowering(gm, plan, phase, name, compiled, sinks).schedule()
 
@@ -55,7 +60,7 @@ class _Lowering:
     phase: Phase
     name: str
     compiled: Compiled
-    sinks: frozenset[NodeName]
+    sinks: Mapping[NodeName, int]
     instructions: list[Instruction] = field(default_factory=list)
     registers: dict[fx.Node, Register] = field(default_factory=dict)
     tickets: int = 0
@@ -100,7 +105,11 @@ class _Lowering:
             constants=tuple((self.registers[n], _attribute(self.gm, n)) for n in constants),
             outputs=tuple(self._result(r) for r in _results(self.gm.graph)),
             registers=len(self.registers),
-            sinks=tuple(i for n, i in self.handles.items() if n.name in self.sinks),
+            sinks=tuple(
+                index
+                for node, index in self.handles.items()
+                for _ in range(self.sinks.get(NodeName(node.name), 0))
+            ),
             serial=next(SERIALS),
             arena_bytes=max((slot.end for slot in slots), default=0),
             peak_bytes=peak_of(self.instructions),
@@ -120,7 +129,7 @@ class _Lowering:
     def _result(self, result: object) -> Register | Literal:
         if not isinstance(result, fx.Node):
             return Literal(result)
-        return Literal(None) if result.target is ops.reduce_grad else self.registers[result]
+        return Literal(None) if result.target in ops.SINKS else self.registers[result]
 
     def _run(self, nodes: list[fx.Node]) -> None:
         inputs, outputs = inputs_of(nodes), outputs_of(nodes)
@@ -161,7 +170,11 @@ class _Lowering:
             started = self.started[fetch]
             self.instructions.append(
                 Wait(
-                    started.ticket, started.slot, _layout(fetch), self._register(node), started.name
+                    started.ticket,
+                    started.slot,
+                    replace(fetched(fetch), offset=0),
+                    self._register(node),
+                    started.name,
                 )
             )
         elif node.target is ops.release:
@@ -180,25 +193,34 @@ class _Lowering:
                 Left(offload.ticket, offload.value, offload.nbytes, offload.name)
             )
         else:
-            assert node.target is ops.reduce_grad, node
-            self._reduce(node)
+            self._leaves(node)
 
-    def _reduce(self, node: fx.Node) -> None:
-        grad, handle = node.args
+    def _leaves(self, node: fx.Node) -> None:
+        """A gradient, or a tile of one, goes home."""
+        assert node.target in ops.SINKS, node
+        grad, handle, *at = node.args
         assert isinstance(grad, fx.Node)
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
-        drop = self.last_reader.get(grad) is node
-        self.instructions.append(
-            Reduce(
-                self.registers[grad],
-                self.handles[handle],
-                self._mark(),
-                drop,
-                str(spec.name),
-                spec.layout.nbytes,
-            )
+        leaves = Reduce(
+            self.registers[grad],
+            self.handles[handle],
+            self._mark(),
+            self.last_reader.get(grad) is node,
+            str(spec.name),
+            spec.layout.nbytes,
         )
+        if at:
+            (offset,) = at
+            assert isinstance(offset, int)
+            value = grad.meta["val"]
+            leaves = replace(
+                leaves,
+                nbytes=value.numel() * value.dtype.itemsize,
+                begin=offset * value.dtype.itemsize,
+                of_nbytes=spec.layout.numel * value.dtype.itemsize,
+            )
+        self.instructions.append(leaves)
 
     def _offload(self, node: fx.Node) -> None:
         value, _, tier, _ = node.args
@@ -222,26 +244,26 @@ class _Lowering:
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
         slot = self.plan.slots[NodeName(node.name)]
-        dtype = _layout(node).dtype
+        brings = fetched(node)
         marks = [mark for old, mark in self.freed if old.overlaps(slot) and mark is not None]
         fetch = Fetch(
             self.handles[handle],
-            0,
-            self.plan.fetched_bytes(node),
+            brings.offset * brings.dtype.itemsize,
+            brings.nbytes,
             slot,
             self._ticket(),
             tuple(marks[-1:]),
             str(spec.name),
             lasting=not spec.activation,
-            cast=None if dtype is spec.layout.dtype else Cast(spec.layout.dtype, dtype),
+            cast=_cast(spec, brings),
         )
         self.started[node] = fetch
         self.instructions.append(fetch)
 
 
-def _layout(fetch: fx.Node) -> Layout:
-    _, size, stride, offset, dtype, _ = fetch.args
-    return Layout(tuple(size), tuple(stride), offset, dtype)  # type: ignore[arg-type]  # op schema
+def _cast(spec: ParamSpec, brings: Layout) -> Cast | None:
+    wide = spec.layout.dtype
+    return None if brings.dtype is wide else Cast(wide, brings.dtype)
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

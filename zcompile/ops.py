@@ -118,4 +118,21 @@ def left(value: Tensor, handle: Tensor) -> None:
     plainly."""
 
 
-OURS = frozenset({gather, fetch, wait, release, reduce_grad, offload, left})
+@declare(
+    "reduce_tile(Tensor grad, Tensor(a!) handle, SymInt offset) -> Tensor",
+    fake=lambda grad, handle, offset: torch.empty(0, device=handle.device),
+)
+def reduce_tile(grad: Tensor, handle: Tensor, offset: int) -> Tensor:
+    """Part of a gradient goes home; once all parts have come, they are one contribution.
+
+    grad    contiguous; the elements from `offset` on of the row-major gradient
+    offset  in elements
+    Parts of one contribution come in any order; the next begins when all of it was there.
+    """
+    entry_of(handle).reduce_grad(grad, offset)
+    return torch.empty(0, device=handle.device)
+
+
+SINKS = frozenset({reduce_grad, reduce_tile})
+"""Where a gradient leaves; they return nothing of use."""
+OURS = frozenset({gather, fetch, wait, release, offload, left, *SINKS})

@@ -49,7 +49,7 @@ class PaperSession(Session):
         super().__init__(config, TieredTensor.over, opening)
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
-        self.on_gradient = self.gradients.receive
+        self.on_gradient = self.gradients.take
         self.executor: _PaperExecutor = _PaperExecutor(self, self.gradients, self.leaving)
         self.regions = _PaperRegions()
         furnish(self)
@@ -72,7 +72,8 @@ class PaperSession(Session):
         entry.version += 1
         return Ready()
 
-    def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
+    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         return self.put(entry, source)
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
@@ -191,6 +192,12 @@ class _NoNorms(Norms):
     """Nothing is measured on paper."""
 
     def note(self, entry: Entry, grad: Tensor) -> None:
+        return
+
+    def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
+        return
+
+    def note_whole(self, entry: Entry, layout: Layout) -> None:
         return
 
 

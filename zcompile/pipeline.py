@@ -21,6 +21,7 @@ from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
 from zcompile.passes.tile_loss import TileLoss
+from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.verify import verify
 
 
@@ -45,6 +46,10 @@ class Silence:
 SILENT = Silence()
 
 
+def _tile_bytes(config: Config) -> int | None:
+    return None if config.tile_bytes is None else int(config.tile_bytes)
+
+
 def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
@@ -59,7 +64,8 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
     )
     in_place = (SchedulePrefetch(0), PlanArena())
     return (
-        TileLoss(),  # a loss over a large vocabulary runs over tiles of it
+        TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
+        TileMatmuls(_tile_bytes(config)),  # what the budget cannot hold whole comes in tiles
         PlanActivations(  # what backward needs: kept, made again, or moved off the device
             config.activations, around, (*gathered, *in_place)
         ),

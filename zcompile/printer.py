@@ -123,7 +123,12 @@ def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None
         case Free():
             return "compute", "free", instruction.name, instruction.slot.nbytes
         case Reduce():
-            return "d2h", "reduce", instruction.name, None
+            return (
+                "d2h",
+                "reduce",
+                instruction.name,
+                instruction.nbytes if instruction.of_nbytes else None,
+            )
         case Store():
             return "d2h", "store", instruction.name, instruction.nbytes
         case Offload():

@@ -87,6 +87,7 @@ class Proof:
             raise walk.fail(f"{use.fetch.name!r} is never given back")
         for offload in walk.leaving.values():
             raise walk.fail(f"nobody waits until {offload.name!r} has left")
+        walk.all_tiles_left()
         for result in walk.schedule.outputs:
             if not isinstance(result, Literal) and result not in walk.made_at:
                 raise walk.fail(f"register {result} is returned, and nothing made it")
@@ -220,6 +221,8 @@ class Proof:
         leaves = start(*walk.after(reduce.after))
         if not leaves.starts_after(walk.made_at[reduce.value]):
             raise walk.fail(f"the gradient of {reduce.name!r} leaves before it is computed")
+        if reduce.of_nbytes:
+            walk.tile_leaves(reduce)
         if reduce.drop:
             walk.forget(reduce.value)
 

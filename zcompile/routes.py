@@ -26,11 +26,14 @@ class Routes:
         self._homes = {**{key: fact.home for key, fact in step.facts.items()}, **homes}
         self._copies = {f.name: f.key for f in step.facts.values() if f.kind is Kind.COPY}
         self._written: set[int] = set()
+        self._came: set[tuple[int, int]] = set()
+        """Of which gradients, and from which byte of them on, a part went home in this step."""
         self._links: dict[tuple[str, ...], tuple[Link, ...]] = {}
 
     def begin(self) -> None:
         """A step begins: nothing was written in it yet."""
         self._written.clear()
+        self._came.clear()
 
     def home(self, key: int) -> str:
         return self._homes.get(key, HOST)
@@ -75,11 +78,12 @@ class Routes:
     def reduce(self, call: StepCall, reduce: Reduce) -> Journey:
         """A gradient home, or added to what came of it before."""
         key = -call.entries[reduce.entry]
-        more = key in self._written
-        self._written.add(key)
-        if more and self.home(key) == DISK:
-            return self._journey(0, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
-        return self._leaving(self.home(key), 0, reduce.nbytes)
+        begin, home = reduce.begin, self.home(key)
+        more = (key, begin) in self._came
+        self._came.add((key, begin))
+        if more and home == DISK:
+            return self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
+        return self._leaving(home, begin, reduce.nbytes)
 
     def offload(self, call: StepCall, offload: Offload) -> Journey:
         """A value that backward needs, to the entry that it becomes."""

@@ -147,7 +147,8 @@ class Free:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A gradient leaves for its home: it becomes the entry's gradient, or is added to it."""
+    """A gradient leaves for its home: it becomes the entry's gradient, or is added to it. Or a tile
+    of one of `of_nbytes`, from `begin` on: the tiles of one contribution, then those of the next."""
 
     value: Register
     entry: EntryIndex
@@ -155,6 +156,8 @@ class Reduce:
     drop: bool = True
     name: str = ""
     nbytes: int = 0
+    begin: int = 0
+    of_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ class Schedule:
     inputs       how many registers the call fills, from 0 on
     constants    registers that hold the same value in every call
     outputs      register or literal (None, an int) of each result
-    sinks        entries whose gradient the backward of this forward will send home
+    sinks        entries whose gradient backward will send home, as often as it has contributions
     serial       tells schedules apart; unique in a process
     arena_bytes  bytes of the device arena that the slots lie in
     peak_bytes   largest sum of slots taken at once

@@ -231,7 +231,8 @@ class _Steps:
         self._make_room(x.nbytes)
         self._waited = self._host - before
         mark = () if x.after else (self._compute,)
-        self._start(journey, key, 0, x.nbytes, True, x.after, mark)
+        begin = x.begin if isinstance(x, Reduce) else 0
+        self._start(journey, key, begin, x.nbytes, True, x.after, mark)
         self._backlog.append(journey)
         self._issue(x, x.nbytes)
         return None, journey

@@ -1,6 +1,7 @@
 """What a parameter is, and what kinds of entry the store holds."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NewType
@@ -16,6 +17,18 @@ NodeName = NewType("NodeName", str)
 SMALL_BYTES = 64 * KiB
 """An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
 costs several times that. So small ones rest near, even in room that is kept for others."""
+
+
+def row_major(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor of this size that lies without gaps, last dimension last.
+
+    As `torch.empty(size)` has them: a dimension of 0 counts as 1.
+    """
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(1, n)
+    return tuple(reversed(strides))
 
 
 class Kind(enum.Enum):

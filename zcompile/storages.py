@@ -25,7 +25,7 @@ KEEP_STRIDES = frozenset({
 """Their result lies as the first argument does, and its storage has room for the offset of that,
 which the stand-ins of tracing may leave out."""
 
-DEPARTURES = frozenset({ops.reduce_grad})
+DEPARTURES = ops.SINKS
 """Ops whose first argument leaves for the home of the parameter behind the second."""
 
 

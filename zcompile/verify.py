@@ -34,7 +34,7 @@ def values_are_known(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
 
 
 def handles_are_params(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
-    for node in find(graph, ops.gather, ops.fetch, ops.reduce_grad):
+    for node in find(graph, ops.gather, ops.fetch, *ops.SINKS):
         if not any(source.name in plan.params for source in node.all_input_nodes):
             yield node, f"%{node.name} names no known parameter"
 
@@ -93,7 +93,7 @@ def forward_comes_first(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
 
 
 def grads_of_sinks_stay(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
-    for node in find(graph, ops.reduce_grad):
+    for node in find(graph, *ops.SINKS):
         if any(is_ours(user) or user.op == "call_function" for user in node.users):
             yield node, f"something computes with %{node.name}, which holds nothing"
 

@@ -3,15 +3,18 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zcompile.byte_ranges import ByteRanges
 from zcompile.errors import ScheduleInvalid
 from zcompile.happens_before import NEVER, Transfer
 from zcompile.home_bytes import Copies, Span, moved_and_borrowed, span_of
 from zcompile.printer import instruction_row
 from zcompile.schedule import (
     Borrow,
+    EntryIndex,
     Fetch,
     Instruction,
     Offload,
+    Reduce,
     Register,
     Schedule,
     Slot,
@@ -65,6 +68,14 @@ class Use:
     freed: bool = False
 
 
+class _Tiles:
+    """What left of one contribution to a gradient of `nbytes`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.missing = nbytes
+        self.left: ByteRanges[bool] = ByteRanges()
+
+
 class Walk:
     """number  tells it from those before it
     begun   the moment it began
@@ -93,6 +104,7 @@ class Walk:
         self.bound: dict[Register, Use] = {}
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
+        self._leaving: dict[EntryIndex, _Tiles] = {}
 
     @property
     def span(self) -> Span:
@@ -135,6 +147,32 @@ class Walk:
     def define(self, register: Register, moment: int) -> None:
         self.forget(register)
         self.made_at[register] = moment
+
+    def tile_leaves(self, reduce: Reduce) -> None:
+        """A tile of a gradient: none of its bytes left before in the same contribution."""
+        begin, end = reduce.begin, reduce.begin + reduce.nbytes
+        tiles = self._leaving.setdefault(reduce.entry, _Tiles(reduce.of_nbytes))
+        if not reduce.nbytes or end > reduce.of_nbytes or tiles.nbytes != reduce.of_nbytes:
+            raise self.fail(
+                f"bytes {begin} to {end} of the gradient of {reduce.name!r}, which has "
+                f"{tiles.nbytes}, are no tile of it"
+            )
+        if tiles.left.over(begin, end):
+            raise self.fail(
+                f"bytes {begin} to {end} of the gradient of {reduce.name!r} leave before the "
+                "contribution that they left in is whole"
+            )
+        tiles.left.put(begin, end, True)
+        tiles.missing -= reduce.nbytes
+        if not tiles.missing:
+            del self._leaving[reduce.entry]
+
+    def all_tiles_left(self) -> None:
+        for entry, tiles in self._leaving.items():
+            raise self.fail(
+                f"{tiles.missing} bytes of the gradient of {self.schedule.names.get(entry)!r} "
+                "never leave"
+            )
 
     def fail(self, why: str) -> ScheduleInvalid:
         """The sentence, and the instructions around the one it is about."""

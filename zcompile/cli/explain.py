@@ -27,6 +27,7 @@ _OURS = {
     "zinf.wait": "waited for",
     "zinf.release": "released",
     _GRAD: "gradient goes home",
+    "zinf.reduce_tile": "a tile of the gradient goes home",
     "zinf.offload": "leaves the device",
     "zinf.left": "has left",
 }

@@ -14,6 +14,7 @@ class Fact(enum.Enum):
 
     PHASES_ASSIGNED = "phases assigned"
     LOSSES_TILED = "losses tiled"
+    WEIGHTS_TILED = "weights tiled"
     ACTIVATIONS_PLANNED = "activations planned"
     PARAMS_GATHERED = "params gathered"
     PARAMS_NARROWED = "params narrowed"

@@ -16,6 +16,7 @@ from zcompile.graph import (
     output_of,
     phase_of,
     set_phase,
+    use_of,
 )
 from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
@@ -55,10 +56,10 @@ class GatherParams(Pass):
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Gathers of one handle and layout become one."""
+    """Gathers of one handle and layout become one, but for those that are for one use alone."""
     seen: dict[object, fx.Node] = {}
     for gather in find(graph, ops.gather):
-        key = tuple(str(argument) for argument in gather.args)
+        key = (use_of(gather), *(str(argument) for argument in gather.args))
         first = seen.setdefault(key, gather)
         if first is not gather:
             gather.replace_all_uses_with(first)

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, positions
-from zcompile.graph_plan import Plan
+from zcompile.graph_plan import Plan, fetched
 from zcompile.packing import Block, aligned, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.schedule import Slot
@@ -45,7 +45,7 @@ def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]
     for fetch in fetches:
         (wait,) = fetch.users
         (release,) = [user for user in wait.users if user.target is ops.release]
-        blocks.append(Block(where[fetch], where[release], plan.fetched_bytes(fetch)))
+        blocks.append(Block(where[fetch], where[release], fetched(fetch).nbytes))
     addresses = pack(blocks)
     needed = packed_bytes(blocks, addresses)
     if plan.budget_bytes is not None and needed > plan.budget_bytes:

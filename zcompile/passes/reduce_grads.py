@@ -46,7 +46,7 @@ class ReduceGrads(Pass):
         for position, desc in enumerate(descs):
             source = gradient_of(desc)
             grad = results[position]
-            if source in handles and isinstance(grad, fx.Node):
+            if source in handles and isinstance(grad, fx.Node) and grad.target not in ops.SINKS:
                 grad = _own(graph, grad, kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
-from zcompile.graph_plan import Plan
+from zcompile.graph_plan import Plan, fetched
 from zcompile.packing import Block, aligned, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import Phase
@@ -144,7 +144,7 @@ def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
     for node in nodes:
         if node.target in (ops.fetch, ops.wait):
             pending.append(node)
-        elif node.target in (ops.release, ops.reduce_grad):
+        elif node.target in (ops.release, *ops.SINKS):
             if pending and node.args[0] not in pending:
                 pending[0].prepend(node)
         else:
@@ -160,8 +160,7 @@ def _need(fetch: fx.Node, plan: Plan) -> Need:
         region = region_of(node)
         inside += [region] if region is not None else []
         node = node.next
-    name, nbytes = plan.spec_of(fetch).name, plan.fetched_bytes(fetch)
-    return Need(name, min(inside), max(inside), nbytes)
+    return Need(plan.spec_of(fetch).name, min(inside), max(inside), fetched(fetch).nbytes)
 
 
 def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:
@@ -177,7 +176,7 @@ def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:
             head = None
         elif node.target is ops.wait:
             head = head or node
-        elif node.target in (ops.release, ops.reduce_grad):
+        elif node.target in (ops.release, *ops.SINKS):
             head = None
     first = min(heads)
     for fetch, start in starts.items():

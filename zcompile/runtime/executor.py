@@ -226,7 +226,12 @@ class _Walk:
         grad = self.values[reduce.value]
         if reduce.drop:
             self.values[reduce.value] = None
-        self.gradients.receive(self.entries[reduce.entry], grad, self._after(reduce.after))
+        entry, after = self.entries[reduce.entry], self._after(reduce.after)
+        if reduce.of_nbytes:
+            offset = reduce.begin // grad.element_size()
+            self.gradients.receive_tile(entry, grad, offset, after)
+        else:
+            self.gradients.receive(entry, grad, after)
         leaving.sent(nbytes)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:

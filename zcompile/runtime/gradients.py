@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
+from zcompile.runtime.gradient_tiles import Arriving, send, takes_tiles, whole_layout
+from zcompile.runtime.leaves import flat, hooked, like, state_of, taker
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
-from zcompile.torch_private import after_backward, current_pass, hooks_of, will_accumulate
+from zcompile.torch_private import after_backward, current_pass, hooks_of
 
 Wrap = Callable[[Entry, Layout], Tensor]
 """A tiered tensor over an entry; given from above, where tiered tensors are known."""
@@ -39,12 +41,21 @@ class Gradients:
         self._norms = norms
         self._expected: dict[int, int] = {}
         self._sums: dict[tuple[int, int], _Sum] = {}
+        self._arriving: dict[tuple[int, int], Arriving] = {}
 
     def expect(self, entries: Iterable[Entry]) -> None:
         if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
             self._sums.clear()
+            self._arriving.clear()
         for entry in entries:
             self._expected[entry.key] = self._expected.get(entry.key, 0) + 1
+
+    def take(self, entry: Entry, grad: Tensor, offset: int | None = None) -> None:
+        """`grad`, which compute has just made: all of a contribution, or a tile of one."""
+        if offset is None:
+            self.receive(entry, grad)
+        else:
+            self.receive_tile(entry, grad, offset)
 
     def receive(self, entry: Entry, grad: Tensor, after: Sequence[Ticket] | None = None) -> None:
         """One contribution to the gradient of the parameter that `entry` holds.
@@ -53,27 +64,80 @@ class Gradients:
         after  complete once `grad` is computed; None: mark compute here
         raises  Unsupported, if this is `torch.autograd.grad` and not `backward`
         """
-        param = entry.owner() if entry.owner is not None else None
+        param = taker(entry)
         if param is None:
             return
-        if not _accumulates(param):
-            raise Unsupported(
-                f"{entry.name!r} is on the way of torch.autograd.grad or backward(inputs=...), "
-                "which a compiled model with tiered parameters cannot serve",
-                "call loss.backward() and read .grad, or call the model without torch.compile",
-            )
         same = like(param, grad)
         if after is None or same is not grad:
             grad, after = same, [self._store.device.mark()]
-        expected = self._expected.pop(entry.key, 0)
-        if expected > 1:
-            self._expected[entry.key] = expected - 1
         key = current_pass(), entry.key
-        alone = expected == 1 and key not in self._sums and not hooks_of(param)[0]
-        if alone or key[0] < 0:
+        if self._comes_alone(key, param):
             self._settle(param, grad, after)
         else:
             self._collect(key, entry.name, param, grad, after)
+
+    def receive_tile(
+        self, entry: Entry, grad: Tensor, offset: int, after: Sequence[Ticket] | None = None
+    ) -> None:
+        """A tile of one contribution, which counts once all its tiles are here.
+
+        grad    the elements from `offset` on of the row-major gradient; as in `receive`
+        raises  Unsupported, as `receive`
+        """
+        param = taker(entry)
+        if param is None:
+            return
+        if after is None or not grad.is_contiguous():
+            grad, after = grad.contiguous(), [self._store.device.mark()]
+        key = current_pass(), entry.key
+        if key not in self._arriving:
+            self._arriving[key] = self._first_tile(key, param, grad.dtype)
+        arriving = self._arriving[key]
+        send(self._store, self._norms, arriving, grad, offset, after)
+        if not arriving.left:
+            del self._arriving[key]
+            self._all_came(key, arriving)
+
+    def _comes_alone(self, key: tuple[int, int], param: Tensor) -> bool:
+        """Whether the contribution that begins is all that this pass gives to `param`."""
+        expected = self._expected.pop(key[1], 0)
+        if expected > 1:
+            self._expected[key[1]] = expected - 1
+        alone = expected == 1 and key not in self._sums and not hooks_of(param)[0]
+        return alone or key[0] < 0
+
+    def _first_tile(self, key: tuple[int, int], param: Tensor, dtype: torch.dtype) -> Arriving:
+        """Where the tiles of a contribution are to go."""
+        alone, held = self._comes_alone(key, param), None
+        if not alone and key in self._sums:
+            held = self._sums[key].total
+        elif alone and not hooks_of(param)[0]:
+            held = param.grad
+        found, layout = state_of(param.grad), whole_layout(param, dtype)
+        if held is not None and takes_tiles(held, layout):
+            return Arriving(param, held, True, alone, found, param.numel())
+        name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
+        fresh = self._wrap(self._blank(name, param, layout.nbytes), layout)
+        return Arriving(param, fresh, False, alone, found, param.numel())
+
+    def _all_came(self, key: tuple[int, int], arriving: Arriving) -> None:
+        """A contribution is whole: what `receive` does with one that came at once."""
+        param, total = arriving.param, arriving.held
+        if not arriving.adds:
+            self._norms.note_whole(arriving.entry, Layout.of(total))
+        if not arriving.alone:
+            if arriving.adds:
+                return
+            held = self._sums.get(key)
+            if held is None:
+                self._keep(key, _Sum(arriving.entry, total, param, arriving.found))
+            else:
+                with torch.no_grad():
+                    held.total.add_(total)
+            return
+        if not arriving.adds:
+            self._become(param, hooked(param, total))
+        _tell(param)
 
     def adopt(self, param: Tensor) -> None:
         """Autograd has come to `param`: settle what was collected; `.grad` moves to the store.
@@ -95,7 +159,7 @@ class Gradients:
         param.grad = self._alone(name, param, like(param, grad), [self._store.device.mark()])
 
     def _settle(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
-        seen = _hooked(param, grad)
+        seen = hooked(param, grad)
         if seen is not grad:
             grad, after = like(param, seen), [self._store.device.mark()]
         if param.grad is None:
@@ -109,17 +173,28 @@ class Gradients:
     def _add(self, held: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         entry = getattr(held, "entry", None)
         if isinstance(entry, Entry) and held.dtype == grad.dtype and held.stride() == grad.stride():
-            self._store.add(entry, _flat(grad), after=after)
+            self._store.add(entry, flat(grad), after=after)
         else:
             held.add_(grad)
+
+    def _become(self, param: Tensor, total: Tensor) -> None:
+        """`total`, at home, is what this pass gives to `param`."""
+        if param.grad is None:
+            param.grad = total
+        else:
+            with torch.no_grad():
+                param.grad.add_(total)
+
+    def _blank(self, name: str, param: Tensor, nbytes: int) -> Entry:
+        of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
+        return self._store.create(f"{name}.grad", Kind.GRAD, nbytes, of=of)
 
     def _home(
         self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
     ) -> tuple[Entry, Tensor]:
         layout = Layout.of(grad)
-        of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
-        entry = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=of)
-        self._store.put(entry, _flat(grad).view(torch.uint8), after=[*after])
+        entry = self._blank(name, param, layout.nbytes)
+        self._store.put(entry, flat(grad).view(torch.uint8), after=[*after])
         return entry, self._wrap(entry, layout)
 
     def _alone(self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> Tensor:
@@ -134,28 +209,27 @@ class Gradients:
     ) -> None:
         held = self._sums.get(key)
         if held is not None:
-            self._store.add(held.entry, _flat(grad), after=after)
+            self._store.add(held.entry, flat(grad), after=after)
             return
+        entry, total = self._home(name, param, grad, after)
+        self._keep(key, _Sum(entry, total, param, state_of(param.grad)))
+
+    def _keep(self, key: tuple[int, int], collected: "_Sum") -> None:
+        """The first contribution of a pass to a parameter: more may come, until it is settled."""
         if not any(pass_ == key[0] for pass_, _ in self._sums):
             after_backward(partial(self._flush, key[0]))
-        entry, total = self._home(name, param, grad, after)
-        self._sums[key] = _Sum(entry, total, param, _state_of(param.grad))
+        self._sums[key] = collected
 
     def _flush_one(self, key: tuple[int, int]) -> None:
         held = self._sums.pop(key)
         param = held.param
-        if hooks_of(param)[0] and _state_of(param.grad) != held.found:
+        if hooks_of(param)[0] and state_of(param.grad) != held.found:
             raise Unsupported(
                 f"parameter {param._name_in_store()!r} has a hook and gets gradients both from the "  # type: ignore[attr-defined]  # a tiered tensor's
                 "compiled model and from code outside of it, so the hook cannot see their sum",
                 "compute both parts in the compiled model, or remove the hook",
             )
-        total = _hooked(param, held.total)
-        if param.grad is None:
-            param.grad = total
-        else:
-            with torch.no_grad():
-                param.grad.add_(total)
+        self._become(param, hooked(param, held.total))
         self.adopt(param)
         _tell(param)
 
@@ -178,42 +252,6 @@ class _Sum:
     total: Tensor
     param: Tensor
     found: object
-
-
-def _state_of(grad: Tensor | None) -> object:
-    """Changes when somebody gives a parameter another gradient, or adds to the one it has."""
-    entry = getattr(grad, "entry", None)
-    return (entry.key, entry.version) if isinstance(entry, Entry) else id(grad)
-
-
-def like(param: Tensor, grad: Tensor) -> Tensor:
-    """`grad` with the strides of `param`: the layout autograd gives to `.grad`."""
-    if not Layout.of(param).dense:
-        return grad.contiguous()
-    if grad.stride() == param.stride() and grad.dtype == param.dtype:
-        return grad
-    made = torch.empty_strided(param.size(), param.stride(), dtype=grad.dtype, device=grad.device)
-    return made.copy_(grad)
-
-
-def _flat(dense: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its storage, as one dimension."""
-    return dense.as_strided((dense.numel(),), (1,))
-
-
-def _accumulates(param: Tensor) -> bool:
-    try:
-        return will_accumulate(param)
-    except RuntimeError:  # what torch says to a leaf inside torch.autograd.grad
-        return False
-
-
-def _hooked(param: Tensor, grad: Tensor) -> Tensor:
-    """What the hooks that a user registered on `param` make of its gradient."""
-    for hook in list(hooks_of(param)[0].values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad
 
 
 def _tell(param: Tensor) -> None:

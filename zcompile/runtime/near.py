@@ -49,11 +49,11 @@ def lend(store: Store, entry: Entry, begin: int, layout: Layout, writes: bool) -
     return layout.view(store.borrow(entry, begin, layout.end_bytes, writes))
 
 
-def add(store: Store, entry: Entry, source: Tensor, after: Sequence[Ticket]) -> Ticket:
+def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
     """As `Store.add`: `Tensor.add_` on the device."""
     for ticket in after:
         ticket.join_compute()
-    memory = store.borrow(entry, 0, source.nbytes, True)
+    memory = store.borrow(entry, begin, source.nbytes, True)
     memory.view(source.dtype).add_(source.to(memory.device))
     return store.device.mark()
 

@@ -5,9 +5,10 @@ a gradient is produced, by the very call that will ask for it, so that clipping 
 again. The bits are those of the later call: it is the same kernel on the same values.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,34 @@ class Measure:
     def __call__(self, grad: Tensor) -> Any:
         return self.func([grad] if self.lists else grad, *self.rest, **dict(self.kwargs))
 
+    @property
+    def order(self) -> float | None:
+        """Which norm; None, if it is not the p-norm of all elements."""
+        named = dict(self.kwargs)
+        given = self.rest[0] if self.rest else named.get("ord", 2)
+        plain = len(self.rest) < 2 and named.keys() <= {"ord", "dtype"}
+        return float(given) if plain and isinstance(given, int | float) else None
+
+    @property
+    def joins(self) -> bool:
+        """Whether the norm of a whole follows from those of its tiles."""
+        return self.order is not None and self.order > 0
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """The norm of all: the norm of the norms of tiles. Rounds otherwise than one kernel over
+        the whole would, by a few units in the last place."""
+        values = torch.stack([part[0] if self.lists else part for part in parts])
+        whole = torch.linalg.vector_norm(values, self.order)
+        return [whole] if self.lists else whole
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """numel  elements of a tile. found  what was measured of it."""
+
+    numel: int
+    found: Mapping[Measure, Any]
+
 
 CLIPPING = Measure(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
 """What `clip_grad_norm_` asks for by default; measured in the first step, in which nothing is known
@@ -43,6 +72,7 @@ class Norms:
     def __init__(self) -> None:
         self._wanted: dict[Measure, None] = {CLIPPING: None}
         self._asked: dict[Measure, None] = {}
+        self._tiles: WeakKeyDictionary[Entry, dict[int, _Tile]] = WeakKeyDictionary()
 
     def note(self, entry: Entry, grad: Tensor) -> None:
         """`grad` has just become the whole value of `entry`."""
@@ -50,9 +80,28 @@ class Norms:
         for measure in self._wanted:
             entry.norms[measure] = entry.version, layout, measure(grad)
 
+    def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
+        """`tile` has just become the elements of `entry` from `offset` on."""
+        found = {m: m(tile.detach()) for m in self._wanted if m.joins}
+        self._tiles.setdefault(entry, {})[offset] = _Tile(tile.numel(), found)
+
+    def note_whole(self, entry: Entry, layout: Layout) -> None:
+        """All tiles of `entry` were noted: what they measure together."""
+        tiles = [self._tiles[entry][offset] for offset in sorted(self._tiles[entry])]
+        for measure in self._wanted:
+            if measure.joins:
+                value = measure.join([tile.found[measure] for tile in tiles])
+                entry.norms[measure] = entry.version, layout, value
+
+    def cuts_of(self, entry: Entry) -> Sequence[tuple[int, int]]:
+        """(offset, elements) of each tile in which a gradient came; none, if it came whole."""
+        tiles = self._tiles.get(entry, {})
+        return [(offset, tiles[offset].numel) for offset in sorted(tiles)]
+
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
         """What `measure` gave, if the entry has not been written since; the caller's own."""
-        if entry.version == 1:  # a gradient that is summed up has other values by now
+        if entry.version == len(self._tiles.get(entry, (0,))):
+            # Written once; a gradient that is summed up has other values by now.
             self._asked[measure] = None
         version, lies, value = entry.norms.get(measure, (-1, None, None))
         if version != entry.version or lies != layout:

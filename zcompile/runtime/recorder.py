@@ -123,7 +123,9 @@ def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryF
     for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
         if isinstance(x, Reduce):
             param = entries[x.entry]
-            fact = EntryFact(-param.key, f"{param.name}.grad", Kind.GRAD, x.nbytes, "host")
+            fact = EntryFact(
+                -param.key, f"{param.name}.grad", Kind.GRAD, x.of_nbytes or x.nbytes, "host"
+            )
             facts[fact.key] = fact
     return facts
 

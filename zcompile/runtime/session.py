@@ -76,7 +76,7 @@ class Session(Store):
         self._departures = Departures()
         self.norms = Norms()
         self.gradients = Gradients(self, wrap, self.norms)
-        self.on_gradient = self.gradients.receive
+        self.on_gradient = self.gradients.take
         self.leaving = Leaving()
         self.executor = Executor(self, self.gradients, self.leaving)
         self.stepping: str | None = None
@@ -211,12 +211,14 @@ class Session(Store):
         self.leaving.note(source, ticket)
         return ticket
 
-    def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
+    def add(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
         if near.is_near(entry):
-            ticket = near.add(self, entry, source, after)
+            ticket = near.add(self, entry, source, begin, after)
         else:
-            ticket = super().add(entry, source, after=after)
+            ticket = super().add(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
         self.leaving.note(source, ticket)
         return ticket

@@ -85,8 +85,8 @@ class Entry:
         store.meter.count("gathers")
         return Layout(tuple(size), tuple(stride), offset, dtype).view(memory)
 
-    def reduce_grad(self, grad: Tensor) -> None:
-        self.store.on_gradient(self, grad)
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        self.store.on_gradient(self, grad, offset)
 
 
 class Store:
@@ -101,7 +101,7 @@ class Store:
         self.key = handles.new_key()
         self.config = config
         self.meter = Meter()
-        self.on_gradient: Callable[[Entry, Tensor], None] = _nobody_takes_gradients
+        self.on_gradient: Callable[[Entry, Tensor, int | None], None] = _nobody_takes_gradients
         plant = opening(config, self.meter)
         self.device = plant.means.device
         self.device_budget = plant.device_budget
@@ -194,16 +194,14 @@ class Store:
                   self.arena.holds(source))  # fmt: skip
         return self._submit_write(entry, put, source, after)
 
-    def add(self, entry: Entry, source: Tensor, *, after: Sequence[Ticket] = ()) -> Ticket:
-        """Start adding `source` to `entry`, element by element in `source`'s dtype.
-
-        source  1-D, contiguous; otherwise as in `put`. The result is that of `Tensor.add_`.
-        """
+    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+        """As `Tensor.add_`: start adding `source` (1-D; else as in `put`) from byte `begin` on."""
         self.enter(entry.name)
         self._settle(entry)
         raw = source.view(torch.uint8)
-        window = self.arena.window(raw)
-        add = Add(entry.place, window, raw, marks_of(after), self._means, source.dtype)
+        add = Add(entry.place, begin, self.arena.window(raw), raw, marks_of(after), self._means,
+                  source.dtype)  # fmt: skip
         return self._submit_write(entry, add, raw, after)
 
     def zero(self, entry: Entry) -> None:
@@ -295,5 +293,5 @@ class Store:
         return transfer
 
 
-def _nobody_takes_gradients(entry: Entry, grad: Tensor) -> None:
+def _nobody_takes_gradients(entry: Entry, grad: Tensor, offset: int | None) -> None:
     raise Unsupported(f"a gradient of {entry.name!r} arrived", "set store.on_gradient")

@@ -27,9 +27,9 @@ class Add(Put):
 
     cut_in = 2  # half a buffer for what comes, half for what was there
 
-    def __init__(self, place: Place, memory: Tensor, owner: Tensor, marks: Sequence[Ticket],
-                 means: Means, dtype: torch.dtype) -> None:  # fmt: skip
-        super().__init__(place, 0, memory, owner, marks, means)
+    def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
+                 marks: Sequence[Ticket], means: Means, dtype: torch.dtype) -> None:  # fmt: skip
+        super().__init__(place, begin, memory, owner, marks, means)
         self._dtype = dtype
 
     def _issue(self) -> None:

@@ -1,0 +1,192 @@
+"""Gradients that come in tiles: as those that come at once, whatever the order of the tiles."""
+
+import gc
+
+import pytest
+import torch
+from pairs import Holder, assert_equal, on_disk
+
+from zcompile import ops
+from zcompile.offloading import session_behind
+from zcompile.specs import Kind
+
+SHAPE = (6, 5)
+CUTS = (0, 2, 4, 6)
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_store():
+    """The tests of stores beside this file count threads."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def param(tmp_path):
+    return on_disk(Holder(torch.zeros(SHAPE)), tmp_path).w
+
+
+def rows(seed):
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def tiles(grad, order=(0, 1, 2)):
+    """(tile, its offset in elements)"""
+    return [(grad[CUTS[n] : CUTS[n + 1]], CUTS[n] * SHAPE[1]) for n in order]
+
+
+def backward(param, *steps, expect=1):
+    """Runs `steps` within a backward pass that expects so many contributions."""
+    gradients = param.entry.store.gradients
+    for _ in range(expect):
+        gradients.expect([param.entry])
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, p):
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            for step in steps:
+                step()
+
+    Backward.apply(param).backward()
+
+
+def tiled(param, grad, order=(0, 1, 2)):
+    """A step of `backward`: `grad` comes in tiles."""
+
+    def come():
+        for tile, offset in tiles(grad, order):
+            param.entry.store.gradients.receive_tile(param.entry, tile, offset)
+
+    return come
+
+
+def whole(param, grad):
+    return lambda: param.entry.store.gradients.receive(param.entry, grad)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_tiles_become_one_gradient(param, order):
+    backward(param, tiled(param, rows(1), order))
+    assert_equal(rows(1), param.grad)
+    assert param.grad.entry.kind is Kind.GRAD
+    assert param.grad.entry.name == "w.grad"
+
+
+def test_there_is_no_gradient_before_the_last_tile(param):
+    seen = []
+    receive = param.entry.store.gradients.receive_tile
+
+    def come():
+        for tile, offset in tiles(rows(1)):
+            seen.append(param.grad is None)
+            receive(param.entry, tile, offset)
+
+    backward(param, come)
+    assert seen == [True, True, True]
+    assert_equal(rows(1), param.grad)
+
+
+def test_the_tiles_of_the_next_pass_are_added_in_place(param):
+    backward(param, tiled(param, rows(1)))
+    first = param.grad
+    backward(param, tiled(param, rows(2)))
+    assert param.grad is first
+    assert_equal(rows(1) + rows(2), param.grad)
+
+
+@pytest.mark.parametrize("ways", [(tiled, tiled, tiled), (whole, tiled, whole),
+                                  (tiled, whole, tiled)])  # fmt: skip
+def test_contributions_of_one_pass_are_summed_before_they_are_added(param, ways):
+    backward(param, whole(param, torch.ones(SHAPE)))
+    small = torch.full(SHAPE, 4e-8)
+    backward(param, *[way(param, small) for way in ways], expect=3)
+    assert_equal(torch.ones(SHAPE) + ((small + small) + small), param.grad)
+    assert not torch.equal(param.grad.cpu(), ((torch.ones(SHAPE) + small) + small) + small)
+
+
+def test_a_contribution_that_never_comes_is_not_waited_for(param):
+    backward(param, tiled(param, rows(1)), expect=3)
+    assert_equal(rows(1), param.grad)
+    backward(param, tiled(param, rows(2)))
+    assert_equal(rows(1) + rows(2), param.grad)
+
+
+def test_what_a_user_assigned_is_added_to(param):
+    param.grad = rows(1)
+    backward(param, tiled(param, rows(2)))
+    assert_equal(rows(1) + rows(2), param.grad)
+
+
+def test_a_hook_sees_the_whole_once_and_may_change_it(param):
+    seen = []
+    param.register_hook(lambda g: seen.append(g.detach().cpu()))
+    param.register_hook(lambda g: g * 2)
+    backward(param, tiled(param, rows(1)), tiled(param, rows(2)), expect=2)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], rows(1) + rows(2))
+    assert_equal((rows(1) + rows(2)) * 2, param.grad)
+
+
+def test_who_waits_for_a_gradient_is_told_once_and_finds_it_whole(param):
+    told = []
+    param.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.cpu()))
+    backward(param, tiled(param, rows(1)))
+    assert len(told) == 1
+    assert torch.equal(told[0], rows(1))
+
+
+def test_tiles_that_a_failed_pass_left_behind_are_not_added_to(param):
+    def come():
+        tile, offset = tiles(rows(1))[0]
+        param.entry.store.gradients.receive_tile(param.entry, tile, offset)
+        raise RuntimeError("out of patience")
+
+    with pytest.raises(RuntimeError, match="patience"):
+        backward(param, come)
+    assert param.grad is None
+    param.entry.store.gradients._expected.clear()
+    backward(param, tiled(param, rows(2)))
+    assert_equal(rows(2), param.grad)
+
+
+def test_the_norm_of_tiles_is_taken_on_the_way(param):
+    backward(param, tiled(param, rows(1)))
+    meter = param.entry.store.meter
+    param.entry.store.drain()
+    before = meter.bytes()
+    total = torch.nn.utils.clip_grad_norm_([param], 0.5)
+    expected = torch.linalg.vector_norm(rows(1))
+    assert torch.allclose(total, expected, rtol=1e-6)
+    assert meter.bytes() == before, "clipping read the gradient again"
+
+
+def test_the_norm_of_a_sum_is_that_of_the_sum(param):
+    backward(param, tiled(param, rows(1)))
+    backward(param, tiled(param, rows(2)))
+    total = torch.nn.utils.clip_grad_norm_([param], 1e9)
+    assert torch.allclose(total, torch.linalg.vector_norm(rows(1) + rows(2)), rtol=1e-6)
+
+
+def test_the_op_means_the_same(param):
+    names, _ = param.__tensor_flatten__()
+    handle = getattr(param, names[0])
+
+    def come():
+        for tile, offset in tiles(rows(1)):
+            assert ops.reduce_tile(tile, handle, offset).numel() == 0
+
+    backward(param, come)
+    assert_equal(rows(1), param.grad)
+
+
+def test_a_parameter_that_died_takes_no_tile(tmp_path):
+    model = torch.nn.Sequential(on_disk(Holder(torch.zeros(SHAPE)), tmp_path))
+    entry, gradients = model[0].w.entry, session_behind(model).gradients
+    del model[0].w
+    tile, offset = tiles(rows(1))[0]
+    gradients.receive_tile(entry, tile, offset)
+    assert [e for e in entry.store._entries.values() if e.kind is Kind.GRAD] == []

@@ -1,0 +1,49 @@
+"""Gradients that leave in tiles: what is wrong with a list of them, and what is not."""
+
+from dataclasses import replace
+
+import pytest
+from written import LOW, fetch, free, run, schedule, wait
+
+from zcompile.errors import ScheduleInvalid
+from zcompile.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
+from zcompile.verify_schedule import verify_schedule
+
+
+def tiles(*spans: tuple[int, int], of: int = 128) -> Schedule:
+    """A gradient of `of` bytes leaves in these tiles."""
+    rows = [Reduce(Register(2), EntryIndex(0), (Ticket(1),), False, "w", nbytes, begin, of)
+            for begin, nbytes in spans]  # fmt: skip
+    made = schedule(fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), *rows,
+                    free(LOW, 1))  # fmt: skip
+    return replace(made, names={0: "w"})
+
+
+BROKEN_TILES: dict[str, tuple[tuple[tuple[int, int], ...], str]] = {
+    "beyond its gradient": (
+        ((0, 64), (64, 128)),
+        "bytes 64 to 192 of the gradient of 'w', which has 128, are no tile of it",
+    ),
+    "twice": (
+        ((0, 64), (32, 64)),
+        "bytes 32 to 96 of the gradient of 'w' leave before the contribution that they left in "
+        "is whole",
+    ),
+    "never": (
+        ((0, 64), (64, 64), (0, 64)),
+        "64 bytes of the gradient of 'w' never leave",
+    ),
+}
+"""Bytes that leave -> (the tiles: where each begins, its bytes), the sentence."""
+
+
+@pytest.mark.parametrize("case", BROKEN_TILES)
+def test_tiles_that_are_no_gradient_earn_their_sentence(case):
+    spans, sentence = BROKEN_TILES[case]
+    with pytest.raises(ScheduleInvalid) as caught:
+        verify_schedule(tiles(*spans))
+    assert caught.value.why == sentence
+
+
+def test_a_gradient_may_leave_in_tiles_again_and_again():
+    verify_schedule(tiles((64, 64), (0, 64), (0, 128)))

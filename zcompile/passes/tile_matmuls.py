@@ -1,0 +1,170 @@
+"""Weights that the device cannot hold whole are gathered, used and given back in tiles."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from zcompile import ops
+from zcompile.graph import output_of, phase_of, positions
+from zcompile.graph_plan import Note, Plan, fetched
+from zcompile.passes.base import Fact, Pass
+from zcompile.specs import NodeName, Phase
+from zcompile.tiled_gradients import Tiles, leave_in_tiles
+from zcompile.tiled_uses import Result, rule_of, same_kind
+from zcompile.tiled_weights import Reader, Weight, weights_of
+from zcompile.tiles import choose_cuts, choose_tiles
+from zcompile.tiling import Writer, erase_unread, shape
+from zcompile.torch_private import gradient_of, handle_input
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TileMatmuls(Pass):
+    """Cut the uses of a weight, and its gradient, along the weight's first dimension.
+
+        %w  = zinf.gather(%h)                    %w0 = zinf.gather(%h, rows 0 to 2)
+        %t  = aten.t(%w)                         %y0 = aten.mm(%x, aten.t(%w0))
+        %y  = aten.mm(%x, %t)                    %w1 = zinf.gather(%h, rows 2 to 4)
+        ...                               ->     %y1 = aten.mm(%x, aten.t(%w1))
+        %dw = aten.mm(%dyt, %x)                  %y  = aten.cat([%y0, %y1], 1)
+        ...                                      ...
+        return (%y, %dw)                         %s0 = zinf.reduce_tile(aten.mm(%dyt0, %x), %h, 0)
+                                                 %s1 = zinf.reduce_tile(aten.mm(%dyt1, %x), %h, 2K)
+
+    Tiles are ranges of rows, which are contiguous at home. What a use computes is that of the
+    whole where the tiled dimension is one of its result, and of the gradient of the weight; where
+    it is summed over, the sum rounds otherwise (`tiled_uses`). What fits is left alone.
+
+    tile_bytes  a weight of more is cut, and two tiles take no more; None: only what the budget
+                cannot hold is cut
+    """
+
+    tile_bytes: int | None = None
+
+    name: ClassVar[str] = "tile-matmuls"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        where = positions(graph)
+        weights = {w.handle.name: w for w in weights_of(graph, plan)}
+        held = [h for weight in weights.values() for h in weight.held(where)]
+        notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
+                 if w.whole and self._is_too_large(w, plan)]  # fmt: skip
+        for name, most in choose_cuts(held, plan.budget_bytes, self.tile_bytes).items():
+            notes += [Note(self.name, NodeName(name), text)
+                      for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
+        limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
+        return any(weight.nbytes > limit for limit in limits)
+
+
+def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:
+    """Rewrite the uses of a weight, and its gradient. What was not done is told."""
+    sizes = choose_tiles(weight.rows, weight.nbytes // weight.rows, most)
+    if len(sizes) == 1:
+        return
+    known: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    unread: list[fx.Node] = []
+    for reader in sorted(weight.readers, key=lambda r: r.use.node):
+        node = reader.use.node
+        unread += [*node.users, node]
+        if not _rewritten(graph, reader, most, known):
+            yield f"{weight.name} is gathered whole for %{node.name}: tiles of it lie otherwise"
+    if plan.params[NodeName(weight.handle.name)].sink:
+        tiles = Tiles(weight.handle, sizes, weight.name.replace(".", "_"))
+        yield from _gradient(graph, weight, tiles, known, unread)
+    for node, parts in known.items():
+        if node.users:
+            write = Writer(graph, max(node.users), node, phase_of(node))
+            write.point = min(node.users)
+            node.replace_all_uses_with(write.call(aten.cat.default, list(parts), 0))
+    erase_unread(graph, *unread)
+
+
+def _rewritten(
+    graph: fx.Graph,
+    reader: Reader,
+    most: int,
+    known: dict[fx.Node, tuple[fx.Node, ...]],
+) -> bool:
+    """Whether the tiles took the place of a use; values that are left in tiles become `known`."""
+    node = reader.use.node
+    write = Writer(graph, node, node, phase_of(node))
+    first, count = reader.rows
+    if reader.row is not None:
+        operand = _operand(write, reader, first + reader.row, 1)
+        result = Result(write.call(aten.select.int, operand, reader.use.dim, 0))
+    else:
+        sizes = choose_tiles(count, fetched(reader.gather).nbytes // shape(reader.gather)[0], most)
+        use = replace(reader.use, sizes=sizes)
+        rule = rule_of(use)
+        assert rule is not None
+        begins = [first + sum(sizes[:n]) for n in range(len(sizes))]
+        made = rule(use, write, lambda n: _operand(write, reader, begins[n], sizes[n]))
+        if made is None:
+            return False
+        result = made
+    if not _takes_the_place(node, result):
+        write.undo()
+        return False
+    if result.value is not None:
+        node.replace_all_uses_with(result.value)
+        return True
+    for item in list(node.users):
+        number = item.args[1]
+        assert isinstance(number, int)
+        if (value := result.items[number]) is not None:
+            item.replace_all_uses_with(value)
+        for n, parts in result.tiles:
+            if n == number:
+                known[item] = parts
+    return True
+
+
+def _operand(write: Writer, reader: Reader, begin: int, rows: int) -> fx.Node:
+    node = write.tile(reader.gather, begin, rows)
+    for view, dim in reader.chain:
+        node = write.again(view, node, dim, rows)
+    return node
+
+
+def _takes_the_place(node: fx.Node, result: Result) -> bool:
+    if result.value is not None:
+        return same_kind([result.value], [node])
+    return all(
+        same_kind([result.items[item.args[1]]], [item])  # type: ignore[index]  # of getitem
+        for item in node.users
+    )
+
+
+def _gradient(
+    graph: fx.Graph,
+    weight: Weight,
+    tiles: Tiles,
+    known: Mapping[fx.Node, tuple[fx.Node, ...]],
+    unread: list[fx.Node],
+) -> Iterator[str]:
+    """Its gradient leaves in tiles; the last of them is what the graph returns in its place."""
+    output = output_of(graph)
+    results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
+    for position, desc in enumerate(output.meta.get("desc") or ()):
+        grad = results[position]
+        if gradient_of(desc) is None or gradient_of(desc) != handle_input(weight.handle):
+            continue
+        if not isinstance(grad, fx.Node) or grad.target in ops.SINKS:
+            continue
+        if phase_of(grad) is not Phase.BACKWARD or grad.op == "placeholder":
+            yield f"the gradient of {weight.name} leaves whole: backward does not compute it"
+            continue
+        results[position], whole = leave_in_tiles(graph, grad, tiles, known)
+        output.args = (tuple(results),)
+        unread.append(grad)
+        if whole:
+            yield f"the gradient of {weight.name} is made whole before it leaves in tiles"

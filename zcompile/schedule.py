@@ -148,7 +148,7 @@ class Free:
 @dataclass(frozen=True)
 class Reduce:
     """A gradient leaves for its home: it becomes the entry's gradient, or is added to it. Or a tile
-    of one of `of_nbytes`, from `begin` on: the tiles of one contribution, then those of the next."""
+    of one of `of_nbytes`, from `begin` on: all tiles of a contribution, then those of the next."""
 
     value: Register
     entry: EntryIndex

@@ -66,10 +66,11 @@ class TileMatmuls(Pass):
 
 
 def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:
-    """Rewrite the uses of a weight, and its gradient. What was not done is told."""
+    """Rewrite the uses of a weight, and its gradient. What was not done is told.
+
+    One tile is all of it, gathered for each use by itself instead of from the first to the last.
+    """
     sizes = choose_tiles(weight.rows, weight.nbytes // weight.rows, most)
-    if len(sizes) == 1:
-        return
     known: dict[fx.Node, tuple[fx.Node, ...]] = {}
     unread: list[fx.Node] = []
     for reader in sorted(weight.readers, key=lambda r: r.use.node):
@@ -77,14 +78,14 @@ def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str
         unread += [*node.users, node]
         if not _rewritten(graph, reader, most, known):
             yield f"{weight.name} is gathered whole for %{node.name}: tiles of it lie otherwise"
-    if plan.params[NodeName(weight.handle.name)].sink:
+    if len(sizes) > 1 and plan.params[NodeName(weight.handle.name)].sink:
         tiles = Tiles(weight.handle, sizes, weight.name.replace(".", "_"))
         yield from _gradient(graph, weight, tiles, known, unread)
     for node, parts in known.items():
         if node.users:
-            write = Writer(graph, max(node.users), node, phase_of(node))
-            write.point = min(node.users)
-            node.replace_all_uses_with(write.call(aten.cat.default, list(parts), 0))
+            write = Writer(graph, min(node.users), node, phase_of(node))
+            whole = parts[0] if len(parts) == 1 else write.call(aten.cat.default, list(parts), 0)
+            node.replace_all_uses_with(whole)
     erase_unread(graph, *unread)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import find, phase_of, use_of
+from zcompile.graph import CASTS, find, phase_of, use_of
 from zcompile.graph_plan import Plan, fetched
 from zcompile.specs import NodeName, ParamSpec, Phase, row_major
 from zcompile.tiled_uses import Use, rule_of
@@ -15,6 +15,8 @@ from zcompile.tiles import Held
 from zcompile.tiling import VIEWS, moved, shape
 
 aten = torch.ops.aten
+Chain = tuple[tuple[fx.Node, int], ...]
+"""Views and casts, each with its dimension that is tiled."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Reader:
 
     gather: fx.Node
     use: Use
-    chain: tuple[tuple[fx.Node, int], ...]
+    chain: Chain
     rows: tuple[int, int]
     row: int | None = None
 
@@ -37,6 +39,7 @@ class Reader:
 class Weight:
     """name     of the parameter, for people
     readers  of its gathers, in no order
+    others   who reads them and cannot be computed over tiles, and through which cast
     whole    why it cannot be cut; "": it can
     """
 
@@ -45,17 +48,34 @@ class Weight:
     rows: int
     nbytes: int
     readers: tuple[Reader, ...]
-    others: tuple[fx.Node, ...]
+    others: tuple[tuple[fx.Node, fx.Node | None], ...]
     whole: str
 
-    def held(self, where: Mapping[fx.Node, int]) -> Iterator[Held]:
-        """What is in the arena of it, by phase: what is read in both is gathered in each."""
+    def held(self, where: Mapping[fx.Node, int], number: int, count: int) -> Iterator[Held]:
+        """What is in the arena of it, by phase: what is read in both is gathered in each.
+
+        number  of this weight, of `count`: tells places apart that are before the same node
+        """
         row = 0 if self.whole or self.rows < 2 else self.nbytes // self.rows
-        nodes = [*(r.use.node for r in self.readers), *self.others]
+        nodes = [*((r.use.node, _cast_of(r.chain)) for r in self.readers), *self.others]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            reads = sorted({where[n] for n in nodes if n.op != "output" and phase_of(n) is phase})
+            reads = set()
+            for node, cast in nodes:
+                if node.op == "output" or phase_of(node) is not phase:
+                    continue
+                if cast is None:
+                    reads.add(where[node] * (count + 1))
+                elif phase_of(cast) is phase:
+                    reads.add(where[cast] * (count + 1))
+                else:  # the cast is made again, right before
+                    reads.add(where[node] * (count + 1) - 1 - number)
             if reads:
-                yield Held(self.handle.name, tuple(reads), self.nbytes, row)
+                yield Held(self.handle.name, tuple(sorted(reads)), self.nbytes, row)
+
+
+def _cast_of(chain: Chain) -> fx.Node | None:
+    """The first cast on the way from a gather: what follows does not read the gathered bytes."""
+    return next((view for view, _ in chain if view.target in CASTS), None)
 
 
 def weights_of(graph: fx.Graph, plan: Plan) -> Iterator[Weight]:
@@ -69,7 +89,7 @@ def weights_of(graph: fx.Graph, plan: Plan) -> Iterator[Weight]:
     for handle, made in gathers.items():
         spec = plan.params[NodeName(handle.name)]
         readers: list[Reader] = []
-        others: list[fx.Node] = []
+        others: list[tuple[fx.Node, fx.Node | None]] = []
         for gather in made:
             found, rest = _readers(gather)
             readers += found
@@ -77,7 +97,7 @@ def weights_of(graph: fx.Graph, plan: Plan) -> Iterator[Weight]:
         rows = spec.layout.size[0] if spec.layout.size else 1
         whole = "" if all(_is_row_major(g, spec) for g in made) else "it is not row-major"
         if others and not whole:
-            whole = f"%{others[0].name} cannot be computed over tiles of it"
+            whole = f"%{others[0][0].name} cannot be computed over tiles of it"
         why = f"{spec.name} is gathered whole: {whole}" if whole else ""
         nbytes = max(fetched(g).nbytes for g in made)
         yield Weight(handle, str(spec.name), rows, nbytes, tuple(readers), tuple(others), why)
@@ -89,10 +109,12 @@ def _is_row_major(gather: fx.Node, spec: ParamSpec) -> bool:
     return plain and brings == spec.layout
 
 
-def _readers(gather: fx.Node) -> tuple[list[Reader], list[fx.Node]]:
+def _readers(gather: fx.Node) -> tuple[list[Reader], list[tuple[fx.Node, fx.Node | None]]]:
     """Who reads a gather, or a view of it: those that can be computed over tiles, and others."""
     seen = {gather: _Member((), (0, shape(gather)[0] if shape(gather) else 1))}
-    queue, found, others = [gather], [], []
+    queue = [gather]
+    found: list[Reader] = []
+    others: list[tuple[fx.Node, fx.Node | None]] = []
     while queue:
         node = queue.pop()
         for user in node.users:
@@ -102,7 +124,7 @@ def _readers(gather: fx.Node) -> tuple[list[Reader], list[fx.Node]]:
             elif (reader := _reader(gather, user, node, seen[node])) is not None:
                 found.append(reader)
             else:
-                others.append(user)
+                others.append((user, _cast_of(seen[node].chain)))
     return found, others
 
 
@@ -110,7 +132,7 @@ def _readers(gather: fx.Node) -> tuple[list[Reader], list[fx.Node]]:
 class _Member:
     """A view of a weight. chain, rows  as in `Reader`"""
 
-    chain: tuple[tuple[fx.Node, int], ...]
+    chain: Chain
     rows: tuple[int, int]
 
     @property

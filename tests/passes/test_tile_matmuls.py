@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from joint import Joint, assert_same, captured, catch, least_budget, results
+from joint import Joint, assert_same, captured, catch, results
 from small_models import SMALL_MODELS
 from torch import nn
 
@@ -189,7 +189,6 @@ def test_a_quarter_of_what_a_model_needed_will_do(name):
     budget = max(2048, largest // 4)
     tiled = joint.copy(budget_bytes=budget).through(*passes)
     assert_close(results(tiled), results(joint))
-    assert least_budget(joint) <= budget
 
 
 def test_a_tile_of_the_gradient_leaves_before_the_next_is_made():

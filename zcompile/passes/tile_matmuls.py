@@ -52,7 +52,11 @@ class TileMatmuls(Pass):
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
         where = positions(graph)
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
-        held = [h for weight in weights.values() for h in weight.held(where)]
+        held = [
+            value
+            for number, weight in enumerate(weights.values())
+            for value in weight.held(where, number, len(weights))
+        ]
         notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
                  if w.whole and self._is_too_large(w, plan)]  # fmt: skip
         for name, most in choose_cuts(held, plan.budget_bytes, self.tile_bytes).items():

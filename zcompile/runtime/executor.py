@@ -226,12 +226,8 @@ class _Walk:
         grad = self.values[reduce.value]
         if reduce.drop:
             self.values[reduce.value] = None
-        entry, after = self.entries[reduce.entry], self._after(reduce.after)
-        if reduce.of_nbytes:
-            offset = reduce.begin // grad.element_size()
-            self.gradients.receive_tile(entry, grad, offset, after)
-        else:
-            self.gradients.receive(entry, grad, after)
+        offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
+        self.gradients.take(self.entries[reduce.entry], grad, offset, self._after(reduce.after))
         leaving.sent(nbytes)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:

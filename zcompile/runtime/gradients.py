@@ -50,12 +50,18 @@ class Gradients:
         for entry in entries:
             self._expected[entry.key] = self._expected.get(entry.key, 0) + 1
 
-    def take(self, entry: Entry, grad: Tensor, offset: int | None = None) -> None:
-        """`grad`, which compute has just made: all of a contribution, or a tile of one."""
+    def take(
+        self,
+        entry: Entry,
+        grad: Tensor,
+        offset: int | None = None,
+        after: Sequence[Ticket] | None = None,
+    ) -> None:
+        """All of a contribution; or, with an offset, a tile of one."""
         if offset is None:
-            self.receive(entry, grad)
+            self.receive(entry, grad, after)
         else:
-            self.receive_tile(entry, grad, offset)
+            self.receive_tile(entry, grad, offset, after)
 
     def receive(self, entry: Entry, grad: Tensor, after: Sequence[Ticket] | None = None) -> None:
         """One contribution to the gradient of the parameter that `entry` holds.

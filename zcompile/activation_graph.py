@@ -14,7 +14,7 @@ from zcompile.graph_plan import Plan
 from zcompile.machine import Machine
 from zcompile.packing import aligned
 from zcompile.saved_values import SavedValues, family_of, is_value, storage_bytes
-from zcompile.specs import NodeName, Phase
+from zcompile.specs import Layout, NodeName, Phase
 from zcompile.torch_private import gradient_of, is_tangent, wish_of
 from zcompile.work import work_of
 
@@ -133,8 +133,7 @@ class _Reading:
         family = {n for gather in gathers for n in (gather, *self._family(gather))}
         read = sorted({self.where[user] for n in family for user in n.users
                        if user not in family and user.op != "output"})  # fmt: skip
-        (handle, *_) = gathers[0].all_input_nodes
-        nbytes = aligned(self.plan.params[NodeName(handle.name)].nbytes)
+        nbytes = aligned(Layout.of(gathers[0].meta["val"]).nbytes)
         early = tuple(at for at in read if at < self.boundary)
         return Weight(nbytes, early, tuple(at for at in read if at >= self.boundary))
 
@@ -196,9 +195,10 @@ class _Reading:
             spec = self.plan.params[NodeName(handle.name)]
             ways = ("h2d", "disk_read") if spec.home == "disk" else ("h2d",)
             slowest = min((links[w].bytes_per_s for w in ways if w in links), default=0.0)
-            total += spec.nbytes
+            nbytes = Layout.of(gathers[0].meta["val"]).nbytes
+            total += nbytes
             for phase in (0, 1):
-                seconds[phase] += spec.nbytes / slowest if slowest else 0.0
+                seconds[phase] += nbytes / slowest if slowest else 0.0
         return (seconds[0], seconds[1]), total
 
     def _away(self, tier: str, room: int) -> Away:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +50,32 @@ class Variant:
     result: Result | None = None
 
 
-def variant(name: str, args: argparse.Namespace, fields: dict[str, Any] | None) -> Variant:
-    """fields: those of `zcompile.offload`; None runs stock code."""
+def stock(args: argparse.Namespace) -> Variant:
+    model = built(args)
+    return Variant("stock", model, model)
+
+
+def resident(args: argparse.Namespace, tile_bytes: str) -> Variant:
+    """The weight stays where it is; only the loss is tiled."""
+    model = built(args)
+    options = {"tile_bytes": tile_bytes}
+    compiled = torch.compile(model, backend="zinf", dynamic=False, options=options)
+    return Variant(f"zinf, weight in memory, tiles of {tile_bytes}", model, compiled)
+
+
+def offloaded(args: argparse.Namespace, device_memory: str) -> Variant:
+    """The weight rests on the host, its gradient goes there; tiles follow from the budget."""
+    model = built(args)
+    zcompile.offload(
+        model, device="cpu", device_memory=device_memory, host_memory="4GiB", residency=False
+    )
+    compiled = torch.compile(model, backend="zinf", dynamic=False)
+    return Variant(f"zinf, offloaded, device {device_memory}", model, compiled)
+
+
+def built(args: argparse.Namespace) -> Head:
     torch.manual_seed(0)
-    model = Head(args.width, args.vocabulary)
-    if fields is None:
-        return Variant(name, model, model)
-    zcompile.offload(model, device="cpu", host_memory="4GiB", residency=False, **fields)
-    return Variant(name, model, torch.compile(model, backend="zinf", dynamic=False))
+    return Head(args.width, args.vocabulary)
 
 
 def step(one: Variant, hidden: Tensor, targets: Tensor) -> None:
@@ -127,13 +144,14 @@ def main() -> None:
     for name, default in (("tokens", 512), ("width", 128), ("vocabulary", 16384),
                           ("rounds", 3), ("warmup", 1)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--device-memory", nargs="+", default=["64MiB"])
+    parser.add_argument("--device-memory", nargs="*", default=["64MiB"])
+    parser.add_argument("--tile-bytes", nargs="*", default=["8MiB"])
     args = parser.parse_args()
     variants = [
-        variant("stock", args, None),
-        *(variant(f"zinf, device {size}", args, {"device_memory": size})
-          for size in args.device_memory),
-    ]  # fmt: skip
+        stock(args),
+        *(resident(args, size) for size in args.tile_bytes),
+        *(offloaded(args, size) for size in args.device_memory),
+    ]
     generator = torch.Generator().manual_seed(1)
     for round_ in range(args.warmup + args.rounds):
         hidden = torch.randn(args.tokens, args.width, generator=generator)

@@ -158,7 +158,9 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
             out = fx.Interpreter(joint.gm).run(*values)
     finally:
         joint.session.on_gradient = before
-    stored |= {name: put_together(joint, name, parts) for name, parts in tiles.items()}
+    for name, parts in tiles.items():
+        together = put_together(joint, name, parts)
+        stored[name] = together if name not in stored else together + stored[name]
     output = output_of(joint.graph)
     nodes = output.args[0]
     descs = output.meta.get("desc") or [None] * len(nodes)
@@ -169,7 +171,8 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
             assert f"grad of {name}" in found
         else:
             key = f"grad of {name}" if name else f"output {position}"
-            found[key] = value.clone() if plain(value) else value
+            value = value.clone() if plain(value) else value
+            found[key] = found[key] + value if key in found else value
     for node, value in zip(joint.graph.find_nodes(op="placeholder"), values, strict=True):
         if plain(value) and handle_input(node) is None:
             found[f"input {node.name}"] = value
@@ -179,7 +182,8 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
 def put_together(joint: Joint, name: str, tiles: Sequence[tuple[int, Tensor]]) -> Tensor:
     """A gradient of its tiles: contribution after contribution, each of them whole."""
     (spec,) = {s for s in joint.plan.params.values() if s.name == name}
-    total, came, left = torch.zeros(spec.layout.numel), set(), spec.layout.numel
+    came: set[int] = set()
+    total, left = torch.zeros(spec.layout.numel, dtype=tiles[0][1].dtype), spec.layout.numel
     for offset, tile in tiles:
         assert offset not in came, f"a tile of {name} came twice"
         assert tile.is_contiguous()

@@ -193,15 +193,16 @@ def surroundings(session: Session) -> Surroundings:
 
 def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:
     """How many contributions the backward of a graph makes to the gradient of each sink."""
-    counts = {name: 1 for name, spec in plan.params.items() if spec.sink}
+    sinks = [name for name, spec in plan.params.items() if spec.sink]
     elements: dict[NodeName, int] = {}
-    for tile in find(graph, ops.reduce_tile):
-        grad, handle, _ = tile.args
+    for sink in find(graph, *ops.SINKS):
+        grad, handle = sink.args[:2]
         assert isinstance(grad, fx.Node)
         assert isinstance(handle, fx.Node)
         name = NodeName(handle.name)
         elements[name] = elements.get(name, 0) + grad.meta["val"].numel()
-    return counts | {n: c // plan.params[n].layout.numel for n, c in elements.items()}
+    made = {n: c // max(1, plan.params[n].layout.numel) for n, c in elements.items()}
+    return {n: max(1, made.get(n, 0)) for n in sinks}
 
 
 def _gathered_in_backward(handle: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from zcompile.loss_gradient import Leaving, Taker, Way, Whole
 from zcompile.loss_match import Gradients, picks
 from zcompile.loss_tiles import Pen, Tiles, again, one_hot, product
 
@@ -53,33 +54,15 @@ class _Slice:
     gradient: fx.Node | None = None
 
 
-class _Whole:
-    """The gradient of a weight, put together of its tiles in the place of the old one.
-
-    Every write reads what the one before returns, so that no pass can take one from the other.
-    """
-
-    def __init__(self, pen: Pen, old: fx.Node, tiles: Tiles) -> None:
-        self._pen, self._old = pen, old
-        val, (_, first) = old.meta["val"], tiles.classes[0]
-        self._made = pen(aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype)
-        ones = pen(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
-        self._index = pen(aten.sub.Tensor, pen(aten.cumsum.default, ones, 0), 1)
-
-    def take(self, tile: fx.Node) -> None:
-        """The next tile."""
-        pen, index = self._pen, self._pen.rows(self._index, 0, tile.meta["val"].shape[0])
-        self._made = pen(aten.index_copy_.default, self._made, 0, index, tile)
-        self._index = pen(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
-
-    def finish(self) -> None:
-        self._old.replace_all_uses_with(self._made)
-
-
-def write_backward(pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts) -> None:
-    """Gradients of rows, weight and bias take the places of the old ones."""
+def write_backward(
+    pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts, way: Way | None
+) -> None:
+    """Gradients of rows and bias take the places of the old ones, and so does that of the weight,
+    unless there is a way home."""
     slices = _slices(pen, tiles, gradients, facts)
-    of_weight = None if gradients.weight is None else _Whole(pen, gradients.weight, tiles)
+    of_weight: Taker | None = Leaving(pen, way) if way is not None else None
+    if of_weight is None and gradients.weight is not None:
+        of_weight = Whole(pen, gradients.weight, tiles)
     of_bias = []
     for a, b in tiles.classes:
         weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)

@@ -12,21 +12,30 @@ targets out of range stay what they were. Backward makes each tile of logits aga
 (`loss_backward.py`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from zcompile.graph import phase_of
 from zcompile.loss_backward import IGNORED, Facts, write_backward
+from zcompile.loss_gradient import way_home
 from zcompile.loss_match import Loss
 from zcompile.loss_tiles import Pen, Tiles, one_hot, product, rows_of_targets
+from zcompile.specs import NodeName, ParamSpec
 
 aten = torch.ops.aten
 
 
-def rewrite_loss(graph: fx.Graph, tiles: Tiles) -> None:
-    """Rewrite both halves in place; what is not read any more is erased."""
+def rewrite_loss(
+    graph: fx.Graph, tiles: Tiles, params: Mapping[NodeName, ParamSpec] = MappingProxyType({})
+) -> None:
+    """Rewrite both halves in place; what is not read any more is erased.
+
+    params  the tiered parameters, to whose gradients tiles are sent home
+    """
     loss = tiles.loss
     first = min((loss.likelihood, *loss.sums))
     pen = Pen(graph, phase_of(first), loss.softmax)
@@ -39,7 +48,7 @@ def rewrite_loss(graph: fx.Graph, tiles: Tiles) -> None:
     if (gradients := loss.gradients) is not None:
         pen = Pen(graph, phase_of(gradients.top), gradients.top)
         with graph.inserting_before(gradients.top):
-            write_backward(pen, tiles, gradients, facts)
+            write_backward(pen, tiles, gradients, facts, way_home(graph, params, loss))
     graph.eliminate_dead_code()
 
 

@@ -64,14 +64,12 @@ def _values(args: Any) -> Any:
 class Tiles:
     """A loss and how it is cut.
 
-    dtype    in which exponentials are summed, and gradients over tiles
-    gathers  whether each tile of the weight is gathered by itself
+    dtype  in which exponentials are summed, and gradients over tiles
     """
 
     loss: Loss
     cut: Cut
     dtype: torch.dtype
-    gathers: bool = False
 
     @property
     def classes(self) -> list[tuple[int, int]]:
@@ -88,17 +86,7 @@ class Tiles:
 
     def weight(self, pen: Pen, a: int, b: int) -> fx.Node:
         """Rows of the weight, [b - a, width]."""
-        weight = self.loss.weight
-        if not self.gathers:
-            return pen.rows(weight, a, b)
-        gather = gather_of(weight)
-        assert gather is not None, "only a weight that is gathered is gathered in tiles"
-        handle, size, stride, offset, dtype, device = gather.args
-        row = stride[0]  # type: ignore[index]  # a list, by the op schema
-        tile = pen(
-            ops.gather, handle, [b - a, *size[1:]], stride, offset + a * row, dtype, device  # type: ignore[index,misc,operator]  # op schema
-        )  # fmt: skip
-        return pen.cast(tile, weight.meta["val"].dtype)
+        return pen.rows(self.loss.weight, a, b)
 
     def bias(self, pen: Pen, a: int, b: int) -> fx.Node | None:
         return None if self.loss.bias is None else pen.rows(self.loss.bias, a, b)

@@ -135,6 +135,26 @@ def test_training_by_sgd_is_that_of_eager(name: str, tmp_path: Path, tiled: list
         assert apart <= TOLERANCE * other.abs().max(), key
 
 
+@pytest.mark.parametrize("name", ["plain", "smoothed, tied", "gpt2", "t5"])
+def test_a_head_trains_that_is_larger_than_the_device(
+    name: str, tmp_path: Path, tiled: list[object]
+) -> None:
+    """Tiles of the weight are gathered, and their gradients leave, one by one."""
+    eager = built(name)
+    weight = max(p.numel() * p.element_size() for p in eager.parameters())
+    budgets = {**BUDGETS, "device_memory": weight * 7 // 8}
+    expected = train(eager, eager, sgd)
+    model = zcompile.offload(built(name), disk=tmp_path, **budgets)
+    losses = train(model, torch.compile(model, backend="zinf"), sgd)
+    assert len(tiled) == 1
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    for (key, param), (_, other) in zip(
+        model.named_parameters(), eager.named_parameters(), strict=True
+    ):
+        apart = (param.detach() - other.detach()).abs().max()
+        assert apart <= TOLERANCE * other.abs().max(), key
+
+
 @pytest.mark.parametrize("name", ["smoothed, tied", "gpt2"])
 def test_training_by_adamw_is_that_of_eager(name: str, tmp_path: Path) -> None:
     """Its steps are as large for gradients that are nothing but rounding; the loss tells."""
@@ -156,6 +176,15 @@ def test_a_model_that_returns_its_logits_is_left_alone_to_the_last_bit(
     model = zcompile.offload(built("llama").model, disk=tmp_path, **BUDGETS)
     assert train(model, called(torch.compile(model, backend="zinf")), sgd) == expected
     assert not tiled
+
+
+def test_a_model_that_was_not_offloaded_is_tiled_if_asked(tiled: list[object]) -> None:
+    eager, model = built("smoothed, tied"), built("smoothed, tied")
+    options = {"tile_bytes": LOGITS // 4}
+    expected = train(eager, eager, sgd)
+    losses = train(model, torch.compile(model, backend="zinf", options=options), sgd)
+    assert len(tiled) == 1
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_sizes_may_be_dynamic(tmp_path: Path, tiled: list[object]) -> None:

@@ -1,14 +1,15 @@
 """A loss over a vocabulary runs over tiles of it: same numbers within a tolerance, no logits."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from joint import Joint, assert_same, catch, results
 from torch import Tensor, fx
-from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern
+from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern, flat
 
-from zcompile import printer
+from zcompile import ops, printer
 from zcompile.config import Config
 from zcompile.graph import find
 from zcompile.liveness import profile
@@ -125,6 +126,24 @@ def test_what_cannot_be_tiled_is_kept_bit_by_bit_and_a_note_says_why(name, caugh
     assert "2220 bytes" in note.text
     assert note.node in [node.name for node in kept.graph.nodes]
     assert_same(results(kept), expected)
+
+
+@pytest.mark.parametrize("name", ["bias", "bf16 autocast", "tied", "smoothed, tied"])
+def test_each_tile_of_the_weights_gradient_leaves_at_once(name, caught):
+    pattern = Pattern(flat(label_smoothing=0.1), tied=True) if name not in TILED else TILED[name]
+    joint, expected = caught(pattern, True)
+    tiled = joint.through(TileLoss(SMALL))
+    tiles = find(tiled.graph, ops.reduce_tile)
+    (handle,) = {tile.args[1] for tile in tiles}
+    sizes = [tile.args[0].meta["val"].numel() for tile in tiles]
+    assert tiled.plan.params[handle.name].name in ("head.weight", "embedding.weight")
+    assert [tile.args[2] for tile in tiles] == [sum(sizes[:n]) for n in range(len(sizes))]
+    assert sum(sizes) == CLASSES * WIDTH
+    assert len(sizes) > 1
+    assert all(tile.args[0].meta["val"].dtype is torch.float32 for tile in tiles)
+    for tile, following in pairwise(tiles):
+        assert tile.args[0] < tile < following.args[0], "it leaves before the next is made"
+    assert_close(results(tiled), expected, tolerance_of(pattern))
 
 
 def test_small_logits_are_left_alone_to_the_last_bit(caught):

@@ -74,7 +74,7 @@ def _tile(graph: fx.Graph, softmax: fx.Node, tile_bytes: int, plan: Plan) -> Pla
         return replace(plan, notes=(*plan.notes, note))
     cut, dtype = cut_of(loss, tile_bytes)
     if cut is not None:
-        rewrite_loss(graph, Tiles(loss, cut, dtype))
+        rewrite_loss(graph, Tiles(loss, cut, dtype), plan.params)
     return plan
 
 

@@ -9,7 +9,7 @@ to the head), what those give is another one, and the sum is formed at home.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -63,7 +63,7 @@ def way_home(graph: fx.Graph, params: Mapping[NodeName, ParamSpec], loss: Loss) 
     while (user := _only_user(end)) is not None and _is_sum(user):
         end, total = user, total or user
     output = output_of(graph)
-    results = list(output.args[0])  # type: ignore[call-overload]  # the results of a joint graph
+    results = _results(output)
     places = [n for n, result in enumerate(results) if result is end]
     if set(end.users) != {output} or len(places) != 1 or last.meta["val"].shape != spec.layout.size:
         return None
@@ -81,6 +81,11 @@ def _last_of_its_own(gradient: fx.Node) -> fx.Node:
         node, turned = user, turned ^ (user.target in TURNS)
         last = last if turned else node
     return last
+
+
+def _results(output: fx.Node) -> list[Any]:
+    (results,) = output.args
+    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -116,7 +121,7 @@ class Leaving:
             assert isinstance(rest, fx.Node), "a term of a sum of gradients"
             way.total.replace_all_uses_with(rest)
             return
-        results = list(output.args[0])  # type: ignore[call-overload]  # of a joint graph
+        results = _results(output)
         results[way.position] = self._sent
         output.args = (tuple(results),)
 

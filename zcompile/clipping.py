@@ -39,7 +39,28 @@ def known_norm(
         return None  # of rows or columns, as some optimizers ask; not of all elements
     rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
     measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
-    return session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
+    known = session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
+    return known if known is not None else _measured_in_tiles(tensor, measure)
+
+
+def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
+    """The norm of a gradient that the device cannot hold whole, tile by tile; None for others."""
+    entry, session = tensor.entry, session_of(tensor.entry)
+    dtype, budget = tensor.lies.dtype, session.device_budget
+    if entry.nbytes <= budget or not measure.joins:
+        return None
+    most, count = max(1, budget // 4 // dtype.itemsize), tensor.lies.numel
+    cuts = session.norms.cuts_of(entry) or [
+        (begin, min(most, count - begin)) for begin in range(0, count, most)
+    ]
+    session.executor.foresight.abandon()  # what was fetched ahead lies where tiles will
+    parts = []
+    for offset, numel in cuts:
+        memory = session.arena.take(numel * dtype.itemsize, entry.name)
+        after = (session.device.mark(),)
+        session.fetch(entry, memory, begin=offset * dtype.itemsize, after=after).join_compute()
+        parts.append(measure(memory.view(dtype)))
+    return measure.join(parts)
 
 
 def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

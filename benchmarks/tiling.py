@@ -1,0 +1,112 @@
+"""A transformer block too wide for its device budget trains in tiles (Figure 6b of ZeRO-Infinity,
+scaled down), and what weights take of the device as tiles get smaller.
+
+    python benchmarks/tiling.py --hidden 64 --times 1 2 4 8
+
+The budget is the smallest under which the block of hidden size `--hidden` trains with whole
+weights; wider ones train in it by tiles. Device memory is what the arena counted. On a machine
+without a GPU the device is emulated: seconds say how tiles compare with each other, not more.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.offloading import session_behind
+
+TOKENS = 16
+
+
+class Block(nn.Module):
+    """The matrices of a transformer's feed-forward half, and its norm."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """hidden     size of the block
+    weight_bytes  of its largest weight
+    arena_bytes   the most that weights took of the device at once
+    step_s        the fastest of the steps
+    differs       the largest difference of a parameter from eager's, after them
+    """
+
+    hidden: int
+    weight_bytes: int
+    arena_bytes: int
+    step_s: float
+    differs: float
+
+
+def train(hidden: int, budget: int, steps: int, tile_bytes: int | None = None) -> Ran:
+    """raises  BudgetExceeded, if it does not fit"""
+    torch.manual_seed(0)
+    model, plain = Block(hidden), Block(hidden)
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(TOKENS, hidden)
+    torch._dynamo.reset()
+    zcompile.offload(model, device="cpu", device_memory=budget, residency=False)
+    options = {} if tile_bytes is None else {"tile_bytes": tile_bytes, "max_lead": 1}
+    meter = session_behind(model).meter
+    peak = 0
+    calls = ((model, torch.compile(model, backend="zinf", options=options)), (plain, plain))
+    seconds = []
+    for each, call in calls:
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-3)
+        for _ in range(steps):
+            begun = time.perf_counter()
+            call(x).square().mean().backward()
+            if each is model:
+                seconds.append(time.perf_counter() - begun)
+                peak = peak or meter.peak()["device"]  # before a step of the optimizer
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    differs = max(float((p.detach().cpu() - q.detach()).abs().max()) for p, q in pairs)
+    largest = max(q.nbytes for q in plain.parameters())
+    return Ran(hidden, largest, peak, min(seconds), differs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--steps", type=int, default=3)
+    given = parser.parse_args()
+    largest = 4 * given.hidden * given.hidden * 4
+    budget = largest + 64 * 1024
+    print(f"Budget {budget} bytes; the largest weight at hidden {given.hidden} has {largest}.\n")
+    print(
+        "| hidden | largest weight, bytes | of the device, bytes | step, s | differs from eager |"
+    )
+    print("| ---: | ---: | ---: | ---: | ---: |")
+    for times in given.times:
+        ran = train(times * given.hidden, budget, given.steps)
+        print(f"| {ran.hidden} | {ran.weight_bytes} | {ran.arena_bytes} | {ran.step_s:.4f} "
+              f"| {ran.differs:.1e} |")  # fmt: skip
+    hidden = max(given.times) * given.hidden
+    whole = 4 * hidden * hidden * 4
+    print(f"\nWorking memory at hidden {hidden}, with room for everything:\n")
+    print("| tiles | of the device, bytes | step, s | differs from eager |")
+    print("| ---: | ---: | ---: | ---: |")
+    for tiles in given.tiles:
+        limit = 4 * whole if tiles == 1 else 2 * whole // tiles
+        ran = train(hidden, 2 * whole + 2**20, given.steps, limit)
+        print(f"| {tiles} | {ran.arena_bytes} | {ran.step_s:.4f} | {ran.differs:.1e} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Models with weights that the device cannot hold whole: they train, as eager would."""
+
+import pytest
+import torch
+from offloaded import twins
+from torch import nn
+from torch.nn import functional as F
+
+import zcompile
+from zcompile.errors import BudgetExceeded
+
+CLOSE = {"rtol": 1e-4, "atol": 2e-6}
+"""Three steps in float32: input gradients are sums over tiles, and clipping has norms of norms."""
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's: the weight is [in, out], so that tiles are summed over in forward."""
+
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inside, outside) / inside**0.5)
+        self.bias = nn.Parameter(torch.zeros(outside))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(160, 32)
+        self.head = nn.Linear(32, 160, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 16, 40) / 4)
+        self.down = nn.Parameter(torch.randn(8, 40, 16) / 6)
+
+    def forward(self, x):
+        return torch.bmm(F.gelu(torch.bmm(x, self.up)), self.down)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+MODELS = {
+    "mlp": lambda: (
+        nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)),
+        torch.randn(5, 64, generator=seeded(1)),
+    ),
+    "transposed": lambda: (
+        nn.Sequential(Conv1D(64, 96), nn.GELU(), Conv1D(96, 64)),
+        torch.randn(5, 64, generator=seeded(1)),
+    ),
+    "embedding": lambda: (Tied(), torch.randint(0, 160, (3, 7), generator=seeded(1))),
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv2d(8, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 8, 3)),
+        torch.randn(2, 8, 9, 9, generator=seeded(1)),
+    ),
+    "experts": lambda: (Experts(), torch.randn(8, 3, 16, generator=seeded(1))),
+}
+BUDGET = 8192
+"""Bytes, about half of the largest weight of each model."""
+
+
+def train(model, call, x, steps=3, micro=1, clip=None):
+    """The losses of a loop with a stock optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for step in range(steps):
+        for _ in range(micro):
+            torch.manual_seed(step)
+            loss = call(x).square().mean() / micro
+            loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def both(name, tmp_path=None, **how):
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    disk = {} if tmp_path is None else {"disk": tmp_path}
+    pair = twins(model, device_memory=BUDGET, **disk)
+    losses = train(pair.model, pair.call, x, **how), train(pair.plain, pair.plain, x, **how)
+    assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
+    for tiered, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert torch.allclose(tiered.detach().cpu(), plain.detach(), rtol=1e-3, atol=5e-5)
+    return pair
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_whose_weights_do_not_fit(name):
+    pair = both(name)
+    assert max(p.nbytes for p in pair.plain.parameters()) > BUDGET
+
+
+@pytest.mark.parametrize("name", ["mlp", "embedding"])
+def test_over_micro_batches_with_clipping_and_a_disk(name, tmp_path):
+    both(name, tmp_path, micro=2, clip=0.05)
+
+
+def test_outputs_and_gradients_of_weights_are_exact_where_tiles_are_outputs():
+    torch.manual_seed(0)
+    pair = twins(nn.Linear(64, 96), device_memory=BUDGET)
+    assert pair.train(torch.randn(5, 64))
+
+
+def test_equal_tiles_are_compiled_once():
+    torch.manual_seed(0)
+    pair = twins(nn.Linear(64, 512, bias=False), device_memory=BUDGET)
+    assert pair.train(torch.randn(5, 64))
+    counts = zcompile.stats(pair.model)
+    assert counts["distinct_regions"] <= 8 < counts["regions"]
+
+
+def test_a_hook_sees_the_whole_gradient():
+    torch.manual_seed(0)
+    pair = twins(nn.Linear(64, 96), device_memory=BUDGET)
+    seen = []
+    pair.model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    assert pair.train(torch.randn(5, 64))
+    assert seen == [torch.Size([96, 64])]
+
+
+def test_what_was_saved_resumes(tmp_path):
+    torch.manual_seed(0)
+    pair = both("mlp")
+    zcompile.save(tmp_path / "run", pair.model)
+    again = MODELS["mlp"]()[0]
+    zcompile.offload(again, device="cpu", device_memory=BUDGET, host_memory="16MiB")
+    zcompile.resume(tmp_path / "run", again)
+    for p, q in zip(again.parameters(), pair.model.parameters(), strict=True):
+        assert torch.equal(p.detach().cpu(), q.detach().cpu())
+
+
+def test_where_not_even_a_row_fits_the_error_says_what_would():
+    model = nn.Linear(4096, 4, bias=False)
+    zcompile.offload(model, device="cpu", device_memory=BUDGET, host_memory="16MiB")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="device_memory=16384") as caught:
+        torch.compile(model, backend="zinf")(torch.ones(1, 4096))
+    errors = [caught.value, caught.value.__cause__, caught.value.__context__]
+    assert any(isinstance(e, BudgetExceeded) for e in errors) or "BudgetExceeded" in str(errors)
+
+
+def test_a_limit_of_the_user_cuts_what_would_fit():
+    torch.manual_seed(0)
+    pair = twins(nn.Linear(64, 96), tile_bytes=8192)
+    assert pair.train(torch.randn(5, 64))

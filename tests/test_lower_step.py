@@ -180,6 +180,13 @@ def test_chunks_from_afar_are_spread_among_the_others():
     ]
 
 
+def test_a_row_of_which_nothing_moves_takes_no_lane_either():
+    still = row(CHUNK_ELEMENTS, F32, first=2)
+    still = replace(still, columns=(replace(still.columns[0], resident=True),))
+    rows = [row(4 * CHUNK_ELEMENTS, F32), row(CHUNK_ELEMENTS, F32, first=1), still]
+    step(rows, 8 * CHUNK_ELEMENTS * 4)  # verified: the slots end where the schedule says
+
+
 def test_a_row_of_which_nothing_moves_is_one_chunk_and_takes_no_arena():
     columns = tuple(replace(c, resident=True) for c in row(1, F32, F32).columns)
     made = step([Row(100 * CHUNK_ELEMENTS, columns, (), nothing)], 0)

@@ -115,14 +115,15 @@ def _apply(
     results: list[Any] = [None] * len(apps)
     batch: list[int] = []
     written: set[int] = set()  # by the batch; a later row must not fetch before that is stored
+    touched: set[int] = set()  # nor store before what an earlier one reads was fetched
     session: Session | None = None
 
     def flush() -> None:
         if batch:
             whole = len(batch) == len(apps)
             _stream(cls, func, apps, batch, results, learn if whole else None)
-            batch.clear()
-            written.clear()
+            for seen in (batch, written, touched):
+                seen.clear()
 
     for index, app in enumerate(apps):
         tiered: Any = next((t for t in app.tensors() if isinstance(t, cls)), None)
@@ -130,11 +131,15 @@ def _apply(
             results[index] = app.func(*app.args, **app.kwargs)
         elif is_elementwise(func) and streamable(app, cls):
             owner = session_of(tiered.entry)
-            if owner is not session or not written.isdisjoint(_keys(cls, app.tensors())):
+            keys, writes = _keys(cls, app.tensors()), _keys(cls, app.written())
+            if owner is not session or not (
+                written.isdisjoint(keys) and touched.isdisjoint(writes)
+            ):
                 flush()
             session = owner
             batch.append(index)
-            written |= _keys(cls, app.written())
+            written |= writes
+            touched |= keys
         elif (known := known_norm(cls, app.func, app.args, app.kwargs)) is not None:
             results[index] = known
         else:

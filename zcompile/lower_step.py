@@ -196,7 +196,7 @@ class _Builder:
             fetches.append(fetch)
             self.instructions.append(fetch)
             self._taken += slot.nbytes
-        self.arena_bytes = max(self.arena_bytes, address)
+            self.arena_bytes = max(self.arena_bytes, slot.end)
         self.peak_bytes = max(self.peak_bytes, self._taken)
         return _Chunk(row, first, last, tuple(fetches))
 

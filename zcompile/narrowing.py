@@ -65,4 +65,5 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:
     """All of an entry as an operand."""
     resident = entry.store.lendable(entry) and not entry.deferred
-    return Column(index, 0, dtype, writes, entry.kind.lasting, entry.name, resident)
+    far = entry.home == "disk"
+    return Column(index, 0, dtype, writes, entry.kind.lasting, entry.name, resident, far)

@@ -24,6 +24,10 @@ from zcompile.torch_private import (
     mutated_inputs,
 )
 
+REPEATABLE = frozenset({"aten", "prims"})
+"""Namespaces whose ops say whether they draw random numbers. An op of somebody else may draw some,
+or keep a state, without a word; its values are kept or moved, and never made again."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -88,7 +92,7 @@ class SavedValues:
         return (
             maker.op == "call_function"
             and isinstance(maker.target, Dispatched)
-            and maker.target not in ops.OURS
+            and maker.target.namespace in REPEATABLE
             and not maker.target._schema.is_mutable
             and not is_random(maker)
             and self.root(root) not in self.mutated

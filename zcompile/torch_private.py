@@ -195,14 +195,12 @@ def is_random(node: fx.Node) -> bool:
     assert isinstance(node.target, Dispatched)
     if getattr(torch.Tag, "nondeterministic_bitwise", None) in node.target.tags:
         return True
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get(
                 argument.name, argument.default_value)  # fmt: skip
             return bool(given != 0.0)
-    return True
+    return torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def save_unchecked(node: fx.Node) -> None:

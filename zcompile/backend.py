@@ -39,6 +39,7 @@ from zcompile.torch_private import (
     is_symbol,
     pin_phase,
     save_unchecked,
+    without_modes,
 )
 from zcompile.verify_schedule import verify_schedule
 
@@ -188,7 +189,9 @@ def surroundings(session: Session) -> Surroundings:
     if "disk" in free and session.durable is None:
         rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}
     rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
-    return Surroundings(machine_for(session.config, session.device), rooms)
+    with without_modes():  # what is measured must be done, and not traced
+        machine = machine_for(session.config, session.device)
+    return Surroundings(machine, rooms)
 
 
 def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:

@@ -232,3 +232,12 @@ def test_a_list_op_may_write_what_an_earlier_row_reads(tmp_path):
             torch._foreach_add_(params[:-1], params[1:])
     for ours, theirs in zip(model, plain, strict=True):
         assert torch.equal(ours.on_host(), theirs)
+
+
+def test_a_machine_is_measured_while_a_graph_is_traced(tmp_path, monkeypatch):
+    """Where nothing was measured before, the first compilation does; it never ended."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    compiled(layers, device_memory="128KiB")(torch.randn(512, 64)).sum().backward()
+    assert list((tmp_path / "zcompile").glob("machine-*.toml"))

@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
     code, out, _ = zinf("plan", "paper_models:tiny", "--machine", models / "none.toml")
     assert code == 2, "a machine that is not there is a wrong question"
     machine = models / "small.toml"
-    machine.write_text('name = "small"\n[tiers]\ndevice = "32KiB"\nhost = "264KiB"\n'
+    machine.write_text('name = "small"\n[tiers]\ndevice = "48KiB"\nhost = "264KiB"\n'
                        '[links.h2d]\nbytes_per_s = "1GB/s"\n[links.d2h]\nbytes_per_s = "1GB/s"\n'
                        '[compute]\nmemory_bytes_per_s = "9GB/s"\n'
                        '[compute.flops_per_s]\nfloat32 = "1TFLOP/s"\n')  # fmt: skip

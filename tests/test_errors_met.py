@@ -55,12 +55,12 @@ def test_an_eager_use_larger_than_the_device_budget(tmp_path):
 
 
 def test_a_compiled_use_larger_than_the_device_budget_names_what_would_do(tmp_path):
-    model = on_disk(nn.Linear(256, 128), tmp_path, device_memory="64KiB")
+    model = on_disk(nn.Linear(256, 128), tmp_path, device_memory="512B")
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         compiled(model)(torch.ones(1, 256))
     error = caught.value.inner_exception
     assert isinstance(error, BudgetExceeded)
-    assert "the budget is 64.0 KiB" in str(error)
+    assert "the budget is 512 B" in str(error)
     assert "device_memory" in str(error).split("to fit:")[1]
     nbytes = error.needed_bytes
     again = on_disk(nn.Linear(256, 128), tmp_path, device_memory=nbytes)
@@ -157,7 +157,7 @@ def test_a_device_without_the_memory_that_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize(("fields", "kind", "sentence"), [
     ({"device_memmory": 1}, UnknownOption, "zcompile.offload does not know 'device_memmory'; did "
-     r"you mean 'device_memory'\? \(known: device, .*throttle\)"),
+     r"you mean 'device_memory'\? \(known: activations, .*tile_bytes\)"),
     ({"device_memory": "20 apples"}, ConfigInvalid, "device_memory='20 apples' cannot be used"),
     ({"host_memory": "1KiB"}, ConfigInvalid, "host_memory=1024 is too small: .* at least 256 KiB"),
     ({"device": "tpu"}, ConfigInvalid, "device='tpu' is not a torch device"),

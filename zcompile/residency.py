@@ -191,7 +191,7 @@ class Residency:
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         left += resettle(session, {key: h for key, h in homes.items() if key not in set(crowded)})
-        rests = resting(session, self._base.facts.values())
+        rests = resting(session, self._base)
         plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth

@@ -117,10 +117,11 @@ def at_rest(
     rests         key of an entry -> where it is
     window_bytes  that are left to stream through
     """
-    homes = {key: rests.get(key, home) for key, home in plan.placement.homes.items()}
-    if homes == plan.placement.homes:
+    planned = plan.placement.homes
+    homes = {key: rests.get(key, planned.get(key, fact.home)) for key, fact in step.facts.items()}
+    if all(planned.get(key, step.facts[key].home) == home for key, home in homes.items()):
         return plan
-    placement = replace(plan.placement, homes=homes)
+    placement = replace(plan.placement, homes={**planned, **homes})
     try:
         return _planned(step, placement, replace(plan.arena, window_bytes=window_bytes), seconds)
     except BudgetExceeded:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from zcompile.errors import TierFull
 from zcompile.runtime.interrupts import deferred_interrupts
@@ -9,8 +10,9 @@ from zcompile.runtime.place import Place
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
+from zcompile.schedule import Offload, Reduce
 from zcompile.specs import Kind
-from zcompile.steps import EntryFact
+from zcompile.steps import Step
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +32,43 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     return left
 
 
-def resting(session: Session, facts: Iterable[EntryFact]) -> dict[int, str]:
-    """Where each of these rests by now; of a gradient that is to come, where it will find room.
+def resting(session: Session, step: Step) -> dict[int, str]:
+    """Where each entry rests by now; what a step like this one will make, where it will find room.
 
-    Facts of gradients are in the order in which a step makes them. Room is looked for as it will
-    be then, and given back.
+    Values that leave the device for backward come in forward and stay for the whole call that
+    takes them, beside the gradients that it makes. Room is looked for in that order, as it will be
+    then, and given back.
     """
     rests = {key_of(entry): entry.home for entry in session.entries()}
-    tried: list[Place] = []
-    try:
-        for fact in facts:
-            if fact.kind is Kind.GRAD and fact.key not in rests:
-                tried.append(session.homes.reserve(fact.name, fact.kind, fact.nbytes, -fact.key))
-                rests[fact.key] = tried[-1].tier.name
-    except TierFull:
-        log.info("the next step will not find room for all of its gradients")  # and will say so
-    finally:
-        for place in tried:
-            session.homes.left(place, Kind.GRAD)
+    tried: dict[int, tuple[Place, Kind]] = {}
+
+    def settle(key: int, kind: Kind, nbytes: int, **wish: Any) -> None:
+        if key not in rests:
+            place = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
+            rests[key], tried[key] = place.tier.name, (place, kind)
+
+    def leave(key: int) -> None:
+        if key in tried:
+            place, kind = tried.pop(key)
+            session.homes.left(place, kind)
             place.tier.release(place.extent)
+
+    try:
+        for call in step.calls:
+            for x in call.schedule.instructions:
+                if isinstance(x, Offload):
+                    settle(call.made[x.made], Kind.ACTIVATION, x.nbytes, tier=x.tier)
+                elif isinstance(x, Reduce):
+                    fact = step.facts[-call.entries[x.entry]]
+                    settle(fact.key, Kind.GRAD, fact.nbytes, of=-fact.key)
+            for key in call.entries:
+                if key in step.facts and step.facts[key].kind is Kind.ACTIVATION:
+                    leave(key)
+    except TierFull:
+        log.info("the next step will not find room for all that it makes")  # and will say so
+    finally:
+        for key in list(tried):
+            leave(key)
     return rests
 
 

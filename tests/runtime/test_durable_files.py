@@ -108,6 +108,18 @@ def test_the_data_file_of_a_run_that_died_before_its_first_commit_is_removed(tmp
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("nbytes", [0, 4096])
+def test_the_data_file_of_a_run_that_died_while_it_made_it_is_removed(tmp_path, nbytes):
+    (tmp_path / "zinf.tier").write_bytes(bytes(nbytes))
+    opened(tmp_path).close()
+    assert names(tmp_path) == []
+
+
+def test_a_data_file_that_lost_its_header_is_left_as_it_is(tmp_path):
+    (tmp_path / "zinf.tier").write_bytes(bytes(8192))
+    assert "does not begin as one of ours" in refused(tmp_path)
+
+
 def test_a_commit_that_did_not_happen_is_removed(tmp_path):
     committed(tmp_path)
     (tmp_path / "zinf.index.new").write_bytes(b"half")

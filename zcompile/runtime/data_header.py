@@ -54,6 +54,18 @@ def read_header(directory: Path) -> DataHeader | None:
                              f"understood: {error}") from error  # fmt: skip
 
 
+def is_blank(directory: Path) -> bool:
+    """Whether the data file in `directory` holds nothing at all: its run died while it was made.
+
+    Nothing is written to such a file before its header. raises  OSError
+    """
+    try:
+        with (directory / DATA_NAME).open("rb") as file:
+            return not file.read(HEADER_BYTES + 1).strip(b"\0") and file.tell() <= HEADER_BYTES
+    except FileNotFoundError:
+        return False
+
+
 def write_header(directory: Path, header: DataHeader) -> None:
     """raises  OSError"""
     fd = os.open(directory / DATA_NAME, os.O_WRONLY | os.O_CLOEXEC)

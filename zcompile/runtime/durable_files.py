@@ -15,6 +15,7 @@ from zcompile.runtime.data_header import (
     HEADER_BYTES,
     DataHeader,
     data_bytes,
+    is_blank,
     read_header,
     write_header,
 )
@@ -174,6 +175,9 @@ class DurableFiles:
         """What lies there is of no use, or it is of another run, which is refused."""
         if directory != self.home and (other := read_index(directory)) is not None:
             raise DurableHeld(directory, f"holds step {other[0].step} of another run")
+        if is_blank(directory):
+            (directory / DATA_NAME).unlink()
+            return
         found = read_header(directory)
         if found is None:
             return

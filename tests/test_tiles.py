@@ -1,7 +1,7 @@
 """Where weights are cut, as tables; and what every choice keeps, whatever is asked."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zcompile.packing import aligned
@@ -27,6 +27,7 @@ def test_choose_tiles(rows, row_nbytes, most_nbytes, chosen):
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 10**6))
+@example(2049, 1024, 1)  # whole granules would make one tile too many
 def test_tiles_cover_all_rows_and_are_alike(rows, row_nbytes, most_nbytes):
     tiles = choose_tiles(rows, row_nbytes, most_nbytes)
     assert sum(tiles) == rows

@@ -29,11 +29,12 @@ def choose_tiles(rows: int, row_nbytes: int, most_nbytes: int) -> tuple[int, ...
 
     All but the last are alike, and whole disk granules where a tile has room for that.
     """
-    size = min(rows, max(1, most_nbytes // max(1, row_nbytes), -(-rows // MOST_TILES)))
+    least = -(-rows // MOST_TILES)
+    size = min(rows, max(1, most_nbytes // max(1, row_nbytes), least))
     unit = DISK_GRANULE // gcd(DISK_GRANULE, max(1, row_nbytes))
     if unit > size:
         unit = 1
-    size = size // unit * unit if size < rows else rows
+    size = max(size // unit, -(-least // unit)) * unit if size < rows else rows
     tiles = -(-rows // size)
     even = -(-rows // tiles)  # as large as so many tiles need to be
     size = min(size, -(-even // unit) * unit)

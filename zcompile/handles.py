@@ -54,11 +54,17 @@ def handle_of(key: int, over: Callable[[int], None]) -> Tensor:
     """A 0-dim tensor that holds `key`; when its storage dies, `over(key)` is called.
 
     The storage is what counts: autograd may keep the handle for backward after whoever held it is
-    gone. `over` may be called at any time, by a finalizer, so it must take no lock.
+    gone. `over`, a method, may be called at any time, by a finalizer, so it must take no lock. It
+    is held weakly: a handle that torch still remembers keeps no store alive.
     """
     memory = (ctypes.c_int64 * 1)(key)
-    weakref.finalize(memory, over, key).atexit = False
+    weakref.finalize(memory, _tell, weakref.WeakMethod(over), key).atexit = False
     return torch.frombuffer(memory, dtype=torch.int64).reshape(())
+
+
+def _tell(method: weakref.WeakMethod[Callable[[int], None]], key: int) -> None:
+    if (over := method()) is not None:
+        over(key)
 
 
 def entry_of(handle: Tensor) -> Held:

@@ -12,7 +12,7 @@ from zcompile.paper import paper_backend
 from zcompile.torch_private import failure_of, muted_tracing, trees, without_recompile_limit
 from zcompile.user_code import Running
 
-TODO = (
+REMEDY = (
     "a plan runs the model as it is: give it inputs that it takes, and see that it runs with them"
 )
 
@@ -34,7 +34,7 @@ def run_step(
     name, given = type(model).__name__, ", ".join(_told(inputs))
     for _ in range(times):
         with (
-            Running(f"forward of {name} with ({given})", TODO, failure_of),
+            Running(f"forward of {name} with ({given})", REMEDY, failure_of),
             muted_tracing(),
             without_recompile_limit(),
         ):
@@ -42,9 +42,9 @@ def run_step(
         if not loss.requires_grad:
             raise Unsupported("the model's output does not depend on what it trains",
                               "let forward return the loss")  # fmt: skip
-        with Running(f"backward of {name} with ({given})", TODO, failure_of):
+        with Running(f"backward of {name} with ({given})", REMEDY, failure_of):
             loss.backward()
-    with Running(f"a step of {type(optimizer).__name__}", TODO, failure_of):  # fmt: skip
+    with Running(f"a step of {type(optimizer).__name__}", REMEDY, failure_of):  # fmt: skip
         optimizer.step()
 
 

@@ -20,7 +20,7 @@ LIKE_A_GPU = Machine(
     {"h2d": Link("h2d", 4e9, 1e-5), "d2h": Link("d2h", 4e9, 1e-5)},
     Compute({"float32": 1e11}, 2e10, 5e-6),
 )  # fmt: skip
-SIZE = {"hidden": 64, "layers": 12, "heads": 4, "tokens": 48, "batch": 4}
+SIZE = {"hidden": 64, "layers": 6, "heads": 4, "tokens": 48, "batch": 4}
 
 
 class Mean(nn.Module):
@@ -100,7 +100,7 @@ def eager_peak(model: nn.Module, inputs) -> int:
     return 4 * sum(p.nbytes for p in model.parameters()) + saved
 
 
-@pytest.mark.parametrize("part", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("part", [1, 4, 12])
 @pytest.mark.parametrize("build", [gpt, llama])
 def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_path):
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,9 +67,25 @@ def check_resumes(disk: Path, step: int) -> None:
     assert differing == {}, "parameter: (elements that differ, by how much at most)"
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("zinf-")}
+
+
+@pytest.fixture(autouse=True)
+def others() -> Iterator[None]:
+    """Threads of models that tests of other files compiled, which torch may remember."""
+    OTHERS.update(threads())
+    yield
+    OTHERS.clear()
+
+
 def close(model: nn.Module) -> None:
+    assert threads() - OTHERS, "its own"
     session_behind(model).close()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("zinf-")] == []
+    assert threads() <= OTHERS
 
 
 def fill(disk: Path) -> Path:

@@ -182,34 +182,34 @@ print("met", met, "same", same)
     assert "met 0" not in done.stdout
 
 
-@torch.library.custom_op("zinf_tests::thinned", mutates_args=())
-def thinned(x: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("somebody::drops_half", mutates_args=())
+def drops_half(x: torch.Tensor) -> torch.Tensor:
     """Draws random numbers, and its schema does not say so."""
     return x * (torch.rand_like(x) < 0.5)
 
 
-thinned.register_fake(torch.empty_like)
-thinned.register_autograd(
+drops_half.register_fake(torch.empty_like)
+drops_half.register_autograd(
     lambda ctx, grad: grad * (ctx.saved_tensors[0] != 0),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
 
-class Thinned(nn.Module):
+class DropsHalf(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
 
     def forward(self, x):
         for layer in self.layers:
-            x = thinned(nn.functional.gelu(layer(x))) + x
+            x = drops_half(nn.functional.gelu(layer(x))) + x
         return x.square().mean()
 
 
 def test_an_op_of_somebody_else_is_never_made_again():
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Thinned(), torch.randn(512, 64)
+    model, x = DropsHalf(), torch.randn(512, 64)
     plain = copy.deepcopy(model)
     zcompile.offload(model, device="cpu", device_memory="800KiB", host_memory="64MiB",
                      activations="recompute")  # fmt: skip

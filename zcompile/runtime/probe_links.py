@@ -39,7 +39,7 @@ DISK_PIECES = 16
 """Of each directory, reads and writes together."""
 SHORT_BYTES = 256 * KiB
 """More than what the emulated device copies without its worker (`device_cpu.INLINE_BYTES`)."""
-_TODO = "give a directory that one may write to, with more room"
+_REMEDY = "give a directory that one may write to, with more room"
 SHORT_STEP = 2 * MiB
 SHORTS = COPY_BYTES // SHORT_STEP
 """Short copies go between places that no cache remembers."""
@@ -175,7 +175,7 @@ def _files(directories: Sequence[Path],
         raise
     except OSError as error:
         why = f"cannot be measured: {error.strerror or error}"
-        raise DiskUnusable(directories[0], why, _TODO) from error
+        raise DiskUnusable(directories[0], why, _REMEDY) from error
 
 
 def _piece_bytes(directories: Sequence[Path]) -> int:
@@ -184,7 +184,7 @@ def _piece_bytes(directories: Sequence[Path]) -> int:
     fitting = free_disk_bytes(directories) // (2 * pieces) // SHORT_BYTES * SHORT_BYTES
     if fitting == 0:
         raise DiskUnusable(directories[0], "is too full to be measured, which takes "
-                           f"{show_size(2 * pieces * SHORT_BYTES)}", _TODO)  # fmt: skip
+                           f"{show_size(2 * pieces * SHORT_BYTES)}", _REMEDY)  # fmt: skip
     return min(fitting, PIECE_BYTES)
 
 

@@ -25,29 +25,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
+from examples.train_gpt import Block, Shape
 from zcompile.offloading import session_behind
 from zcompile.units import show_size
-
-
-class Block(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class GPT(nn.Module):
@@ -57,7 +37,8 @@ class GPT(nn.Module):
         super().__init__()
         self.again = again
         self.embed = nn.Embedding(args.vocabulary, args.width)
-        self.blocks = nn.ModuleList(Block(args.width, args.heads) for _ in range(args.layers))
+        shape = Shape(args.layers, args.width, args.heads)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(args.layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

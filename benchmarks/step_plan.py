@@ -99,7 +99,9 @@ def stepper(model: nn.Module, run: Callable[..., Tensor]) -> Callable[..., float
 
 def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
-    model = zcompile.offload(built(args), device="cpu", device_memory=device, **fields)
+    # Budgets here are parts of the states; what backward needs is kept beside them in every run.
+    model = zcompile.offload(built(args), device="cpu", device_memory=device, activations="keep",
+                             **fields)  # fmt: skip
     return model, stepper(model, torch.compile(model, backend="zinf"))
 
 
@@ -227,6 +229,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk", default=None)
     parser.add_argument("--only", choices=["sweep", "ablations", "eager"])
+    parser.add_argument("--links", choices=list(SHARES), help="of the sweep, one ratio")
     args = parser.parse_args()
     states = 16 * sum(p.numel() for p in built(args).parameters())
     whole = int(states * 1.02) + 2 * MiB
@@ -238,7 +241,8 @@ def main() -> None:
           f"{show_size(args.host_memory)}; " + ", ".join(
               f"{link} {show_rate(rate)}" for link, rate in first.items()) + "\n")  # fmt: skip
     if args.only in (None, "sweep"):
-        sweep(args, whole, throttles)
+        some = {name: throttles[name] for name in ([args.links] if args.links else throttles)}
+        sweep(args, whole, some)
     if args.only in (None, "ablations"):
         ablations(args, whole, first)
     if args.only in (None, "eager"):

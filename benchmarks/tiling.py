@@ -3,8 +3,8 @@ scaled down), and what weights take of the device as tiles get smaller.
 
     python benchmarks/tiling.py --hidden 64 --times 1 2 4 8
 
-The budget is the smallest under which the block of hidden size `--hidden` trains with whole
-weights; wider ones train in it by tiles. Device memory is what the arena counted. On a machine
+The budget holds the largest weight of the block of hidden size `--hidden`, and 64 KiB; wider blocks
+train in it by tiles. Device memory is what the arena counted. On a machine
 without a GPU the device is emulated: seconds say how tiles compare with each other, not more.
 """
 

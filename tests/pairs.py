@@ -136,3 +136,22 @@ def assert_alike(a: nn.Module, b: nn.Module) -> None:
     for name in ours:
         plain = theirs[name].cpu() if hasattr(theirs[name], "entry") else theirs[name]
         assert_equal(plain, ours[name])
+
+
+def backward(param, *steps, expect=1):
+    """Runs `steps` within a backward pass that expects so many contributions to a gradient."""
+    gradients = param.entry.store.gradients
+    for _ in range(expect):
+        gradients.expect([param.entry])
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, p):
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            for step in steps:
+                step()
+
+    Backward.apply(param).backward()

@@ -103,6 +103,11 @@ def test_an_interrupt_while_entries_move_leaves_a_run_that_goes_on(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(model, compiled, optimizer, 2, 3)
     monkeypatch.undo()
+    goes_on(model, compiled, optimizer)
+
+
+def goes_on(model, compiled, optimizer):
+    """The third step is taken again, and those after it, as if nothing had been."""
     optimizer.zero_grad()
     train(model, compiled, optimizer, 2, STEPS)
     assert same(model, expected())
@@ -125,9 +130,7 @@ def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device
     with pytest.raises(TierFull):
         train(model, compiled, optimizer, 2, 3)
     monkeypatch.undo()
-    optimizer.zero_grad()
-    train(model, compiled, optimizer, 2, STEPS)
-    assert same(model, expected())
+    goes_on(model, compiled, optimizer)
 
 
 def test_another_default_device_changes_nothing():

@@ -66,20 +66,17 @@ class BudgetExceeded(ZinfError, MemoryError):
 class TierFull(ZinfError, MemoryError):
     """No tier has room left for an entry."""
 
-    def __init__(self, name: str, nbytes: int, tiers: Iterable[tuple[str, int, int]]) -> None:
+    def __init__(
+        self, name: str, nbytes: int, tiers: Iterable[tuple[str, int, int]], more: str = ""
+    ) -> None:
+        self.tiers = list(tiers)
         rows = [
             f"    {tier}: {show_size(used)} used of {show_size(budget)}"
-            for tier, used, budget in tiers
+            for tier, used, budget in self.tiers
         ]
-        super().__init__(
-            "\n".join(
-                (
-                    f"no tier has {show_size(nbytes)} left for {name!r}",
-                    *rows,
-                    "  to fit: raise host_memory, give a directory as disk, or free space on it",
-                )
-            )
-        )
+        what = f"no tier has {show_size(nbytes)} left for {name!r}"
+        fit = "  to fit: raise host_memory, give a directory as disk, or free space on it"
+        super().__init__("\n".join((what, *rows, fit + more)))
 
 
 class DiskUnusable(ZinfError, OSError):

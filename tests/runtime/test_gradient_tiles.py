@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from pairs import Holder, assert_equal, on_disk
+from pairs import Holder, assert_equal, backward, on_disk
 
 from zcompile import ops
 from zcompile.offloading import session_behind
@@ -33,25 +33,6 @@ def rows(seed):
 def tiles(grad, order=(0, 1, 2)):
     """(tile, its offset in elements)"""
     return [(grad[CUTS[n] : CUTS[n + 1]], CUTS[n] * SHAPE[1]) for n in order]
-
-
-def backward(param, *steps, expect=1):
-    """Runs `steps` within a backward pass that expects so many contributions."""
-    gradients = param.entry.store.gradients
-    for _ in range(expect):
-        gradients.expect([param.entry])
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, p):
-            return torch.zeros(())
-
-        @staticmethod
-        def backward(ctx, _):
-            for step in steps:
-                step()
-
-    Backward.apply(param).backward()
 
 
 def tiled(param, grad, order=(0, 1, 2)):

@@ -1,10 +1,11 @@
 """Gradients on their way home: how often, in which order, in which layout, and who is told."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
-from pairs import Holder, assert_equal, entries, mlp, on_disk, parameter_pair
+from pairs import Holder, assert_equal, backward, entries, mlp, on_disk, parameter_pair
 from torch import nn
 
 from zcompile.offloading import session_behind
@@ -21,21 +22,8 @@ def _leave_no_store():
 
 def received(param, *grads, expect=1):
     """Hands gradients over as a compiled backward does, from within a backward pass."""
-    gradients = param.entry.store.gradients
-    for _ in range(expect):
-        gradients.expect([param.entry])
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, p):
-            return torch.zeros(())
-
-        @staticmethod
-        def backward(ctx, _):
-            for grad in grads:
-                gradients.receive(param.entry, grad)
-
-    Backward.apply(param).backward()
+    receive = param.entry.store.gradients.receive
+    backward(param, *(partial(receive, param.entry, grad) for grad in grads), expect=expect)
 
 
 @pytest.fixture

@@ -9,10 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zcompile.errors import TierFull
 from zcompile.handles import handle_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
+
+UNPLANNED = (
+    "\n  values of one forward were planned for: call backward before the next forward, or give "
+    "activations='recompute' or 'keep', with device_memory for what stays"
+)
 
 
 def offload(
@@ -25,7 +31,10 @@ def offload(
     after   complete once `value` is computed
     raises  TierFull
     """
-    entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
+    try:
+        entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
+    except TierFull as error:
+        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
     handle = handle_of(entry.key, store.free_later)
     return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
 

@@ -74,13 +74,17 @@ class Recorder:
         """What there is to write down of a call; as in the last step, while entries are alike."""
         keys = tuple([e.key if e.of is None else -e.of for e in entries])
         alike = [e.place.tier for e in entries], [e.kind for e in entries]
-        known = self._known.get((schedule.serial, keys))
+        passing = Kind.ACTIVATION in alike[1]  # these have new keys in every call
+        same = schedule.serial, _kept(entries, keys) if passing else keys
+        known = self._known.get(same)
         if known is None or known.alike != alike:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             call, facts = StepCall(schedule, keys), facts_of(entries)
             known = _Known(alike, call, facts, _gradients(schedule, entries))
-            self._known[schedule.serial, keys] = known
+            self._known[same] = known
+        if passing and known.call.entries != keys:
+            known = replace(known, call=StepCall(schedule, keys), facts=facts_of(entries))
         return known
 
     def stepped(self) -> None:
@@ -100,6 +104,12 @@ class Recorder:
         self._alone.clear()
         calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
         return Step(calls, facts, _micro_batches(calls)) if calls else None
+
+
+def _kept(entries: Sequence[Entry], keys: Sequence[int]) -> tuple[int, ...]:
+    """`keys` without those of values that only this call has, whose places stay."""
+    pairs = zip(entries, keys, strict=True)
+    return tuple([0 if e.kind is Kind.ACTIVATION else key for e, key in pairs])
 
 
 def _micro_batches(calls: Sequence[StepCall]) -> int:

@@ -5,7 +5,8 @@ few windows are tried, from nothing (everything rests on the device) to what giv
 lead of many runs; each is placed, arranged and told how long it takes; the fastest is taken. Pure.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zcompile.arrange import ArenaShare, arranged, window_bytes
@@ -26,6 +27,9 @@ PARTS = (64, 32, 16, 8, 2)
 HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
+DEEPER = 2
+"""Of the fastest plans, how many are tried with more chunks in flight: it changes which is the best
+only among those that are nearly equal, and each costs a simulation."""
 ROUNDS = 4
 """A placement changes what the window must hold, and that the placement; so often at most."""
 LEAST_WINDOW = 256 * KiB
@@ -77,30 +81,34 @@ def plan_step(
     seconds  what an arranged step takes
     raises   BudgetExceeded, if not even what one run reads fits
     """
-    best: StepPlan | None = None
+    made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
     windows = list(_windows(step, machine, room, arena, compute_seconds))
-    for window, placement in sorted(windows, key=lambda made: (made[1].seconds, made[0])):
-        if best is not None and placement.seconds > HOPELESS * best.seconds:
+    for window, placement in sorted(windows, key=lambda row: (row[1].seconds, row[0])):
+        if made and placement.seconds > HOPELESS * min(plan.seconds for plan in made):
             break
-        for depth in (DEPTH, DEEP):
-            shared = replace(arena, window_bytes=window, depth=depth)
-            try:
-                made = _planned(step, placement, shared, seconds)
-            except BudgetExceeded as error:
-                if refused is None or window >= refused[0]:
-                    # Of the widest, which is the arena that was asked for; without the frames it
-                    # came through, which hold the values of the call that was about to run.
-                    refused = window, error.with_traceback(None)
-                break
-            if best is None or made.seconds < best.seconds:
-                best = made
-        if not window and best is not None:
+        shared = replace(arena, window_bytes=window, depth=DEPTH)
+        try:
+            made.append(_planned(step, placement, shared, seconds))
+        except BudgetExceeded as error:
+            if refused is None or window >= refused[0]:
+                # Of the widest, which is the arena that was asked for; without the frames it
+                # came through, which hold the values of the call that was about to run.
+                refused = window, error.with_traceback(None)
+        if not window and made:
             break  # nothing moves
-    if best is None:
+    if not made:
         assert refused is not None
         raise refused[1]
-    return best
+    return min((*made, *_deeper(step, made, seconds)), key=lambda plan: plan.seconds)
+
+
+def _deeper(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
+    """The fastest of the plans once more, with more chunks of an optimizer's step in flight."""
+    for plan in sorted(made, key=lambda plan: plan.seconds)[:DEEPER]:
+        if plan.arena.window_bytes:
+            with suppress(BudgetExceeded):
+                yield _planned(step, plan.placement, replace(plan.arena, depth=DEEP), seconds)
 
 
 def at_rest(

@@ -141,7 +141,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     callers: dict[int, list[int]] = {}
     running: deque[Region] = deque()
     lower, partition = backend.lower, backend._Graph.partition
-    compute, run = executor._compute, executor.Executor.run
+    compute, run = executor.compute, executor.Executor.run
 
     def parted(self: Any, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         made = partition(self, joint, *args, **kwargs)
@@ -198,7 +198,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(backend, "lower", lowered)
     monkeypatch.setattr(backend._Graph, "partition", parted)
     monkeypatch.setattr(executor.Executor, "run", ran)
-    monkeypatch.setattr(executor, "_compute", computed)
+    monkeypatch.setattr(executor, "compute", computed)
     with meter:
         yield found
 

@@ -71,8 +71,11 @@ def test_the_peak_is_the_predicted_one(budget):
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 3, STEPS)
     stats = zcompile.stats(model)
-    assert stats["peak"]["device"] == stats["predicted"]["peak"]["device"]
-    assert stats["peak"]["device"] <= budget
+    peak, predicted = stats["peak"], stats["predicted"]["peak"]
+    assert {what: peak[what] for what in predicted} == predicted
+    assert peak["device"] <= budget
+    assert 0 < peak["activations"] <= peak["together"] <= peak["device"] + peak["activations"]
+    assert stats["planned_peak"]["together"] >= peak["together"]
 
 
 def test_a_plan_in_which_nothing_rests_on_the_device_is_walked_as_planned(monkeypatch):

@@ -12,8 +12,8 @@ COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers")
 GROUPS = {
     "bytes": ({"disk_read", "disk_write", "h2d", "d2h"}, int),
     "seconds": ({"compute", "stall", "optimizer"}, float),
-    "peak": ({"device", "host", "disk"}, int),
-    "planned_peak": ({"device", "host", "disk"}, int),
+    "peak": ({"device", "host", "disk", "activations", "together"}, int),
+    "planned_peak": ({"device", "host", "disk", "activations", "together"}, int),
 }
 
 

@@ -18,6 +18,7 @@ start as early as the arena's window allows.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zcompile.device_peaks import peak_of
 from zcompile.lower_step import DEPTH, lower_step
 from zcompile.packing import Block, aligned, live_peak, pack_quickly
 from zcompile.passes.schedule_prefetch import Need, choose_starts
@@ -36,7 +37,6 @@ from zcompile.schedule import (
     Slot,
     Ticket,
     Wait,
-    peak_of,
 )
 from zcompile.specs import Phase
 from zcompile.steps import Step

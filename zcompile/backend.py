@@ -19,15 +19,18 @@ from zcompile.activation_graph import Surroundings
 from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.footprint import footprint
 from zcompile.graph import assign_phases, find, phase_of
 from zcompile.graph_plan import Plan
+from zcompile.levels import holds_of
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
-from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
+from zcompile.runtime.registers import compute_only
 from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule
 from zcompile.specs import Kind, NodeName, ParamName, ParamSpec, Phase
+from zcompile.storages import Given
 from zcompile.tiered import TieredTensor
 from zcompile.timeline_dump import dump_steps
 from zcompile.torch_private import (
@@ -112,6 +115,7 @@ class _Graph:
     watch: Watcher
     plan: Plan | None = None
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
+    kept: Given = field(default_factory=dict)
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
@@ -129,6 +133,7 @@ class _Graph:
                 user.op != "output" and phase_of(user) is Phase.BACKWARD for user in node.users
             ):
                 (symbols if is_symbol(node) else saved).append(node)
+        self.kept = footprint(joint.graph, self.plan.params).handed_over(n.name for n in saved)
         return cut(joint, saved, symbols, num_fwd_outputs)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -163,7 +168,10 @@ class _Graph:
         regions = session.regions if session is not None else {}
         known = len(regions)
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
-        schedule = replace(schedule, trains=told_as == "forward")
+        given = self.kept if phase is Phase.BACKWARD else {}
+        held = footprint(gm.graph, self.plan.params, given)
+        holds = holds_of(schedule, held, self.kept if told_as == "forward" else {})
+        schedule = replace(schedule, trains=told_as == "forward", holds=holds)
         verify_schedule(schedule)
         self.watch.lowered(schedule, told_as)
         if session is None:

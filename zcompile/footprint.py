@@ -11,9 +11,10 @@ While a node runs, what it reads, what it makes and all that is read later are h
     return (%c)                    c
 
 A graph holds what it makes itself, and the gradients that backward is called with. Not counted:
-inputs of the model, buffers and constants, slots of the arena, and what a kernel takes for itself
-while it runs. A value that forward makes and backward reads is held in between; what forward
-returns to its caller and backward does not read is the caller's once forward has ended.
+inputs of the model, buffers and constants, slots of the arena, what lies on another device than
+gathered parameters do, and what a kernel takes for itself while it runs. A value that forward makes
+and backward reads is held in between; what forward returns to its caller and backward does not read
+is the caller's once forward has ended.
 
 A gradient that goes home is held until its departure is joined, which happens at a planned point
 and not when the transfer happens to end: before one leaves, the oldest are joined until all that
@@ -35,7 +36,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-import torch
 from torch import fx
 
 from zcompile.graph import module_of
@@ -154,15 +154,13 @@ def footprint(
     graph: fx.Graph,
     params: Mapping[NodeName, ParamSpec],
     given: Given | None = None,
-    device: torch.device | None = None,
 ) -> Footprint:
     """What the calls of a graph hold: of a joint graph, or of one phase of it.
 
     params  handle placeholder -> what kind of parameter is behind it
     given   of a backward graph: what its forward kept for it (`Footprint.handed_over`)
-    device  whose memory counts; None: of any
     """
-    walk = StorageWalk(graph, params, given or {}, device)
+    walk = StorageWalk(graph, params, given or {})
     departing, left = walk.walk()
     kept = {id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
             for s in walk.storages}  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from zcompile import ops
+from zcompile.device_peaks import peak_of
 from zcompile.graph import is_compute, output_of, positions, region_of
 from zcompile.graph_plan import Plan, fetched
 from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
@@ -28,7 +29,6 @@ from zcompile.schedule import (
     Slot,
     Ticket,
     Wait,
-    peak_of,
 )
 from zcompile.specs import Layout, NodeName, ParamSpec, Phase
 

@@ -156,7 +156,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
 
     bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
     seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
-    peak          bytes on `device` (the arena), `host`, `disk`, as measured
+    peak          bytes on `device` (the arena), `host`, `disk`, as measured; `activations`: values
+                  between ops of compiled graphs, which lie beside the arena; `together`: the most
+                  of arena and activations at once
     planned_peak  the same, as decided before the first step
     step_s        seconds from one step to the next, of late; None before there were two
     predicted     None until a whole step was planned; then what it should take: `step_s`,

@@ -50,7 +50,9 @@ class PaperSession(Session):
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
         self.on_gradient = self.gradients.take
-        self.executor: _PaperExecutor = _PaperExecutor(self, self.gradients, self.leaving)
+        self.executor: _PaperExecutor = _PaperExecutor(
+            self, self.gradients, self.leaving, self.holding
+        )
         self.regions = _PaperRegions()
         furnish(self)
         self.executor.recorder.on = True

@@ -44,5 +44,9 @@ def told(timeline: Timeline, step: Step) -> dict[str, Any]:
         "phases": {phase.value: seconds for phase, seconds in timeline.phases.items()},
         "bytes": dict(timeline.nbytes),
         "busy": dict(timeline.busy_s),
-        "peak": {"device": timeline.peak_bytes},
+        "peak": {
+            "device": timeline.peak_bytes,
+            "activations": timeline.held_bytes,
+            "together": timeline.together_bytes,
+        },
     }

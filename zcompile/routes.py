@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zcompile.cost import Costs
 from zcompile.errors import Unsupported
+from zcompile.handover import Handover, handover, last_writes
 from zcompile.machine import Link
 from zcompile.schedule import Fetch, Offload, Reduce, Store
 from zcompile.specs import Kind, Phase
@@ -49,6 +50,16 @@ class Routes:
             return key
         dtype = str(fetch.cast.narrow).removeprefix("torch.")
         return self._copies.get(f"{self._facts[key].name} in {dtype}", key)
+
+    def handovers(self, calls: Sequence[StepCall]) -> list[Handover]:
+        """From each call to the one after it, from the last to the first."""
+        found = []
+        for now, then in zip(calls, (*calls[1:], calls[0]), strict=True):
+            writes = last_writes(now.schedule, now.entries.__getitem__)
+            keys = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
+            written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
+            found.append(handover(now.schedule, then.schedule, written))
+        return found
 
     def fetch(self, call: StepCall, fetch: Fetch) -> Journey:
         """To the arena."""

@@ -7,7 +7,7 @@ that safety can be read off the list alone. Sizes and addresses are bytes; a reg
 into the values of one call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -15,6 +15,7 @@ from typing import Any, NewType
 
 import torch
 
+from zcompile.holds import NOTHING_HELD, Holds
 from zcompile.specs import Layout, Phase
 
 Register = NewType("Register", int)
@@ -230,6 +231,10 @@ SERIALS = count()
 Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow | Offload | Left
 
 
+CHANGE_HOLDING = (Run, Reduce, Left)
+"""Instructions that change what a call holds beside the arena."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One phase of one graph, ready to be walked.
@@ -244,6 +249,7 @@ class Schedule:
     peak_bytes   largest sum of slots taken at once
     trains       a forward that a backward follows
     rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
+    holds        what its calls hold of the device beside the arena
     """
 
     phase: Phase
@@ -262,6 +268,7 @@ class Schedule:
     names: Mapping[int, str]
     trains: bool = False
     rows: tuple[Any, ...] = ()
+    holds: Holds = NOTHING_HELD
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
@@ -284,15 +291,3 @@ class Literal:
     """An output that is known without running: None, or a constant."""
 
     value: object
-
-
-def peak_of(instructions: Sequence[Instruction]) -> int:
-    """The largest sum of slots taken at once, in bytes."""
-    now = peak = 0
-    for instruction in instructions:
-        if isinstance(instruction, Fetch):
-            now += instruction.slot.nbytes
-            peak = max(peak, now)
-        elif isinstance(instruction, Free):
-            now -= instruction.slot.nbytes
-    return peak

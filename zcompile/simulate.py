@@ -6,12 +6,14 @@ times in a row, since what one begins with was started while the one before stil
 walk is the answer.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from zcompile.cost import Costs
-from zcompile.handover import Handover, handover, last_writes
+from zcompile.flying import Flying
+from zcompile.held_walk import HeldWalk
 from zcompile.packing import aligned
 from zcompile.routes import Routes
 from zcompile.schedule import (
@@ -30,7 +32,7 @@ from zcompile.schedule import (
 from zcompile.specs import Phase
 from zcompile.steps import Step, StepCall
 from zcompile.timeline import Timeline
-from zcompile.told import Task, Told, later
+from zcompile.told import Task, Told, idle, later
 from zcompile.traffic import Journey, Traffic
 
 REPEATS = 3
@@ -57,15 +59,6 @@ _Done = tuple[Task | None, Journey | None]
 NOTHING_STARTED: _Done = (None, None)
 
 
-class _Flying(NamedTuple):
-    """A transfer under way on bytes [begin, end) of an entry."""
-
-    begin: int
-    end: int
-    writes: bool
-    journey: Journey
-
-
 class _Steps:
     """Host, compute and arena while step after step is walked. Times in seconds."""
 
@@ -76,7 +69,7 @@ class _Steps:
         self._routes = Routes(step, costs, homes)
         ways = costs.ways
         self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
-        self._ahead = self._handovers()
+        self._ahead = self._routes.handovers(self._calls)
         self._act: dict[type, Any] = {
             Run: self._run, Fetch: self._fetch, Wait: self._wait, Free: self._free,
             Reduce: self._reduce, Store: self._store, Borrow: self._borrow,
@@ -86,28 +79,23 @@ class _Steps:
         self._host = 0.0
         self._compute = self._begun = Journey(0)
         self._traffic.start(self._compute, 0.0)
-        self._flying: dict[int, list[_Flying]] = {}
+        self._flying = Flying()
         self._leaving: list[tuple[Slot, Journey]] = []
         self._backlog: list[Journey] = []
         self._given: dict[Ticket, Journey] = {}
         self._taken = sum(map(aligned, self._routes.resident("device")))
+        self._held = HeldWalk()
+        self._departing: deque[Journey] = deque()
         self._begin()
 
     def _begin(self) -> None:
         """What is counted per step starts anew."""
         self._routes.begin()
-        self._peak = self._taken
+        self._peak, self._held_peak = self._taken, self._held.now
+        self._together = self._taken + self._held.now
         self._sent: list[Journey] = []
         self._told: list[Told] = []
-
-    def _handovers(self) -> list[Handover]:
-        found, routes = [], self._routes
-        for now, then in zip(self._calls, (*self._calls[1:], self._calls[0]), strict=True):
-            writes = last_writes(now.schedule, now.entries.__getitem__)
-            keys = {f.ticket: routes.source(then, f) for f in then.schedule.fetches()}
-            written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
-            found.append(handover(now.schedule, then.schedule, written))
-        return found
+        self._between: list[tuple[Journey, float, float]] = []
 
     def timeline(self) -> Timeline:
         """Walk once more, and say what it took."""
@@ -124,11 +112,13 @@ class _Steps:
         return Timeline(
             step_s=since - begun,
             compute_s=sum(m.end_s - m.begin_s for m in moments if m.is_work),
-            stall_s=sum(m.stall_s for m in moments),
+            stall_s=sum(m.stall_s for m in moments) + sum(map(idle, self._between)),
             phases=phases,
             nbytes=nbytes,
             busy_s=busy_s,
             peak_bytes=self._peak,
+            held_bytes=self._held_peak,
+            together_bytes=self._together,
             moments=moments,
         )
 
@@ -149,6 +139,7 @@ class _Steps:
 
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
+        self._join_between(self._held.begin(call.schedule))
         self._done: dict[Ticket, Journey] = self._given
         self._given = {}
         then = self._calls[(number + 1) % len(self._calls)]
@@ -159,6 +150,7 @@ class _Steps:
             self._told.append(Told(number, index, x, begin, self._host, self._waited, task, sent))
             for fetch in starts.get(index, ()):
                 self._given[fetch.ticket] = self._bring(then, fetch, self._compute)
+        self._join_between(self._held.end())
 
     def _work(self, seconds: float, *after: Journey) -> Task:
         """Compute goes on for so long, after all before it and `after`."""
@@ -172,6 +164,7 @@ class _Steps:
         return Task(before, issued, task)
 
     def _run(self, run: Run) -> _Done:
+        self._rise()
         task = self._work(self._costs.region_seconds(run.region))
         if self._beside:
             self._host += self._costs.launch_seconds(run.region)
@@ -196,6 +189,7 @@ class _Steps:
         self._start(journey, key, fetch.begin, fetch.nbytes, False, after, (mark, *under))
         self._taken += fetch.slot.nbytes
         self._peak = max(self._peak, self._taken)
+        self._together = max(self._together, self._taken + self._held.now)
         return journey
 
     def _wait(self, wait: Wait) -> _Done:
@@ -215,9 +209,30 @@ class _Steps:
         self._taken -= free.slot.nbytes
         return NOTHING_STARTED
 
+    def _rise(self) -> None:
+        """The next instruction is carried out that changes what is held beside the arena."""
+        held = self._held.rise()
+        self._held_peak = max(self._held_peak, held)
+        self._together = max(self._together, self._taken + held)
+
     def _reduce(self, reduce: Reduce) -> _Done:
         key = -self._call.entries[reduce.entry]
-        return self._leaves(reduce, key, self._routes.reduce(self._call, reduce))
+        self._rise()
+        before = self._host
+        self._join(self._held.leave(reduce))
+        self._waited = self._host - before
+        self._departing.append(self._routes.reduce(self._call, reduce))
+        return self._leaves(reduce, key, self._departing[-1])
+
+    def _join_between(self, departures: int) -> None:
+        """The host waits while no instruction does."""
+        begin = self._host
+        self._join(departures)
+        self._between.append((self._compute, begin, self._host))
+
+    def _join(self, departures: int) -> None:
+        for _ in range(departures):
+            self._host = max(self._host, self._traffic.until(self._departing.popleft(), "over_s"))
 
     def _offload(self, offload: Offload) -> _Done:
         key = self._call.made[offload.made]
@@ -226,10 +241,9 @@ class _Steps:
         return self._leaves(offload, key, journey)
 
     def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> _Done:
-        """What compute made goes home, from memory outside the arena."""
         before = self._host
         self._make_room(x.nbytes)
-        self._waited = self._host - before
+        self._waited += self._host - before
         mark = () if x.after else (self._compute,)
         begin = x.begin if isinstance(x, Reduce) else 0
         self._start(journey, key, begin, x.nbytes, True, x.after, mark)
@@ -238,6 +252,7 @@ class _Steps:
         return None, journey
 
     def _left(self, left: Left) -> _Done:
+        self._rise()
         task = self._joined(left.ticket)
         self._issue(left, 0)
         return task, None
@@ -253,7 +268,7 @@ class _Steps:
     def _borrow(self, borrow: Borrow) -> _Done:
         end = borrow.begin + borrow.layout.nbytes
         before, key = self._host, self._call.entries[borrow.entry]
-        for journey in self._blockers(key, borrow.begin, end, borrow.writes):
+        for journey in self._flying.blockers(key, borrow.begin, end, borrow.writes):
             self._host = max(self._host, self._traffic.until(journey, "home_s"))
         self._waited = self._host - before
         self._issue(borrow, 0)
@@ -265,20 +280,11 @@ class _Steps:
     ) -> None:  # fmt: skip
         """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
         self._traffic.advance(self._host)
-        blockers = self._blockers(key, begin, begin + nbytes, writes)
-        self._flying.setdefault(key, []).append(_Flying(begin, begin + nbytes, writes, journey))
+        blockers = self._flying.blockers(key, begin, begin + nbytes, writes)
+        self._flying.start(key, begin, begin + nbytes, writes, journey)
         self._traffic.start(journey, self._host, (*follows, *(self._done[t] for t in after)),
                             blockers)  # fmt: skip
         self._sent.append(journey)
-
-    def _blockers(self, key: int, begin: int, end: int, writes: bool) -> list[Journey]:
-        """What moves those bytes of the entry now, if either side writes."""
-        rows = self._flying.get(key)
-        if not rows:
-            return []
-        self._flying[key] = rows = [row for row in rows if row.journey.home_s is None]
-        return [row.journey for row in rows
-                if row.begin < end and begin < row.end and (row.writes or writes)]  # fmt: skip
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until what is on its way out, with `nbytes` more, is within the backlog."""
@@ -288,11 +294,9 @@ class _Steps:
             self._backlog = [j for j in self._backlog if j.over_s is None]
             if not self._backlog or sum(j.nbytes for j in self._backlog) + nbytes <= most:
                 return
-            over = self._traffic.until(self._backlog[0], "over_s")
-            self._host = max(self._host, over)
+            self._host = max(self._host, self._traffic.until(self._backlog[0], "over_s"))
 
     def _issue(self, instruction: Any, nbytes: int) -> None:
-        key = type(instruction), nbytes
-        if key not in self._issues:
+        if (key := (type(instruction), nbytes)) not in self._issues:
             self._issues[key] = self._costs.issue_seconds(instruction)
         self._host += self._issues[key]

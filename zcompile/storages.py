@@ -48,10 +48,11 @@ class Storage:
 class StorageWalk:
     """The nodes of a graph, one after the other; who holds which storage."""
 
-    def __init__(self, graph: fx.Graph, params: Mapping[NodeName, ParamSpec], given: Given,
-                 device: torch.device | None) -> None:  # fmt: skip
+    def __init__(self, graph: fx.Graph, params: Mapping[NodeName, ParamSpec], given: Given) -> None:
         self.nodes: tuple[fx.Node, ...] = tuple(graph.nodes)
-        self.params, self.given, self.device = params, given, device
+        self.params, self.given = params, given
+        gathered = (n.meta["val"] for n in self.nodes if n.target in (ops.fetch, ops.gather))
+        self.device = next((value.device for value in gathered), None)
         self.where = {node: index for index, node in enumerate(self.nodes)}
         self.boundary = next(
             (i for i, n in enumerate(self.nodes)
@@ -172,7 +173,8 @@ class StorageWalk:
         assert isinstance(handle, fx.Node)
         value: Tensor = grad.meta["val"]
         layout = self.params[NodeName(handle.name)].layout
-        stride = layout.stride if layout.dense else value.contiguous().stride()
+        whole = node.target is ops.reduce_grad and layout.dense  # a tile is contiguous
+        stride = layout.stride if whole else value.contiguous().stride()
         as_it_is = value.stride() == tuple(stride) and value.dtype is layout.dtype
         if as_it_is or not any(self.parts.get(grad, ())):
             return unique(self.parts.get(grad, ()))

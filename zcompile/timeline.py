@@ -42,6 +42,8 @@ class Timeline:
     phases          seconds by phase, what lies between two calls counted to the later one
     nbytes, busy_s  over each link: bytes, and seconds in which it was in use
     peak_bytes      of the arena, with what rests there
+    held_bytes      of the device, at most, by values between ops, which lie beside the arena
+    together_bytes  of both, at most at once
     """
 
     step_s: float
@@ -51,6 +53,8 @@ class Timeline:
     nbytes: Mapping[str, int]
     busy_s: Mapping[str, float]
     peak_bytes: int
+    held_bytes: int
+    together_bytes: int
     moments: tuple[Moment, ...] = ()
 
     @property

@@ -48,3 +48,10 @@ def time_of(time_s: float | None) -> float:
 
 def later(task: Journey, host_s: float) -> float:
     return max(time_of(task.over_s), host_s)
+
+
+def idle(waited: tuple[Journey, float, float]) -> float:
+    """Of the time in which the host waited between calls, what compute did not fill: the piece of
+    compute before it, and when it began and ended."""
+    task, begin, end = waited
+    return max(0.0, end - later(task, begin))

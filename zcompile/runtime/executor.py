@@ -7,21 +7,26 @@ before the call, since the slots may have served an earlier schedule.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 
+from zcompile.device_peaks import device_peak
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime import near
 from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.copies import MakeCopy, freshen, source_of
+from zcompile.runtime.defaults import Fit, as_it_is, nobody_plans
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.registers import compute, registers_of, results_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import (
@@ -29,7 +34,6 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Left,
-    Literal,
     Offload,
     Reduce,
     Run,
@@ -41,34 +45,25 @@ from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
 from zcompile.steps import Step
 
-Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
-"""The schedule for these very entries, where they rest now."""
-
-
-def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-    """What the passes planned: every parameter is fetched."""
-    return schedule
-
-
-def _nobody_plans(step: Step) -> None:
-    """What rests where stays as it is."""
-
 
 class Executor:
     """Runs the schedules of one store; of none, if nothing is tiered."""
 
-    def __init__(self, store: Store, gradients: Gradients, leaving: Leaving) -> None:
+    def __init__(
+        self, store: Store, gradients: Gradients, leaving: Leaving, holding: Holding
+    ) -> None:
         self.store = store
         self.gradients = gradients
-        self.leaving = leaving
+        self.leaving, self.holding = leaving, holding
         self.foresight = Foresight(store)
         self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
+        self._peaks: dict[int, int] = {}
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
         self.fit: Fit = as_it_is
-        self.on_step: Callable[[Step], None] = _nobody_plans
+        self.on_step: Callable[[Step], None] = nobody_plans
         """Told of each step that was recorded, before the next begins."""
 
     @property
@@ -84,7 +79,7 @@ class Executor:
         entries  what the handles name, if the caller knows; else it is read from the handles
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
-        values = _registers(schedule, args)
+        values = registers_of(schedule, args)
         if entries is None:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
@@ -99,7 +94,9 @@ class Executor:
             assert self.make_copy is not None, "a copy is wanted where nobody can cast"
             freshen(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
+        others = self.holding.nbytes - schedule.holds.saved_bytes
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
+        self._foretell(schedule, others)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.compiled()
@@ -119,6 +116,14 @@ class Executor:
             self.clocks.made(walk.made)
         return walk.results()
 
+    def _foretell(self, schedule: Schedule, others: int) -> None:
+        """`others`: bytes held beside the arena that are not this call's."""
+        self.foresight.others = others
+        if schedule.serial not in self._peaks:
+            self._peaks[schedule.serial] = device_peak(schedule)
+        self.store.homes.plan_together(others + self._peaks[schedule.serial])
+        self.store.meter.planned_activations.at_least(others + schedule.holds.peak_bytes)
+
 
 class _Walk:
     """One call: the values, tickets and taken slots of a schedule that is being walked."""
@@ -128,6 +133,7 @@ class _Walk:
     ) -> None:
         self.store = executor.store
         self.gradients, self.leaving = executor.gradients, executor.leaving
+        self.held = CallHolding(executor.holding, schedule.holds, values)
         self.schedule = schedule
         self.values = values
         self.entries = entries
@@ -143,7 +149,7 @@ class _Walk:
 
     def results(self) -> list[Any]:
         """What the call gives: nothing that the store lends to others too."""
-        values = _results(self.schedule, self.values)
+        values = results_of(self.schedule, self.values)
         if self.lent.keys().isdisjoint(map(id, values)):
             return values
         return [v.detach() if id(v) in self.lent else v for v in values]
@@ -162,8 +168,10 @@ class _Walk:
         except BaseException:
             self._abandon()
             self.foresight.abandon()
+            self.held.abandon()
             self.leaving.abandon()
             raise
+        self.held.end(self.values)
         meter.span(self._account, self.lap, device.stamp())
         self.watch.over()
 
@@ -186,7 +194,9 @@ class _Walk:
         self.values[borrow.register] = self.lent[id(found)] = found
 
     def _run(self, run: Run) -> None:
-        _compute(run, self.values)
+        self.held.rises()
+        compute(run, self.values)
+        self.held.ran(run, self.values)
         if run.ticket is not None:
             self.tickets[run.ticket] = self.store.device.mark()
 
@@ -212,8 +222,10 @@ class _Walk:
             case Offload(register=register, ticket=ticket):
                 values[register], self.tickets[ticket] = self._offload(instruction)
             case Left(ticket=ticket, register=register):
+                self.held.rises()
                 self._wait(self.tickets[ticket])
                 values[register] = None
+                self.held.lets_go(register)
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
                 source = arena.slot(slot.address, nbytes)
                 self.tickets[ticket] = self.store.put(
@@ -222,13 +234,18 @@ class _Walk:
 
     def _reduce(self, reduce: Reduce) -> None:
         leaving, nbytes = self.leaving, reduce.nbytes
-        leaving.expect(nbytes, self.schedule.departing_bytes)
-        grad = self.values[reduce.value]
+        self.held.rises()
+        most = self.schedule.departing_bytes
+        if leaving.crowded(nbytes, most):
+            self._stalls(partial(leaving.expect, nbytes, most))
+        else:
+            leaving.expect(nbytes, most)
+        grad, freed = self.values[reduce.value], NO_ROWS
         if reduce.drop:
-            self.values[reduce.value] = None
+            self.values[reduce.value], freed = None, self.held.gives(reduce.value)
         offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
         self.gradients.take(self.entries[reduce.entry], grad, offset, self._after(reduce.after))
-        leaving.sent(nbytes)
+        leaving.sent(nbytes, freed)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]
@@ -252,10 +269,13 @@ class _Walk:
         return handle, ticket
 
     def _wait(self, ticket: Ticket) -> None:
+        self._stalls(ticket.join_compute)
+
+    def _stalls(self, until: Callable[[], None]) -> None:
         device, meter = self.store.device, self.store.meter
         before = device.stamp()
         meter.span(self._account, self.lap, before)
-        ticket.join_compute()
+        until()
         self.lap = device.stamp()
         meter.span("stall", before, self.lap)
 
@@ -265,34 +285,3 @@ class _Walk:
             settle(ticket)
         for slot in self.taken:
             self.store.arena.give_slot(slot.address, slot.nbytes)
-
-
-def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:
-    """A schedule that moves nothing, of a graph without tiered parameters."""
-    values = _registers(schedule, args)
-    for run in schedule.instructions:
-        assert isinstance(run, Run)
-        _compute(run, values)
-    return _results(schedule, values)
-
-
-def _registers(schedule: Schedule, args: list[Any]) -> list[Any]:
-    """The values a call begins with; `args` is emptied, so that they can die early."""
-    values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
-    args.clear()
-    for register, constant in schedule.constants:
-        values[register] = constant
-    return values
-
-
-def _compute(run: Run, values: list[Any]) -> None:
-    given = [values[r] for r in run.inputs]
-    for register in run.drops:  # the region owns them: each dies after its last reader inside
-        values[register] = None
-    results = run.region.call(given) if run.region.owns else run.region.call(*given)
-    for register, result in zip(run.outputs, results, strict=True):
-        values[register] = result
-
-
-def _results(schedule: Schedule, values: list[Any]) -> list[Any]:
-    return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]

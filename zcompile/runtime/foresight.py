@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from zcompile.device_peaks import device_peak
 from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.handover import Handover, handover, last_writes
 from zcompile.home_bytes import Copies
@@ -83,6 +84,8 @@ class Foresight:
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
+        self.others = 0
+        """Bytes held beside the arena that are not of the call that runs."""
 
     @property
     def ready(self) -> Container[int]:
@@ -108,7 +111,8 @@ class Foresight:
             made = handover(now.schedule, then.schedule, then.written_in(now))
             verify_handover(now.called, then.called, made)
             self._plans[pair] = made
-            self._store.homes.plan_device(self._plans[pair].peak_bytes)
+            self._store.homes.plan_device(made.peak_bytes)
+            self._store.homes.plan_together(device_peak(now.schedule, made.starts) + self.others)
             if len(self._plans) > MEMORY:
                 self._plans.popitem(last=False)
         return self._plans[pair].starts

@@ -54,6 +54,10 @@ class Homes:
         """A schedule will take so much of the arena at once, beside what rests there."""
         self._meter.plan_device(nbytes + self.device.planned_bytes)
 
+    def plan_together(self, nbytes: int) -> None:
+        """So much at once of the arena and of values beside it, and what rests there besides."""
+        self._meter.planned_together.at_least(nbytes + self.device.planned_bytes)
+
     def capacities(self) -> dict[str, int]:
         """Bytes of each tier but the device."""
         return {tier.name: tier.usage()[2] for tier in self._tiers}

@@ -12,27 +12,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from zcompile.runtime.holding import Holding, Rows
 from zcompile.runtime.ticket import Ticket
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Departure:
     """nbytes   that count against what may be under way at once
     tickets  complete once nothing reads `sources` any more
+    rows     of the storages that `sources` hold
     """
 
     nbytes: int
     tickets: Sequence[Ticket]
     sources: Sequence[Tensor]
+    rows: Rows
 
 
 class Leaving:
     """What is under way, oldest first."""
 
-    def __init__(self) -> None:
-        self._rows: deque[_Row] = deque()
+    def __init__(self, holding: Holding) -> None:
+        self._holding = holding
+        self._departures: deque[_Departure] = deque()
         self._nbytes = 0
         self._sent: list[tuple[Ticket, Tensor]] | None = None
+
+    def crowded(self, nbytes: int, most_bytes: int) -> bool:
+        """Whether some are to be joined before so many bytes leave."""
+        return bool(self._departures) and self._nbytes + nbytes > most_bytes
 
     def expect(self, nbytes: int, most_bytes: int) -> None:
         """So many bytes are about to leave: join the oldest until all fit into `most_bytes`.
@@ -40,7 +48,7 @@ class Leaving:
         From here to `sent`, whatever `note` is told of leaves with them.
         raises  what a transfer that is joined failed with
         """
-        while self._rows and self._nbytes + nbytes > most_bytes:
+        while self.crowded(nbytes, most_bytes):
             self._join()
         self._sent = []
 
@@ -49,24 +57,28 @@ class Leaving:
         if self._sent is not None:
             self._sent.append((ticket, source))
 
-    def sent(self, nbytes: int) -> None:
-        """What was expected is under way."""
+    def sent(self, nbytes: int, instead_of: Rows) -> None:
+        """What was expected is under way, and held for that; `instead_of` no more."""
         sent, self._sent = self._sent or [], None
-        self._rows.append(_Row(nbytes, [t for t, _ in sent], [s for _, s in sent]))
+        sources = [source for _, source in sent]
+        (rows,) = self._holding.exchange([instead_of], [sources])
+        self._departures.append(_Departure(nbytes, [t for t, _ in sent], sources, rows))
         self._nbytes += nbytes
 
     def join(self) -> None:
         """Nothing is under way any more. raises  what a transfer failed with"""
-        while self._rows:
+        while self._departures:
             self._join()
 
     def abandon(self) -> None:
         """After an error: whatever was under way is not waited for here."""
-        self._rows.clear()
+        self._holding.exchange([d.rows for d in self._departures], ())
+        self._departures.clear()
         self._nbytes, self._sent = 0, None
 
     def _join(self) -> None:
-        row = self._rows.popleft()
-        self._nbytes -= row.nbytes
-        for ticket in row.tickets:
+        departure = self._departures.popleft()
+        self._nbytes -= departure.nbytes
+        self._holding.exchange([departure.rows], ())
+        for ticket in departure.tickets:
             ticket.wait()

@@ -29,11 +29,12 @@ class Stamp(Protocol):
 
 
 class Gauge:
-    """A level and its high-water mark; thread-safe."""
+    """A level and its high-water mark; thread-safe. `within`: a level that this is a part of."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: "Gauge | None" = None) -> None:
         self.now = 0
         self.peak = 0
+        self._within = within
         self._lock = threading.Lock()
 
     def change(self, delta: int) -> None:
@@ -41,6 +42,14 @@ class Gauge:
             self.now += delta
             if self.now > self.peak:
                 self.peak = self.now
+        if self._within is not None:
+            self._within.change(delta)
+
+    def touch(self, more: int) -> None:
+        """The level is higher by `more` for a moment."""
+        self.at_least(self.now + more)
+        if self._within is not None:
+            self._within.touch(more)
 
     def at_least(self, level: int) -> None:
         with self._lock:
@@ -55,8 +64,10 @@ class Meter:
     """The measurements of one store; thread-safe."""
 
     def __init__(self) -> None:
-        self.device, self.host, self.disk = Gauge(), Gauge(), Gauge()
+        self.together, self.host, self.disk = Gauge(), Gauge(), Gauge()
+        self.device, self.activations = Gauge(self.together), Gauge(self.together)
         self.planned_device, self.planned_host, self.planned_disk = Gauge(), Gauge(), Gauge()
+        self.planned_activations, self.planned_together = Gauge(), Gauge()
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
         self._seconds = dict.fromkeys(SECONDS, 0.0)
@@ -114,11 +125,14 @@ class Meter:
             return dict(self._seconds)
 
     def peak(self) -> dict[str, int]:
-        return {"device": self.device.peak, "host": self.host.peak, "disk": self.disk.peak}
+        return {"device": self.device.peak, "host": self.host.peak, "disk": self.disk.peak,
+                "activations": self.activations.peak, "together": self.together.peak}  # fmt: skip
 
     def planned_peak(self) -> dict[str, int]:
         return {"device": self.planned_device.peak, "host": self.planned_host.peak,
-                "disk": self.planned_disk.peak}  # fmt: skip
+                "disk": self.planned_disk.peak,
+                "activations": self.planned_activations.peak,
+                "together": self.planned_together.peak}  # fmt: skip
 
     def snapshot(self) -> dict[str, Value]:
         """All of it as a plain dict: the value of `zcompile.stats`."""
@@ -134,7 +148,7 @@ class Meter:
             self._bytes = dict.fromkeys(LINKS, 0)
             self._seconds = dict.fromkeys(SECONDS, 0.0)
             self._counts.update(dict.fromkeys(TOTALS, 0))
-        for gauge in (self.device, self.host, self.disk):
+        for gauge in (self.device, self.activations, self.together, self.host, self.disk):
             gauge.reset()
 
     def _read_spans(self, keep: int) -> None:

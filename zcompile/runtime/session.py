@@ -25,6 +25,7 @@ from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
+from zcompile.runtime.holding import Holding
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
@@ -77,8 +78,9 @@ class Session(Store):
         self.norms = Norms()
         self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.take
-        self.leaving = Leaving()
-        self.executor = Executor(self, self.gradients, self.leaving)
+        self.holding = Holding(self.meter.activations)
+        self.leaving = Leaving(self.holding)
+        self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()

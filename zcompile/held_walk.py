@@ -1,0 +1,74 @@
+"""What is held beside the arena from call to call: kept for backward, or still on its way home.
+
+Within a call the levels of its schedule say what is held; this adds what other calls hold then. The
+runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
+"""
+
+from collections import deque
+
+from zcompile.holds import Level
+from zcompile.schedule import Reduce, Schedule
+from zcompile.specs import Phase
+
+
+class HeldWalk:
+    """Walks the calls of a step, in order, and may do so again and again.
+
+    others  bytes that are not of the call at hand
+    now     all bytes held, after the last instruction
+    """
+
+    def __init__(self) -> None:
+        self._kept = 0
+        self._inherited: deque[int] = deque()
+        self._own: deque[int] = deque()
+        self.now = 0
+
+    @property
+    def others(self) -> int:
+        return self._kept + sum(self._inherited)
+
+    def begin(self, schedule: Schedule) -> int:
+        """A call begins; how many departures are joined before."""
+        joined = len(self._inherited) if schedule.phase is Phase.FORWARD else 0
+        if joined:
+            self._inherited.clear()
+        self._schedule = schedule
+        self._kept -= schedule.holds.saved_bytes
+        levels = schedule.holds.levels
+        self._levels = iter(levels)
+        self.now = self.others + (levels[0].before if levels else 0)
+        return joined
+
+    def rise(self) -> int:
+        """The most held while the next instruction is carried out that changes what is held."""
+        level = next(self._levels, Level())
+        most = self.others + level.peak
+        self.now = self.others + level.after
+        return most
+
+    def leave(self, reduce: Reduce) -> int:
+        """A gradient leaves: the oldest on their way are joined until it fits; how many."""
+        joined, most = 0, self._schedule.departing_bytes
+        for rows in (self._inherited, self._own):
+            while rows and self._under_way + reduce.nbytes > most:
+                rows.popleft()
+                joined += 1
+        self._own.append(reduce.nbytes)
+        return joined
+
+    def end(self) -> int:
+        """The call is over; how many departures are joined then. After an optimizer's step nothing
+        is on its way any more."""
+        self._kept += self._schedule.holds.kept_bytes
+        self._inherited.extend(self._own)
+        self._own.clear()
+        joined = len(self._inherited) if self._schedule.phase is Phase.STEP else 0
+        if joined:
+            self._inherited.clear()
+        self.now = self.others
+        return joined
+
+    @property
+    def _under_way(self) -> int:
+        return sum(self._inherited) + sum(self._own)

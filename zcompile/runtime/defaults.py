@@ -1,0 +1,19 @@
+"""What an executor goes by until a planner decides."""
+
+from collections.abc import Callable, Sequence
+
+from zcompile.runtime.store import Entry
+from zcompile.schedule import Schedule
+from zcompile.steps import Step
+
+Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
+"""The schedule for these very entries, where they rest now."""
+
+
+def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+    """What the passes planned: every parameter is fetched."""
+    return schedule
+
+
+def nobody_plans(step: Step) -> None:
+    """What rests where stays as it is."""

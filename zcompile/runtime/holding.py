@@ -1,0 +1,151 @@
+"""What compiled graphs hold of the device beside the arena, as it is: storages, counted once.
+
+A storage counts while a register of a call, a departure, or autograd (for backward) holds it. What
+a region makes and lets go of inside cannot be seen from here; the schedule says how much that is.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+from zcompile.holds import Holds, Level
+from zcompile.runtime.meter import Gauge
+from zcompile.schedule import Run
+
+
+class Row:
+    """A storage, and how many hold it."""
+
+    __slots__ = ("holders", "key", "nbytes")
+
+    def __init__(self, key: int, nbytes: int) -> None:
+        self.key, self.nbytes, self.holders = key, nbytes, 0
+
+
+Rows = Sequence[Row]
+NO_ROWS: Rows = ()
+NO_LEVEL = Level()
+
+
+class Holding:
+    """The storages held now. Called by one thread at a time, but for what dies."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._rows: dict[int, Row] = {}
+        self._died: deque[Row] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Held now, in all."""
+        self._reap()
+        return self._gauge.now
+
+    def exchange(self, dropped: Iterable[Rows], made: Iterable[object]) -> list[Rows]:
+        """Let go of some storages and hold those of each of some values, in one moment."""
+        self._reap()
+        before = self._gauge.now
+        level = before
+        for gone in dropped:  # first, since what is made may have the place of what died by now
+            for row in gone:
+                row.holders -= 1
+                if row.holders == 0:
+                    self._rows.pop(row.key, None)
+                    level -= row.nbytes
+        found: list[Rows] = []
+        for value in made:
+            rows = [self._row(storage) for storage in storages_of(value)]
+            for row in rows:
+                level += row.nbytes if row.holders == 0 else 0
+                row.holders += 1
+            found.append(rows)
+        if level != before:
+            self._gauge.change(level - before)
+        return found
+
+    def rise(self, nbytes: int) -> None:
+        """So much more is held for a moment."""
+        self._reap()
+        self._gauge.touch(nbytes)
+
+    def keep(self, value: object) -> None:
+        """Autograd holds it from here on, until it dies."""
+        for storage in storages_of(value):
+            row = self._row(storage)
+            assert row.holders, "a call that ends holds it still"
+            row.holders += 1
+            weakref.finalize(storage, self._died.append, row).atexit = False
+
+    def _row(self, storage: UntypedStorage) -> Row:
+        # The id is that of the storage for as long as it lives: torch keeps one object for each.
+        key = id(storage)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = Row(key, storage.nbytes())
+        return row
+
+    def _reap(self) -> None:
+        """Let go of what died. It only says so, without any lock, since it may die anywhere."""
+        while self._died:
+            row = self._died.popleft()
+            row.holders -= 1
+            if row.holders == 0:
+                self._rows.pop(row.key, None)
+                self._gauge.change(-row.nbytes)
+
+
+def storages_of(value: object) -> Iterator[UntypedStorage]:
+    """Of the tensors that a value is."""
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from storages_of(part)
+
+
+class CallHolding:
+    """What the registers of one call hold."""
+
+    def __init__(self, holding: Holding, holds: Holds, values: Sequence[Any]) -> None:
+        self._holding, self._holds = holding, holds
+        self._levels = iter(holds.levels)
+        given = [*holds.given]
+        rows = holding.exchange((), (values[r] for r in given))
+        self._rows: dict[int, Rows] = dict(zip(given, rows, strict=True))
+
+    def rises(self) -> None:
+        """The next instruction that changes what is held is about to be carried out."""
+        level = next(self._levels, NO_LEVEL)
+        if level.peak > level.before:
+            self._holding.rise(level.peak - level.before)
+
+    def ran(self, run: Run, values: Sequence[Any]) -> None:
+        """A region has made its results, and let go of what nobody reads any more."""
+        if not self._holds.registers:
+            return
+        made = [r for r in run.outputs if r in self._holds.registers]
+        dropped = [self._rows.pop(r, NO_ROWS) for r in run.drops]
+        rows = self._holding.exchange(dropped, (values[r] for r in made))
+        self._rows.update(zip(made, rows, strict=True))
+
+    def gives(self, register: int) -> Rows:
+        """What a register held, which somebody else takes over."""
+        return self._rows.pop(register, NO_ROWS)
+
+    def lets_go(self, register: int) -> None:
+        """Of what a register held."""
+        self._holding.exchange([self.gives(register)], ())
+
+    def end(self, values: Sequence[Any]) -> None:
+        """The call is over: what backward needs is autograd's now, the rest its caller's."""
+        for register in self._holds.kept:
+            self._holding.keep(values[register])
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Nothing is held any more."""
+        rows, self._rows = self._rows, {}
+        self._holding.exchange(rows.values(), ())

@@ -32,7 +32,7 @@ from zcompile.schedule import (
 from zcompile.specs import Phase
 from zcompile.steps import Step, StepCall
 from zcompile.timeline import Timeline
-from zcompile.told import Task, Told, idle, later
+from zcompile.told import NOTHING_STARTED, Done, Task, Told, idle, later
 from zcompile.traffic import Journey, Traffic
 
 REPEATS = 3
@@ -54,11 +54,6 @@ def simulate(
     return walk.timeline()
 
 
-_Done = tuple[Task | None, Journey | None]
-"""The compute and the transfer that an instruction started."""
-NOTHING_STARTED: _Done = (None, None)
-
-
 class _Steps:
     """Host, compute and arena while step after step is walked. Times in seconds."""
 
@@ -71,18 +66,19 @@ class _Steps:
         self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
         self._ahead = self._routes.handovers(self._calls)
         self._act: dict[type, Any] = {
-            Run: self._run, Fetch: self._fetch, Wait: self._wait, Free: self._free,
-            Reduce: self._reduce, Store: self._store, Borrow: self._borrow,
-            Offload: self._offload, Left: self._left,
+            Run: self._run, Borrow: self._borrow, Store: self._store, Reduce: self._reduce,
+            Fetch: self._fetch, Wait: self._wait, Free: self._free, Left: self._left,
+            Offload: self._offload,
         }  # fmt: skip
         self._issues: dict[tuple[type, int], float] = {}
         self._host = 0.0
         self._compute = self._begun = Journey(0)
+        self._done: dict[Ticket, Journey] = {}
+        self._given: dict[Ticket, Journey] = {}
         self._traffic.start(self._compute, 0.0)
         self._flying = Flying()
         self._leaving: list[tuple[Slot, Journey]] = []
         self._backlog: list[Journey] = []
-        self._given: dict[Ticket, Journey] = {}
         self._taken = sum(map(aligned, self._routes.resident("device")))
         self._held = HeldWalk()
         self._departing: deque[Journey] = deque()
@@ -125,12 +121,12 @@ class _Steps:
     def step(self) -> list[Callable[[], float]]:
         """Walk all calls; what says when each ended, once all traffic has."""
         self._begin()
-        ends, before = [], self._calls[-1]
+        ends = []
         for number, call in enumerate(self._calls):
-            self._host += self._costs.gap_seconds(before.schedule, call.schedule)
+            before = self._calls[number - 1].schedule
+            self._host += self._costs.gap_seconds(before, call.schedule)
             self._walk(number, call)
             ends.append(self._end())
-            before = call
         return ends
 
     def _end(self) -> Callable[[], float]:
@@ -140,8 +136,7 @@ class _Steps:
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
         self._join_between(self._held.begin(call.schedule))
-        self._done: dict[Ticket, Journey] = self._given
-        self._given = {}
+        self._done, self._given = self._given, {}
         then = self._calls[(number + 1) % len(self._calls)]
         starts = self._ahead[number].starts
         for index, x in enumerate(call.schedule.instructions):
@@ -163,7 +158,7 @@ class _Steps:
             self._host = self._traffic.until(task, "over_s")
         return Task(before, issued, task)
 
-    def _run(self, run: Run) -> _Done:
+    def _run(self, run: Run) -> Done:
         self._rise()
         task = self._work(self._costs.region_seconds(run.region))
         if self._beside:
@@ -172,7 +167,7 @@ class _Steps:
             self._done[run.ticket] = task.task
         return task, None
 
-    def _fetch(self, fetch: Fetch) -> _Done:
+    def _fetch(self, fetch: Fetch) -> Done:
         if fetch.ticket not in self._done:
             self._done[fetch.ticket] = self._bring(self._call, fetch, self._begun, fetch.after)
         return None, self._done[fetch.ticket]
@@ -192,7 +187,7 @@ class _Steps:
         self._together = max(self._together, self._taken + self._held.now)
         return journey
 
-    def _wait(self, wait: Wait) -> _Done:
+    def _wait(self, wait: Wait) -> Done:
         task = self._joined(wait.ticket)
         self._issue(wait, 0)
         return task, None
@@ -204,7 +199,7 @@ class _Steps:
             self._host = max(self._host, self._traffic.until(journey, "queued_s"))
         return self._work(0.0, journey)
 
-    def _free(self, free: Free) -> _Done:
+    def _free(self, free: Free) -> Done:
         self._issue(free, 0)
         self._taken -= free.slot.nbytes
         return NOTHING_STARTED
@@ -215,7 +210,7 @@ class _Steps:
         self._held_peak = max(self._held_peak, held)
         self._together = max(self._together, self._taken + held)
 
-    def _reduce(self, reduce: Reduce) -> _Done:
+    def _reduce(self, reduce: Reduce) -> Done:
         key = -self._call.entries[reduce.entry]
         self._rise()
         before = self._host
@@ -234,13 +229,13 @@ class _Steps:
         for _ in range(departures):
             self._host = max(self._host, self._traffic.until(self._departing.popleft(), "over_s"))
 
-    def _offload(self, offload: Offload) -> _Done:
+    def _offload(self, offload: Offload) -> Done:
         key = self._call.made[offload.made]
         journey = self._routes.offload(self._call, offload)
         self._done[offload.ticket] = journey
         return self._leaves(offload, key, journey)
 
-    def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> _Done:
+    def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> Done:
         before = self._host
         self._make_room(x.nbytes)
         self._waited += self._host - before
@@ -251,13 +246,13 @@ class _Steps:
         self._issue(x, x.nbytes)
         return None, journey
 
-    def _left(self, left: Left) -> _Done:
+    def _left(self, left: Left) -> Done:
         self._rise()
         task = self._joined(left.ticket)
         self._issue(left, 0)
         return task, None
 
-    def _store(self, store: Store) -> _Done:
+    def _store(self, store: Store) -> Done:
         self._issue(store, store.nbytes)
         key, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
         self._start(journey, key, store.begin, store.nbytes, True, store.after)
@@ -265,7 +260,7 @@ class _Steps:
         self._leaving.append((store.slot, journey))
         return None, journey
 
-    def _borrow(self, borrow: Borrow) -> _Done:
+    def _borrow(self, borrow: Borrow) -> Done:
         end = borrow.begin + borrow.layout.nbytes
         before, key = self._host, self._call.entries[borrow.entry]
         for journey in self._flying.blockers(key, borrow.begin, end, borrow.writes):

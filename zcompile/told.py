@@ -15,6 +15,11 @@ class Task(NamedTuple):
     task: Journey
 
 
+Done = tuple[Task | None, Journey | None]
+"""The compute and the transfer that an instruction started."""
+NOTHING_STARTED: Done = (None, None)
+
+
 class Told(NamedTuple):
     """An instruction that was walked; its times are known once all traffic is over."""
 

@@ -1,0 +1,47 @@
+"""What compiled graphs hold beside the arena: measured as it is, equal to what was predicted."""
+
+import pytest
+from planned_runs import STEPS, begun, ids, train
+
+import zcompile
+from zcompile.units import KiB
+
+COUNTED = ("activations", "together")
+
+
+def peaks(choice: str, batches: int = 1) -> dict[str, int]:
+    """Of steps under a plan, whose every peak is the predicted one."""
+    model, compiled, optimizer = begun(3, device_memory=64 * KiB, activations=choice)
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 3, STEPS + 1, batches)
+    stats = zcompile.stats(model)
+    for what in (*COUNTED, "device"):
+        assert stats["peak"][what] <= stats["planned_peak"][what]
+        assert stats["peak"][what] == stats["predicted"]["peak"][what]
+    return stats["peak"]
+
+
+def test_what_is_made_again_or_offloaded_is_not_held():
+    kept, again, away = (peaks(choice) for choice in ("keep", "recompute", "offload"))
+    for what in COUNTED:
+        assert max(again[what], away[what]) < kept[what]
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute", "offload"])
+def test_a_second_micro_batch_holds_no_more(choice):
+    assert peaks(choice, batches=2)["activations"] == peaks(choice)["activations"]
+
+
+def test_what_a_result_holds_that_never_goes_backward_is_counted_and_given_back():
+    model, compiled, optimizer = begun(3, device_memory="16MiB")
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 3, 4)
+    before = zcompile.stats(model, reset=True)["peak"]["activations"]
+    held = compiled(ids(90)[:, :-1])
+    train(model, compiled, optimizer, 4, 5)
+    beside = zcompile.stats(model, reset=True)["peak"]["activations"]
+    del held
+    train(model, compiled, optimizer, 5, 6)
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 6, 7)
+    assert zcompile.stats(model)["peak"]["activations"] == before < beside

@@ -7,6 +7,7 @@ a region makes and lets go of inside cannot be seen from here; the schedule says
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -17,12 +18,13 @@ from zcompile.schedule import Run
 
 
 class Row:
-    """A storage, and how many hold it."""
+    """A storage, and how many hold it. `watch`: what tells that it died."""
 
-    __slots__ = ("holders", "key", "nbytes")
+    __slots__ = ("holders", "key", "nbytes", "watch")
 
     def __init__(self, key: int, nbytes: int) -> None:
         self.key, self.nbytes, self.holders = key, nbytes, 0
+        self.watch: list[weakref.ref[UntypedStorage]] = []
 
 
 Rows = Sequence[Row]
@@ -46,24 +48,25 @@ class Holding:
 
     def exchange(self, dropped: Iterable[Rows], made: Iterable[object]) -> list[Rows]:
         """Let go of some storages and hold those of each of some values, in one moment."""
-        self._reap()
-        before = self._gauge.now
-        level = before
+        if self._died:
+            self._reap()
+        change = 0
         for gone in dropped:  # first, since what is made may have the place of what died by now
             for row in gone:
                 row.holders -= 1
                 if row.holders == 0:
                     self._rows.pop(row.key, None)
-                    level -= row.nbytes
+                    change -= row.nbytes
         found: list[Rows] = []
         for value in made:
-            rows = [self._row(storage) for storage in storages_of(value)]
+            rows = self._rows_of(value)
             for row in rows:
-                level += row.nbytes if row.holders == 0 else 0
+                if row.holders == 0:
+                    change += row.nbytes
                 row.holders += 1
             found.append(rows)
-        if level != before:
-            self._gauge.change(level - before)
+        if change:
+            self._gauge.change(change)
         return found
 
     def rise(self, nbytes: int) -> None:
@@ -77,7 +80,18 @@ class Holding:
             row = self._row(storage)
             assert row.holders, "a call that ends holds it still"
             row.holders += 1
-            weakref.finalize(storage, self._died.append, row).atexit = False
+            row.watch.append(weakref.ref(storage, partial(self._gone, row)))
+
+    def _gone(self, row: Row, _watch: object) -> None:
+        self._died.append(row)
+
+    def _rows_of(self, value: object) -> Rows:
+        """One for each storage of a value."""
+        if isinstance(value, Tensor):
+            return (self._row(value.untyped_storage()),)
+        if isinstance(value, list | tuple):
+            return [row for part in value for row in self._rows_of(part)]
+        return NO_ROWS
 
     def _row(self, storage: UntypedStorage) -> Row:
         # The id is that of the storage for as long as it lives: torch keeps one object for each.
@@ -124,12 +138,13 @@ class CallHolding:
 
     def ran(self, run: Run, values: Sequence[Any]) -> None:
         """A region has made its results, and let go of what nobody reads any more."""
-        if not self._holds.registers:
+        counted, held = self._holds.registers, self._rows
+        if not counted:
             return
-        made = [r for r in run.outputs if r in self._holds.registers]
-        dropped = [self._rows.pop(r, NO_ROWS) for r in run.drops]
-        rows = self._holding.exchange(dropped, (values[r] for r in made))
-        self._rows.update(zip(made, rows, strict=True))
+        dropped = [held.pop(r) for r in run.drops if r in held]
+        made = [r for r in run.outputs if r in counted]
+        rows = self._holding.exchange(dropped, [values[r] for r in made])
+        held.update(zip(made, rows, strict=True))
 
     def gives(self, register: int) -> Rows:
         """What a register held, which somebody else takes over."""

@@ -53,12 +53,12 @@ class GPT(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight, read as a table and as a matrix."""
+    """One weight, read as a table and as a matrix; one of its rows may be padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 12, width: int = 8, padding_idx: int | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(12, 8)
-        self.head = nn.Linear(8, 12, bias=False)
+        self.embed = nn.Embedding(rows, width, padding_idx=padding_idx)
+        self.head = nn.Linear(width, rows, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:

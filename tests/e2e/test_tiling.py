@@ -3,6 +3,7 @@
 import pytest
 import torch
 from offloaded import twins
+from small_models import Tied
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,17 +24,6 @@ class Conv1D(nn.Module):
 
     def forward(self, x):
         return torch.addmm(self.bias, x, self.weight)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(160, 32)
-        self.head = nn.Linear(32, 160, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.embed(ids)))
 
 
 class Experts(nn.Module):
@@ -59,7 +49,7 @@ MODELS = {
         nn.Sequential(Conv1D(64, 96), nn.GELU(), Conv1D(96, 64)),
         torch.randn(5, 64, generator=seeded(1)),
     ),
-    "embedding": lambda: (Tied(), torch.randint(0, 160, (3, 7), generator=seeded(1))),
+    "embedding": lambda: (Tied(160, 32), torch.randint(0, 160, (3, 7), generator=seeded(1))),
     "convolution": lambda: (
         nn.Sequential(nn.Conv2d(8, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 8, 3)),
         torch.randn(2, 8, 9, 9, generator=seeded(1)),

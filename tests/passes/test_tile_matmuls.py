@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from joint import Joint, assert_same, captured, catch, results
-from small_models import SMALL_MODELS
+from small_models import SMALL_MODELS, Tied
 from torch import nn
 
 import zcompile
@@ -20,19 +20,6 @@ from zcompile.tiling import VIEWS
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest value, or of 1, since what it is a sum of is near that. A sum over tiles rounds
 once per tile, here some tens of times; bfloat16 keeps 8 bits, so that each value is off by 2^-9."""
-
-
-class Tied(nn.Module):
-    """An embedding whose weight also projects back, with a row that is padding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(24, 8, padding_idx=3)
-        self.head = nn.Linear(8, 24, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.embed(ids)))
 
 
 class Convolutions(nn.Module):
@@ -87,7 +74,7 @@ def generator() -> torch.Generator:
 
 
 MODELS = {
-    "tied": lambda: (Tied(), torch.randint(0, 24, (2, 7), generator=generator())),
+    "tied": lambda: (Tied(24, padding_idx=3), torch.randint(0, 24, (2, 7), generator=generator())),
     "convolutions": lambda: (
         Convolutions(),
         torch.randn(2, 3, 6, 6, generator=generator(), requires_grad=True),

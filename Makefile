@@ -1,5 +1,8 @@
 # Every target does its own set-up, and can be repeated. Another interpreter: make PYTHON=python3.12
+# `make test` shares the files of tests out among WORKERS processes, each computing in one thread;
+# with WORKERS=0, and in `make test-all`, one process computes in a thread for every processor.
 PYTHON ?= python3
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +14,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_gpt.py --check
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-all: $(READY)
 	$(BIN)/python -m pytest

@@ -1,7 +1,13 @@
-"""What every test may ask for: golden files, and a skip for tests that need a GPU."""
+"""What every test may ask for: golden files, and a skip for tests that need a GPU.
 
+And what makes a run of them the same alone, beside others and in the background: threads, Ctrl-C,
+what is collected as garbage, and where a machine's figures are kept.
+"""
+
+import gc
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +23,14 @@ if not torch.cuda.is_available():
 
 # What is measured of this machine is kept for one run of the tests, not for the user.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
+
+# What a shell starts in the background ignores Ctrl-C, and so would its children. Tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many workers as processors: a second thread in each would only wait for the other's.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -34,6 +48,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # What only a GPU can show is shown on one; the same code paths are tested on the CPU
             # device, so nothing is unseen without a GPU but CUDA itself. The skip says so, visibly.
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> None:
+    """No file of tests pays for what those before it left: torch forgets what it compiled, and what
+    is alive then, modules for the most part, is not searched for garbage again and again."""
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 class Accepting:

@@ -23,7 +23,8 @@ FACTOR = 2.0
 
 
 def trained(tmp_path, throttle, host, record=True, residency=False):
-    """(what was measured of the last steps, the session), some steps into a run."""
+    """(what was measured of the last steps, the session, what it is of, and the seconds of each of
+    those steps), some steps into a run."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
@@ -41,11 +42,12 @@ def trained(tmp_path, throttle, host, record=True, residency=False):
             compiled(torch.ones(8, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            yield session.executor.clocks.last_step_s()
 
-    steps(8)  # a plan is reviewed at step 6
+    list(steps(8))  # a plan is reviewed at step 6
     zcompile.stats(model, reset=True)
-    steps(STEPS)
-    return zcompile.stats(model), session, model
+    seconds = list(steps(STEPS))
+    return zcompile.stats(model), session, model, seconds
 
 
 def costs_of(session, throttle):
@@ -64,18 +66,19 @@ def costs_of(session, throttle):
     (("disk_read", "disk_write", "h2d", "d2h"), "256KiB"),
 ])  # fmt: skip
 def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
-    stats, session, _model = trained(tmp_path, throttle, host, residency=residency)
+    stats, session, _model, seconds = trained(tmp_path, throttle, host, residency=residency)
     clocks = session.executor.clocks
     found = predicted(clocks.last_step, costs_of(session, throttle))
     moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
     assert {link: found["bytes"][link] for link in moved} == moved
     assert found["peak"] == {what: stats["peak"][what] for what in found["peak"]}
-    assert 1 / FACTOR < found["step_s"] / clocks.step_s() < FACTOR
+    # Of the shortest: others can make a step longer than it is, and never shorter.
+    assert 1 / FACTOR < found["step_s"] / min(seconds) < FACTOR
     assert found["bound_s"] <= found["step_s"]
 
 
 def test_a_prediction_is_plain_numbers_that_add_up(tmp_path):
-    _, session, _model = trained(tmp_path, ("h2d",), "64MiB")
+    _, session, _model, _ = trained(tmp_path, ("h2d",), "64MiB")
     step, costs = session.executor.clocks.last_step, costs_of(session, ("h2d",))
     timeline = simulate(step, costs)
     found = told(timeline, step)

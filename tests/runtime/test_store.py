@@ -119,13 +119,13 @@ def test_adding_to_zeros_gives_positive_zeros_as_eager_does(store):
 
 
 def test_a_fetch_behind_a_slow_put_sees_it(open_store):
-    store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "20MB/s"})
+    store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "4MB/s"})
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     source = store.arena.slot(0, 1 * MiB).fill_(5)
     began = time.perf_counter()
     store.put(entry, source)
     ticket = store.fetch(entry, store.arena.slot(2 * MiB, 1 * MiB))
-    assert time.perf_counter() - began < 0.04
+    assert time.perf_counter() - began < 0.2  # the put takes 0.26 s
     assert not ticket.done()
     ticket.join_compute()
     assert store.arena.slot(2 * MiB, 1 * MiB).eq(5).all()

@@ -1,5 +1,7 @@
 """Runs of a small GPT long enough to be planned, and what they must come to."""
 
+import functools
+
 import torch
 from small_models import GPT
 from torch import Tensor, nn
@@ -56,7 +58,9 @@ def values(model: nn.Module) -> list[Tensor]:
     return [p.on_host() if hasattr(p, "on_host") else p.detach() for p in model.parameters()]
 
 
+@functools.cache
 def expected(make=adamw, **how) -> list[Tensor]:
+    """What plain eager training comes to; once for all tests that ask for the same."""
     model = gpt()
     train(model, model, make(model), **how)
     return values(model)

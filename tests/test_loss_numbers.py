@@ -33,7 +33,7 @@ def caught(targets: Tensor, model: nn.Module | None = None, **options: Any) -> J
 @settings(max_examples=30, deadline=None)
 @given(
     tokens=st.integers(1, 12),
-    classes=st.integers(1, 90),
+    classes=st.integers(1, 45),  # of 12 tokens 2000 bytes hold 41
     seed=st.integers(0, 99),
     ignored=st.sampled_from([-100, -1, 0, 2]),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),

@@ -30,8 +30,10 @@ BUDGETS = {"everything": 8 * WEIGHT_BYTES, "half": 2 * WEIGHT_BYTES, "a third of
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-@pytest.mark.parametrize("where", ["host", "disk", "throttled"])
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(("where", "batches"), [
+    ("host", 2), ("disk", 2), ("throttled", 2),
+    ("throttled", 1),  # all that moves shows; elsewhere one batch is what every other test trains
+])  # fmt: skip
 def test_a_planned_run_trains_bit_equal(tmp_path, budget, where, batches):
     fields: dict[str, object] = {"device_memory": budget}
     if where == "disk":

@@ -46,11 +46,11 @@ def offloaded(**fields):
     return model, torch.compile(model, backend="zinf")
 
 
-def begun(steps: int, **fields):
+def begun(steps: int, batches=1, **fields):
     """A model some AdamW steps into its run; with two of them the third will plan."""
     model, compiled = offloaded(**fields)
     optimizer = adamw(model)
-    train(model, compiled, optimizer, 0, steps)
+    train(model, compiled, optimizer, 0, steps, batches)
     return model, compiled, optimizer
 
 

@@ -11,14 +11,12 @@ COUNTED = ("activations", "together")
 
 def peaks(choice: str, batches: int = 1) -> dict[str, int]:
     """Of steps under a plan, whose every peak is the predicted one."""
-    model, compiled, optimizer = begun(3, device_memory=64 * KiB, activations=choice)
+    model, compiled, optimizer = begun(4, batches, device_memory=64 * KiB, activations=choice)
     zcompile.stats(model, reset=True)
-    train(model, compiled, optimizer, 3, STEPS + 1, batches)
+    train(model, compiled, optimizer, 4, STEPS + 1, batches)
     stats = zcompile.stats(model)
     for what in (*COUNTED, "device"):
         assert stats["peak"][what] <= stats["planned_peak"][what]
-        assert stats["peak"][what] <= stats["predicted"]["peak"][what]
-    for what in ("activations", "device"):
         assert stats["peak"][what] == stats["predicted"]["peak"][what]
     return stats["peak"]
 

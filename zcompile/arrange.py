@@ -39,6 +39,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Phase
+from zcompile.step_rows import Column
 from zcompile.steps import Step
 
 
@@ -140,12 +141,16 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Sc
         return arrange(schedule, resident, arena.window_bytes, arena.max_lead)
     still = {"device", "host"} if arena.reach else {"device"}
     rows = [
-        replace(row, columns=tuple(replace(c, resident=homes[c.entry] in still,
-                                           far=homes[c.entry] == "disk") for c in row.columns))
+        replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
         for row in schedule.rows
-    ]  # fmt: skip
+    ]
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names),
                       arena.window_bytes, arena.chunk_bytes, arena.depth)  # fmt: skip
+
+
+def _rests(column: Column, home: str, still: set[str]) -> Column:
+    resident = home == "device" if column.eased else home in still
+    return replace(column, resident=resident, far=home == "disk")
 
 
 def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:

@@ -58,6 +58,7 @@ class Chunked:
             {name: filled(number) for name, number in kwargs.items()},
             tuple(row.numel for row in rows),
             width,
+            tuple((column, columns + plain, change) for column, plain, change in self.eased),
             self.narrowed,
         )
 
@@ -108,10 +109,14 @@ class _Lists:
     kwargs: dict[str, _Operand]
     numels: tuple[int, ...]
     width: int
+    eased: tuple[tuple[int, int, Deferred], ...]
     narrowed: Narrowing
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         numels = self.numels
+        for first in range(0, len(values), self.width) if self.eased else ():
+            for column, operand, change in self.eased:
+                change.apply(values[first + column], values[first + operand])
         kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
         self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
         if self.narrowed.pairs:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from zcompile.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
-from zcompile.specs import Phase
+from zcompile.specs import Kind, Phase
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,19 @@ def handover(
         if at < len(now.instructions):
             ready.setdefault(at, []).append(fetch)
     return Handover(ready, _joint_peak(now, ready))
+
+
+def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], Kind]) -> bool:
+    """Whether what is handed over passes its calls by, from the call before to the one after.
+
+    So it does where gradients are changed where they rest, as by clipping, and nothing else is
+    done: that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
+    """
+    rows = schedule.instructions
+    if schedule.phase is not Phase.STEP or any(isinstance(x, Fetch) for x in rows):
+        return False
+    changed = [x.entry for x in rows if isinstance(x, Borrow) and x.writes]
+    return bool(changed) and all(kind_of(entry) is Kind.GRAD for entry in changed)
 
 
 def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zcompile.cost import Costs
 from zcompile.errors import Unsupported
-from zcompile.handover import Handover, handover, last_writes
+from zcompile.handover import handover, last_writes, passes_by
 from zcompile.machine import Link
 from zcompile.schedule import Fetch, Offload, Reduce, Store
 from zcompile.specs import Kind, Phase
@@ -12,6 +12,8 @@ from zcompile.steps import Step, StepCall
 from zcompile.traffic import Journey
 
 HOST, DISK = "host", "disk"
+Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
+"""To which call fetches are handed over, and after which instruction they start."""
 
 
 class Routes:
@@ -51,15 +53,26 @@ class Routes:
         dtype = str(fetch.cast.narrow).removeprefix("torch.")
         return self._copies.get(f"{self._facts[key].name} in {dtype}", key)
 
-    def handovers(self, calls: Sequence[StepCall]) -> list[Handover]:
-        """From each call to the one after it, from the last to the first."""
-        found = []
-        for now, then in zip(calls, (*calls[1:], calls[0]), strict=True):
+    def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
+        """From each call to the one after it, from the last to the first; past those that it passes
+        by, which hand over nothing themselves."""
+        found: list[Ahead] = []
+        heeded = [not self._passes_by(call) for call in calls]
+        for number, now in enumerate(calls):
+            after = [*range(number + 1, len(calls)), *range(number + 1)]
+            if not heeded[number]:
+                found.append((None, {}))
+                continue
+            then = next(calls[n] for n in after if heeded[n])
             writes = last_writes(now.schedule, now.entries.__getitem__)
             keys = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
             written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
-            found.append(handover(now.schedule, then.schedule, written))
+            found.append((then, handover(now.schedule, then.schedule, written).starts))
         return found
+
+    def _passes_by(self, call: StepCall) -> bool:
+        kinds = [self._facts[k].kind if k in self._facts else Kind.RESULT for k in call.entries]
+        return passes_by(call.schedule, kinds.__getitem__)
 
     def fetch(self, call: StepCall, fetch: Fetch) -> Journey:
         """To the arena."""

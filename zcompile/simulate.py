@@ -136,15 +136,14 @@ class _Steps:
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
         self._join_between(self._held.begin(call.schedule))
-        self._done, self._given = self._given, {}
-        then = self._calls[(number + 1) % len(self._calls)]
-        starts = self._ahead[number].starts
+        then, starts = self._ahead[number]
+        self._done, self._given = ({}, self._given) if then is None else (self._given, {})
         for index, x in enumerate(call.schedule.instructions):
             self._waited, begin = 0.0, self._host
             task, sent = self._act[type(x)](x)
             self._told.append(Told(number, index, x, begin, self._host, self._waited, task, sent))
             for fetch in starts.get(index, ()):
-                self._given[fetch.ticket] = self._bring(then, fetch, self._compute)
+                self._given[fetch.ticket] = self._bring(then or call, fetch, self._compute)
         self._join_between(self._held.end())
 
     def _work(self, seconds: float, *after: Journey) -> Task:

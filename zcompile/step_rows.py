@@ -22,6 +22,8 @@ class Column:
     lasting        the entry outlives the step (a gradient does not)
     resident       it is computed with where it rests; nothing moves
     far            it rests where a slower link leads than that of the others
+    eased          a change that waits is made to it as it passes: on the device it is made before,
+                   elsewhere it is fetched for that
     """
 
     entry: EntryIndex
@@ -32,6 +34,7 @@ class Column:
     name: str
     resident: bool = False
     far: bool = False
+    eased: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register, Schedule
+from zcompile.specs import Layout
 from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
 
@@ -73,7 +74,7 @@ class _Call:
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         eased = self._ease(columns, plains)
         narrowed = self._narrow(columns, numel)
-        joins = goes_in_one_call(app) and target is None and not eased
+        joins = goes_in_one_call(app) and target is None
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         self.signature.append(
             (
@@ -102,7 +103,8 @@ class _Call:
         for index, column in enumerate(columns):
             entry = self.entries[column.entry]
             for change in entry.deferred:
-                eased.append((index, len(plains), replace(change, operand=None)))
+                flat = Layout((1,), (1,), 0, change.layout.dtype)  # as chunks of any row lie
+                eased.append((index, len(plains), replace(change, operand=None, layout=flat)))
                 plains.append(self.input(change.operand))
             if entry.deferred:
                 self.easing.append((entry, entry.deferred, column.writes))
@@ -128,7 +130,8 @@ class _Call:
         if entry.home == "device":  # changed in place, as anything there
             entry.store.deferrals.settle(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
-        return replace(column, begin=layout.offset * layout.dtype.itemsize)
+        begin = layout.offset * layout.dtype.itemsize
+        return replace(column, begin=begin, eased=bool(entry.deferred))
 
 
 def _kind(leaf: object) -> object:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from pairs import Holder, on_disk, plain_of
 from torch import nn
-from written import HIGH, LOW, fetch, free, run, schedule, wait
+from written import HIGH, LOW, borrow, fetch, free, run, schedule, wait
 
-from zcompile.handover import handover
+from zcompile.handover import handover, passes_by
 from zcompile.offloading import session_behind
+from zcompile.specs import Kind, Phase
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,24 @@ def test_what_is_new_in_every_call_is_not_foreseen():
 def test_the_joint_peak_counts_both_calls():
     assert handover(one_use(LOW), one_use(HIGH)).peak_bytes == LOW.nbytes + HIGH.nbytes
     assert handover(one_use(LOW), one_use(LOW)).peak_bytes == LOW.nbytes
+
+
+def changes(phase=Phase.STEP):
+    return schedule(borrow(1), run(1), phase=phase)
+
+
+@pytest.mark.parametrize(("call", "kind", "passes"), [
+    (changes(), Kind.GRAD, True),
+    (changes(), Kind.PARAM, False),
+    (changes(), Kind.RESULT, False),
+    (changes(Phase.BACKWARD), Kind.GRAD, False),
+    (one_use(LOW), Kind.GRAD, False),
+    (schedule(fetch(LOW, 0), borrow(2), wait(LOW, 0, 1), run(1, 2), free(LOW, 1),
+              phase=Phase.STEP), Kind.GRAD, False),
+    (schedule(run(0), phase=Phase.STEP), Kind.GRAD, False),
+])  # fmt: skip
+def test_only_what_changes_gradients_where_they_rest_is_passed_by(call, kind, passes):
+    assert passes_by(call, lambda entry: kind) is passes
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from zcompile.device_peaks import device_peak
 from zcompile.errors import BudgetExceeded, ZinfError
-from zcompile.handover import Handover, handover, last_writes
+from zcompile.handover import Handover, handover, last_writes, passes_by
 from zcompile.home_bytes import Copies
 from zcompile.runtime.copies import source_of
 from zcompile.runtime.store import Entry, Store
@@ -26,6 +26,11 @@ from zcompile.walks import Called
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
+
+MOST_TURNS = 256
+"""Calls of one kind in a step that are told apart, as those of so many micro-batches."""
+ANY = -1
+"""In place of a turn: whichever came last."""
 
 Identity = tuple[int, tuple[int, ...]]
 
@@ -78,8 +83,10 @@ class Foresight:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._followers: OrderedDict[Identity, Call] = OrderedDict()
-        self._last: Identity | None = None
+        self._followers: OrderedDict[tuple[Identity, int], Call] = OrderedDict()
+        self._last: tuple[Identity, int] | None = None
+        self._turns: dict[Identity, int] = {}
+        self._stepped = False
         self._handed: _Handed | None = None
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
@@ -94,16 +101,31 @@ class Foresight:
 
     def begin(self, call: Call) -> dict[int, Ticket]:
         """`call` starts: learn, and return the tickets of fetches that are already under way."""
-        if self._last is not None:
-            self._followers[self._last] = call
-            self._followers.move_to_end(self._last)
+        if passes_by(call.schedule, lambda index: call.entries[index].kind):
+            self._ready = {}
+            return {}
+        place = call.identity, self._turn(call)
+        for known in (self._last, (self._last[0], ANY)) if self._last is not None else ():
+            self._followers[known] = call
+            self._followers.move_to_end(known)
             if len(self._followers) > MEMORY:
                 self._followers.popitem(last=False)
-        self._last = call.identity
+        self._last = place
         given = self._claim(call)
-        self._next = self._followers.get(call.identity)
+        self._next = self._followers.get(place) or self._followers.get((call.identity, ANY))
         self._ready = dict(self._plan(call, self._next)) if self._next else {}
         return given
+
+    def _turn(self, call: Call) -> int:
+        """How often the like of `call` came before in this step, which ends with the next forward
+        after an optimizer's: a backward is followed by another micro-batch, and the last is not."""
+        phase = call.schedule.phase
+        if (self._stepped and phase is Phase.FORWARD) or len(self._turns) > MEMORY:
+            self._turns.clear()
+        self._stepped = phase is Phase.STEP
+        turn = self._turns.get(call.identity, 0)
+        self._turns[call.identity] = min(turn + 1, MOST_TURNS)
+        return turn
 
     def _plan(self, now: Call, then: Call) -> Mapping[int, Sequence[Fetch]]:
         pair = now.identity, then.identity

@@ -1,6 +1,7 @@
 # Every target does its own set-up, and can be repeated. Another interpreter: make PYTHON=python3.12
 # `make test` shares the files of tests out among WORKERS processes, each computing in one thread;
-# with WORKERS=0, and in `make test-all`, one process computes in a thread for every processor.
+# the longest, in tests/e2e, come first. With WORKERS=0, and in `make test-all`, one process works
+# in a thread for every processor.
 PYTHON ?= python3
 WORKERS ?= 2
 
@@ -14,7 +15,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_gpt.py --check
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(READY)
 	$(BIN)/python -m pytest

@@ -64,7 +64,7 @@ FLOORS = (
         "zcompile.happens_before",
     },
     {"zcompile.first_fit", "zcompile.time_sweep", "zcompile.storages"},
-    {"zcompile.sections", "zcompile.held_walk"},
+    {"zcompile.sections", "zcompile.held_walk", "zcompile.under_way"},
     {"zcompile.scale"},
     {"zcompile.demand"},
     {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},

@@ -17,9 +17,9 @@ and backward reads is held in between; what forward returns to its caller and ba
 is the caller's once forward has ended.
 
 A gradient that goes home is held until its departure is joined, which happens at a planned point
-and not when the transfer happens to end: before one leaves, the oldest are joined until all that
-are under way take no more than `Footprint.departing_bytes` together (twice the largest, so that
-one leaves while the next is made). What is still under way at the end is held by what comes next.
+and not when the transfer happens to end (`under_way.py`): before one leaves, the oldest are joined
+until all that are under way take no more than `Footprint.departing` says together. What is still
+under way at the end is held by what comes next.
 
 Times are node indices, sizes are bytes; a dynamic size counts as it was when the graph was traced.
 
@@ -32,7 +32,7 @@ To ask what a decision would change, give `Footprint.curve` what it takes away o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -85,7 +85,7 @@ class Footprint:
     boundary         index of the first node of backward that computes; of a graph of one phase,
                      the number of its nodes
     values           what is held, in the order of `first`
-    departing_bytes  that gradients under way may take before the oldest is joined
+    departing        gradient that leaves -> bytes that may be under way with it
     left_bytes       of gradients that are still under way when the graph has ended
     """
 
@@ -93,7 +93,7 @@ class Footprint:
     boundary: int
     values: tuple[Held, ...]
     of: Mapping[fx.Node, tuple[Held, ...]]
-    departing_bytes: int = 0
+    departing: Mapping[fx.Node, int] = field(default_factory=dict)
     left_bytes: int = 0
 
     def curve(self, changes: Iterable[Change] = ()) -> list[int]:

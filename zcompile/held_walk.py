@@ -4,11 +4,20 @@ Within a call the levels of its schedule say what is held; this adds what other 
 runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
 """
 
+import sys
 from collections import deque
 
 from zcompile.holds import Level
 from zcompile.schedule import Reduce, Schedule
 from zcompile.specs import Phase
+
+
+def most_inherited(schedule: Schedule) -> int:
+    """Bytes of gradients that may be under way still when a call of `schedule` begins. A step of an
+    optimizer holds nothing of its own beside the arena, so that all may that were at the end."""
+    if schedule.phase is Phase.STEP:
+        return sys.maxsize
+    return schedule.departing_bytes if schedule.phase is Phase.BACKWARD else 0
 
 
 class HeldWalk:
@@ -22,6 +31,7 @@ class HeldWalk:
         self._kept = 0
         self._inherited: deque[int] = deque()
         self._own: deque[int] = deque()
+        self._level = Level()
         self.now = 0
 
     @property
@@ -30,10 +40,11 @@ class HeldWalk:
 
     def begin(self, schedule: Schedule) -> int:
         """A call begins; how many departures are joined before."""
-        joined = len(self._inherited) if schedule.phase is Phase.FORWARD else 0
-        if joined:
-            self._inherited.clear()
         self._schedule = schedule
+        joined, most = 0, most_inherited(schedule)
+        while self._inherited and (not most or sum(self._inherited) > most):
+            self._inherited.popleft()
+            joined += 1
         self._kept -= schedule.holds.saved_bytes
         levels = schedule.holds.levels
         self._levels = iter(levels)
@@ -42,14 +53,14 @@ class HeldWalk:
 
     def rise(self) -> int:
         """The most held while the next instruction is carried out that changes what is held."""
-        level = next(self._levels, Level())
+        level = self._level = next(self._levels, Level())
         most = self.others + level.peak
         self.now = self.others + level.after
         return most
 
     def leave(self, reduce: Reduce) -> int:
         """A gradient leaves: the oldest on their way are joined until it fits; how many."""
-        joined, most = 0, self._schedule.departing_bytes
+        joined, most = 0, max(self._schedule.departing_bytes, self._level.departing)
         for rows in (self._inherited, self._own):
             while rows and self._under_way + reduce.nbytes > most:
                 rows.popleft()
@@ -57,13 +68,14 @@ class HeldWalk:
         self._own.append(reduce.nbytes)
         return joined
 
-    def end(self) -> int:
-        """The call is over; how many departures are joined then. After an optimizer's step nothing
-        is on its way any more."""
+    def end(self, then: Phase) -> int:
+        """The call is over, and one of `then` follows; how many departures are joined now. After
+        an optimizer's step, which may be several calls, nothing is on its way any more."""
         self._kept += self._schedule.holds.kept_bytes
         self._inherited.extend(self._own)
         self._own.clear()
-        joined = len(self._inherited) if self._schedule.phase is Phase.STEP else 0
+        over = self._schedule.phase is Phase.STEP and then is not Phase.STEP
+        joined = len(self._inherited) if over else 0
         if joined:
             self._inherited.clear()
         self.now = self.others

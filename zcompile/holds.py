@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 class Level(NamedTuple):
     """Bytes of values that a call holds: before an instruction, at most while it is carried out,
-    and after it."""
+    and after it. `departing`: of gradients, that may be under way once this one has left."""
 
     before: int = 0
     peak: int = 0
     after: int = 0
+    departing: int = 0
 
 
 @dataclass(frozen=True)

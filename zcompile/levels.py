@@ -62,7 +62,8 @@ def _levels(held: Footprint) -> Iterator[Level]:
 
     def level(first: int, last: int) -> Level:
         before = after[first - 1] if first else 0
-        return Level(before, max(curve[first : last + 1]), after[last])
+        departing = held.departing.get(held.nodes[last], 0)
+        return Level(before, max(curve[first : last + 1]), after[last], departing)
 
     begun: int | None = None
     region: int | None = None

@@ -144,7 +144,7 @@ class _Steps:
             self._told.append(Told(number, index, x, begin, self._host, self._waited, task, sent))
             for fetch in starts.get(index, ()):
                 self._given[fetch.ticket] = self._bring(then or call, fetch, self._compute)
-        self._join_between(self._held.end())
+        self._join_between(self._held.end(self._calls[(number + 1) % len(self._calls)].phase))
 
     def _work(self, seconds: float, *after: Journey) -> Task:
         """Compute goes on for so long, after all before it and `after`."""

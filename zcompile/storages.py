@@ -5,6 +5,7 @@ Aliasing is read from the schemas of ops, bytes from the stand-ins of tracing.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import getitem
 
 import torch
@@ -14,6 +15,7 @@ from zcompile import ops
 from zcompile.graph import is_ours, output_of, phase_of, storage_sources
 from zcompile.specs import NodeName, ParamSpec, Phase
 from zcompile.torch_private import hint, is_tangent
+from zcompile.under_way import Leaving, plan_joins
 
 KEEP_STRIDES = frozenset({
     torch.ops.aten.copy.default,
@@ -66,8 +68,8 @@ class StorageWalk:
         self.keyed: dict[str, Storage] = {}
         self.parts: dict[fx.Node, list[list[Storage]]] = {}
 
-    def walk(self) -> tuple[int, int]:
-        """Bytes that departures may take at once, and those still under way at the end."""
+    def walk(self) -> tuple[dict[fx.Node, int], int]:
+        """Per departure the bytes that may be under way with it, and those that are at the end."""
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
@@ -138,26 +140,29 @@ class StorageWalk:
         joint = self.boundary < len(self.nodes)
         return not joint or phase_of(node) is Phase.BACKWARD or node.op == "placeholder"
 
-    def _depart(self) -> tuple[int, int]:
-        """Gradients on their way are held until they are joined, oldest first."""
-        leaving = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
-        sizes = {node: self._travelling_bytes(node) for node in leaving}
-        most = 2 * max(sizes.values(), default=0)
-        under_way: list[tuple[fx.Node, list[Storage]]] = []
-        for node in leaving:
-            index, carried = self.where[node], self._carried(node)
-            while under_way and sum(sizes[n] for n, _ in under_way) + sizes[node] > most:
-                self._hold(under_way.pop(0)[1], index)
-            under_way.append((node, carried))
-        end = len(self.nodes) - 1
-        for _, storages in under_way:
-            self._hold(storages, end)
-        left = {id(s): s.nbytes for _, storages in under_way for s in storages}
-        return most, sum(left.values())
+    def _depart(self) -> tuple[dict[fx.Node, int], int]:
+        """Gradients on their way are held until they are joined. In a joint graph, in which it is
+        still to be chosen what is held, no more are than must be."""
+        nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
+        carried = [self._carried(node) for node in nodes]
+        leaving = [
+            Leaving(self.where[node], self._travelling_bytes(node),
+                    {id(s): (s.nbytes, s.last) for s in storages})
+            for node, storages in zip(nodes, carried, strict=True)
+        ]  # fmt: skip
+        joins = plan_joins(leaving, self._curve(), fills=self.boundary == len(self.nodes))
+        for storage in unique(carried):
+            storage.last = max(storage.last, joins.until[id(storage)])
+        left = sum(s.nbytes for s in unique(carried) if id(s) in joins.left)
+        return dict(zip(nodes, joins.most, strict=True)), left
 
-    def _hold(self, storages: Sequence[Storage], until: int) -> None:
-        for storage in storages:
-            storage.last = max(storage.last, until)
+    def _curve(self) -> list[int]:
+        """Bytes held while each node runs, without what is only on its way."""
+        change = [0] * (len(self.nodes) + 1)
+        for storage in self.storages:
+            change[storage.first] += storage.nbytes
+            change[storage.last + 1] -= storage.nbytes
+        return list(accumulate(change[:-1]))
 
     def _travelling_bytes(self, node: fx.Node) -> int:
         grad, handle = node.args[0], node.args[1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from zcompile.device_peaks import device_peak
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.held_walk import most_inherited
 from zcompile.runtime import near
 from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
@@ -85,8 +86,7 @@ class Executor:
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
         self.recorder.note(schedule, entries)
-        if schedule.phase is Phase.FORWARD:
-            self.leaving.join()
+        self.leaving.join(most_inherited(schedule))
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
@@ -234,8 +234,7 @@ class _Walk:
 
     def _reduce(self, reduce: Reduce) -> None:
         leaving, nbytes = self.leaving, reduce.nbytes
-        self.held.rises()
-        most = self.schedule.departing_bytes
+        most = max(self.schedule.departing_bytes, self.held.rises().departing)
         if leaving.crowded(nbytes, most):
             self._stalls(partial(leaving.expect, nbytes, most))
         else:

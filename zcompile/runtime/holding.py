@@ -130,11 +130,12 @@ class CallHolding:
         rows = holding.exchange((), (values[r] for r in given))
         self._rows: dict[int, Rows] = dict(zip(given, rows, strict=True))
 
-    def rises(self) -> None:
+    def rises(self) -> Level:
         """The next instruction that changes what is held is about to be carried out."""
         level = next(self._levels, NO_LEVEL)
         if level.peak > level.before:
             self._holding.rise(level.peak - level.before)
+        return level
 
     def ran(self, run: Run, values: Sequence[Any]) -> None:
         """A region has made its results, and let go of what nobody reads any more."""

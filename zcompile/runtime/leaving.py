@@ -65,9 +65,9 @@ class Leaving:
         self._departures.append(_Departure(nbytes, [t for t, _ in sent], sources, rows))
         self._nbytes += nbytes
 
-    def join(self) -> None:
-        """Nothing is under way any more. raises  what a transfer failed with"""
-        while self._departures:
+    def join(self, most_bytes: int = 0) -> None:
+        """No more than `most_bytes` are under way any more. raises  what a transfer failed with"""
+        while self._departures and (self._nbytes > most_bytes or not most_bytes):
             self._join()
 
     def abandon(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.specs import Layout
@@ -23,7 +24,7 @@ def fetch(
     """As `Store.fetch`, from the device to itself."""
     for ticket in after:
         ticket.join_compute()
-    target.copy_(store.borrow(entry, begin, target.numel(), False))
+    _copy(target, store.borrow(entry, begin, target.numel(), False))
     return store.device.mark()
 
 
@@ -34,7 +35,7 @@ def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
     if source.numel() == entry.nbytes:
         entry.deferred = ()
         entry.unset = False
-    store.borrow(entry, begin, source.numel(), True, overwrites=True).copy_(source)
+    _copy(store.borrow(entry, begin, source.numel(), True, overwrites=True), source)
     return store.device.mark()
 
 
@@ -60,8 +61,18 @@ def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
 
 def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
     """As `Store.read`: blocks until compute has come this far."""
-    target.copy_(store.borrow(entry, begin, target.numel(), False))
+    _copy(target, store.borrow(entry, begin, target.numel(), False))
     return Ready()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """uint8 [n], contiguous, both. Between host memories by one thread: while the threads of links
+    are busy, a team of OpenMP's takes milliseconds to come together, for what lasts some tens of
+    microseconds."""
+    if target.is_cpu and source.is_cpu:
+        copy_bytes(target, source, source.numel())
+    else:
+        target.copy_(source)
 
 
 __all__ = ["add", "fetch", "is_near", "lend", "put", "read"]

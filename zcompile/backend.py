@@ -8,7 +8,7 @@ of each call.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.footprint import footprint
 from zcompile.graph import assign_phases, find, phase_of
-from zcompile.graph_plan import Plan
+from zcompile.graph_plan import Beside, Plan
 from zcompile.levels import holds_of
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
@@ -155,8 +155,12 @@ class _Graph:
         session = self.session()
         budget = session.device_budget if session is not None and params else None
         assign_phases(gm.graph, forward_outputs)
-        around = None if session is None else partial(surroundings, session)
-        plan = run(gm, Plan(params, budget), pipeline(self.config, around), watch=self.watch)
+        around = None if session is None else cache(partial(surroundings, session))
+        before = Beside(session.foreseen_bytes if session is not None else 0)
+        plan = Plan(params, budget, before)
+        plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
+        if session is not None and plan.budget_bytes is not None:
+            session.foresee(plan.beside.nbytes)
         self.watch.planned(gm.graph, plan)
         return plan
 

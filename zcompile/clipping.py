@@ -46,7 +46,7 @@ def known_norm(
 def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     """The norm of a gradient that the device cannot hold whole, tile by tile; None for others."""
     entry, session = tensor.entry, session_of(tensor.entry)
-    dtype, budget = tensor.lies.dtype, session.device_budget
+    dtype, budget = tensor.lies.dtype, session.arena.budget_bytes
     if entry.nbytes <= budget or not measure.joins:
         return None
     most, count = max(1, budget // 4 // dtype.itemsize), tensor.lies.numel

@@ -61,6 +61,7 @@ class BudgetExceeded(ZinfError, MemoryError):
             )
         )
         self.needed_bytes = needed_bytes
+        self.where, self.alive = where, tuple(alive)
 
 
 class TierFull(ZinfError, MemoryError):

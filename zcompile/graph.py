@@ -170,6 +170,16 @@ def insert(
     return node
 
 
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy to try something out on, with what is known of each node; old node -> new one."""
+    copy, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
+    results = copy.graph_copy(graph, mapping, return_output_node=True)
+    assert isinstance(results, tuple), "a graph ends with its results"
+    values, old = results
+    copy.output(values).meta = dict(old.meta)
+    return copy, mapping
+
+
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 

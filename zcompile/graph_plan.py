@@ -49,12 +49,31 @@ def _nothing() -> Mapping[NodeName, Slot]:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Of the device, held by what graphs compute, beside the arena.
+
+    nbytes        by graphs compiled before; once the budget is split, by this one or those
+    holders       who holds them where most are held: names for people, and bytes
+    device_bytes  of both together; None as long as the budget is not split
+    """
+
+    nbytes: int = 0
+    holders: tuple[tuple[str, int], ...] = ()
+    device_bytes: int | None = None
+
+
+NOTHING_BESIDE = Beside()
+
+
+@dataclass(frozen=True)
 class Plan:
     """The decisions about one graph.
 
     params        handle -> what is behind it: a parameter, whose handle is a placeholder, or a
                   value that forward offloads for backward
-    budget_bytes  bytes of the device arena; None without tiered parameters
+    budget_bytes  bytes of the device, and once it is split of its arena; None without tiered
+                  parameters
+    beside        what is held of the device beside the arena
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why
     activations   what becomes of each value that backward needs, in the order they are made
@@ -62,6 +81,7 @@ class Plan:
 
     params: Mapping[NodeName, ParamSpec]
     budget_bytes: int | None = None
+    beside: Beside = NOTHING_BESIDE
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()

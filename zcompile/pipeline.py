@@ -20,6 +20,7 @@ from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.verify import verify
@@ -63,13 +64,19 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
         CutRegions(),  # compute between our ops, numbered
     )
     in_place = (SchedulePrefetch(0), PlanArena())
-    return (
-        TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
-        TileMatmuls(_tile_bytes(config)),  # what the budget cannot hold whole comes in tiles
+    within = (
         PlanActivations(  # what backward needs: kept, made again, or moved off the device
             config.activations, around, (*gathered, *in_place)
         ),
         *gathered,
+        SplitBudget(),  # what the graph itself holds is not the arena's
+    )
+    return (
+        TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
+        TileMatmuls(  # what the budget cannot hold whole comes in tiles
+            _tile_bytes(config), (*within, *in_place)
+        ),
+        *within,
         SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
         PlanArena(),  # every gathered parameter has an address; the peak is proven
     )

@@ -161,7 +161,7 @@ class Residency:
     def _room(self, step: Step) -> Room:
         """What the tiers have for the entries of this step: all but what others rest on."""
         session = self.session
-        nbytes = {"device": session.device_budget, **session.homes.capacities()}
+        nbytes = {"device": session.arena.budget_bytes, **session.homes.capacities()}
         for entry in session.entries():
             if key_of(entry) not in step.facts and entry.home in nbytes:
                 nbytes[entry.home] -= entry.place.extent.nbytes
@@ -217,7 +217,12 @@ class Residency:
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()
-            device.window_bytes = session.device_budget
+            device.window_bytes = session.arena.budget_bytes
+
+    def replan(self) -> None:
+        """The arena is about to have another size: what was planned for it does not hold."""
+        self.withdraw()
+        self._tried = False
 
     def _quiet(self) -> None:
         """Nothing is under way, nothing was handed over to what comes next, and no schedule is
@@ -249,7 +254,7 @@ class Residency:
             return False
         at_once = session.arena.used_bytes - resident + needed_bytes
         more = self._least_window + self._least_window // 8
-        self._least_window = min(max(more, at_once), session.device_budget)
+        self._least_window = min(max(more, at_once), session.arena.budget_bytes)
         self._reliefs += 1
         self.withdraw()
         self._tried = self._reliefs >= MOST_RELIEFS
@@ -268,9 +273,11 @@ class Residency:
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """The schedule for these very entries, where they rest now."""
-        if not self.arranges or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
             return schedule
         session = self.session
+        if not self.arranges and schedule.arena_bytes <= session.arena.budget_bytes:
+            return schedule
         resident = frozenset(
             EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
         )
@@ -280,7 +287,10 @@ class Residency:
                 made = arrange(schedule, resident, session.window_bytes, self._lead)
             except BudgetExceeded as error:
                 if not self.relieve(error.needed_bytes):
-                    raise
+                    raise session.too_small(
+                        error, f"{schedule.phase.value} pass of the model",
+                        "parameters that one piece of compute reads together",
+                    ) from error  # fmt: skip
                 return schedule
             verify_schedule(made)
             session.homes.plan_device(made.peak_bytes)

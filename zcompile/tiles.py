@@ -6,7 +6,7 @@ way. Tiles of whole disk granules travel without a copy, and tiles of one size a
 compile, so all but the last are alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -19,6 +19,8 @@ SHARES = 2
 PARTS = 2
 """By default tiles of a weight that is cut take no more than such a part of the budget: the rest is
 for what is read beside it."""
+LESS = (1, 2, 4, 8, 16)
+"""Which part of the budget gathered values may be offered; the rest is for what is computed."""
 MOST_TILES = 512
 """Of one weight. Each is a handful of graph nodes and a transfer; smaller ones cost more in
 starting than in moving."""
@@ -74,7 +76,7 @@ def choose_cuts(
     if budget_bytes is None:
         return cut
     while True:
-        taken, place = _fullest(held, cut)
+        taken, place = fullest(held, cut)
         if taken <= budget_bytes:
             break
         found = [h for h in _alive(held, place) if h.row_nbytes and h.key not in cut]
@@ -85,11 +87,23 @@ def choose_cuts(
     return {key: min(most, _room(key, held, cut, budget_bytes)) for key, most in cut.items()}
 
 
+def ways_to_cut(
+    held: Sequence[Held], budget_bytes: int | None, tile_bytes: int | None
+) -> Iterator[Mapping[str, int]]:
+    """As `choose_cuts`, for what gathered values may take of the budget: all of it, half, ..."""
+    told: list[Mapping[str, int]] = []
+    for part in LESS if budget_bytes is not None else LESS[:1]:
+        cuts = choose_cuts(held, budget_bytes and budget_bytes // part, tile_bytes)
+        if cuts not in told:
+            told.append(cuts)
+            yield cuts
+
+
 def _alive(held: Sequence[Held], place: int) -> list[Held]:
     return [h for h in held if h.reads[0] <= place <= h.reads[-1]]
 
 
-def _fullest(held: Sequence[Held], cut: Mapping[str, int]) -> tuple[int, int]:
+def fullest(held: Sequence[Held], cut: Mapping[str, int]) -> tuple[int, int]:
     """The most bytes that are held at once, and where. Of a cut value: a row, where it is read."""
     change: dict[int, int] = {}
     for value in held:

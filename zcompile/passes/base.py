@@ -22,6 +22,7 @@ class Fact(enum.Enum):
     GRADS_REDUCED = "gradients reduced"
     REGIONS_CUT = "regions cut"
     FETCHES_PLACED = "fetches placed"
+    BUDGET_SPLIT = "budget split"
     BUDGET_MET = "budget met"
 
 

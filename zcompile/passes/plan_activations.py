@@ -12,6 +12,7 @@ from zcompile.activation_graph import Read, Surroundings, read
 from zcompile.activation_problem import AGAIN, KEEP
 from zcompile.activation_split import split
 from zcompile.footprint import footprint
+from zcompile.graph import copied
 from zcompile.graph_plan import Activation, Note, Plan
 from zcompile.machine import Compute, Machine
 from zcompile.passes.base import Fact, Pass
@@ -119,18 +120,13 @@ class PlanActivations(Pass):
 
     def _needed(self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> tuple[int, int]:
         """Bytes of device that a choice needs: those that are held, and the smallest window."""
-        copy = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        results = copy.graph_copy(graph, mapping, return_output_node=True)
-        assert isinstance(results, tuple)
-        values, old = results
-        copy.output(values).meta = dict(old.meta)
+        copy, mapping = copied(graph)
         roots = tuple(mapping[root] for root in found.roots)
         trial = replace(plan, budget_bytes=None)
         trial = _written(copy, trial, replace(found, roots=roots), choice)
         for pass_ in self.after:
             trial = pass_.rewrite(copy, trial)
-        return footprint(copy, trial.params).peak, trial.arena_bytes
+        return max(footprint(copy, trial.params).peak, plan.beside.nbytes), trial.arena_bytes
 
 
 def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:

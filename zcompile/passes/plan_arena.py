@@ -51,11 +51,11 @@ def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]
     if plan.budget_bytes is not None and needed > plan.budget_bytes:
         raise BudgetExceeded(
             "device",
-            plan.budget_bytes,
-            needed,
+            plan.beside.device_bytes or plan.budget_bytes,
+            needed + plan.beside.nbytes,
             f"{phase.value} pass of the model",
-            [],
-            f"give zcompile.offload device_memory={needed} or more",
+            plan.beside.holders,
+            f"give zcompile.offload device_memory={needed + plan.beside.nbytes} or more",
         )
     return {
         NodeName(fetch.name): Slot(address, aligned(block.nbytes))

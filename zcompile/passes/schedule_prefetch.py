@@ -9,7 +9,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
-from zcompile.graph_plan import Plan, fetched
+from zcompile.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
 from zcompile.packing import Block, aligned, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import Phase
@@ -55,13 +55,19 @@ class SchedulePrefetch(Pass):
                 continue
             _settle_boundaries(graph, phase)
             needs = [_need(fetch, plan) for fetch in fetches]
-            starts = choose_starts(needs, plan.budget_bytes, self.max_lead, phase.value)
+            starts = choose_starts(
+                needs, plan.budget_bytes, self.max_lead, phase.value, plan.beside
+            )
             _move(graph, phase, dict(zip(fetches, starts, strict=True)))
         return plan
 
 
 def choose_starts(
-    needs: Sequence[Need], budget_bytes: int | None, max_lead: int, where: str
+    needs: Sequence[Need],
+    budget_bytes: int | None,
+    max_lead: int,
+    where: str,
+    beside: Beside = NOTHING_BESIDE,
 ) -> tuple[int, ...]:
     """Before which region each fetch starts: its first reader's, or up to `max_lead` earlier.
 
@@ -75,7 +81,7 @@ def choose_starts(
     if budget_bytes is None:
         return tuple(max(0, first - max_lead) for first in in_place)
     if (least := _packed(needs, in_place)) > budget_bytes:
-        raise _too_small(needs, budget_bytes, least, where)
+        raise _too_small(needs, least, budget_bytes, where, beside)
     best, low, high = in_place, live_peak(_blocks(needs, in_place)), budget_bytes
     starts = _leads(needs, high, max_lead)
     if _packed(needs, starts) <= budget_bytes:
@@ -118,19 +124,24 @@ def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
     return packed_bytes(blocks, pack_quickly(blocks))
 
 
-def _too_small(needs: Sequence[Need], budget: int, least: int, where: str) -> BudgetExceeded:
+def _too_small(
+    needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: Beside
+) -> BudgetExceeded:
+    needed = least + beside.nbytes
+
     def alive(region: int) -> list[Need]:
         return [n for n in needs if n.first <= region <= n.last]
 
     peak = max({n.first for n in needs}, key=lambda r: sum(n.nbytes for n in alive(r)))
     return BudgetExceeded(
         "device",
-        budget,
-        least,
+        beside.device_bytes or budget_bytes,
+        needed,
         f"{where} pass of the model",
-        [(n.name, n.nbytes) for n in alive(peak)],
-        f"give zcompile.offload device_memory={least} or more (this is the smallest that holds "
-        "the parameters which one piece of compute reads together)",
+        [*((n.name, n.nbytes) for n in alive(peak)), *beside.holders],
+        f"give zcompile.offload device_memory={needed} or more (this is the smallest that holds "
+        "the parameters which one piece of compute reads together"
+        f"{', and the values between them)' if beside.nbytes else ')'}",
     )
 
 

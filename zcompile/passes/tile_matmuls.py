@@ -1,6 +1,6 @@
 """Weights that the device cannot hold whole are gathered, used and given back in tiles."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -8,18 +8,25 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import output_of, phase_of, positions
+from zcompile.errors import BudgetExceeded
+from zcompile.footprint import footprint
+from zcompile.graph import copied, output_of, phase_of, positions
 from zcompile.graph_plan import Note, Plan, fetched
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import NodeName, Phase
 from zcompile.tiled_gradients import Tiles, leave_in_tiles
 from zcompile.tiled_uses import Result, rule_of, same_kind
 from zcompile.tiled_weights import Reader, Weight, weights_of
-from zcompile.tiles import choose_cuts, choose_tiles
+from zcompile.tiles import Held, choose_tiles, fullest, ways_to_cut
 from zcompile.tiling import Writer, erase_unread, shape
 from zcompile.torch_private import gradient_of, handle_input
 
 aten = torch.ops.aten
+
+ROOMY = 1.125
+"""What is counted before the other passes have been, times this, is at least what they count."""
+UPWARDS, HALVINGS = 8, 4
+"""Budgets tried out, to say which would do: a quarter more each, then halfway between."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +46,104 @@ class TileMatmuls(Pass):
     whole where the tiled dimension is one of its result, and of the gradient of the weight; where
     it is summed over, the sum rounds otherwise (`tiled_uses`). What fits is left alone.
 
+    How much of the budget weights may take depends on what the graph holds beside them, and that
+    on what becomes of its activations: cuts are tried out with all that decides of these, the
+    coarsest first.
+
     tile_bytes  a weight of more is cut, and two tiles take no more; None: only what the budget
                 cannot hold is cut
+    after       the passes that cuts are tried out with, on a copy of the graph
     """
 
     tile_bytes: int | None = None
+    after: Sequence[Pass] = ()
 
     name: ClassVar[str] = "tile-matmuls"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
-        where = positions(graph)
+        return self._cut(graph, plan, self._chosen(graph, plan))
+
+    def _cut(self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]) -> Plan:
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
-        held = [
-            value
-            for number, weight in enumerate(weights.values())
-            for value in weight.held(where, number, len(weights))
-        ]
         notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
                  if w.whole and self._is_too_large(w, plan)]  # fmt: skip
-        for name, most in choose_cuts(held, plan.budget_bytes, self.tile_bytes).items():
+        for name, most in cuts.items():
             notes += [Note(self.name, NodeName(name), text)
                       for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
         return replace(plan, notes=(*plan.notes, *notes))
 
+    def _chosen(self, graph: fx.Graph, plan: Plan) -> Mapping[str, int]:
+        """The coarsest cuts with which everything fits; without a trial where that is sure."""
+        held = _held(graph, plan)
+        ways = ways_to_cut(held, plan.budget_bytes, self.tile_bytes)
+        coarsest = next(ways)
+        if plan.budget_bytes is None or not self.after or _is_roomy(graph, plan, held, coarsest):
+            return coarsest
+        refused: list[BudgetExceeded] = []
+        for cuts in (coarsest, *ways):
+            if (error := self._refused(graph, plan, cuts)) is None:
+                return cuts
+            refused.append(error)
+        raise self._too_small(graph, plan, min(refused, key=lambda error: error.needed_bytes))
+
+    def _refused(
+        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+    ) -> BudgetExceeded | None:
+        """What all other passes say of these cuts."""
+        copy, _ = copied(graph)
+        try:
+            trial = self._cut(copy, plan, cuts)
+            for pass_ in self.after:
+                trial = pass_.rewrite(copy, trial)
+        except BudgetExceeded as error:
+            return error.with_traceback(None)
+        return None
+
+    def _too_small(self, graph: fx.Graph, plan: Plan, nearest: BudgetExceeded) -> BudgetExceeded:
+        """The refusal of what is nearest to the budget, with a budget that was tried out."""
+        budget = low = plan.budget_bytes or 0
+        high = nearest.needed_bytes
+        for _ in range(UPWARDS):
+            if self._would_do(graph, plan, high):
+                break
+            low, high = high, high + high // 4
+        else:
+            return nearest
+        for _ in range(HALVINGS):
+            between = (low + high) // 2
+            low, high = (low, between) if self._would_do(graph, plan, between) else (between, high)
+        return BudgetExceeded(
+            "device", budget, high, nearest.where, nearest.alive,
+            f"give zcompile.offload device_memory={high} or more, or the model a smaller batch",
+        )  # fmt: skip
+
+    def _would_do(self, graph: fx.Graph, plan: Plan, budget: int) -> bool:
+        roomier = replace(plan, budget_bytes=budget)
+        ways = ways_to_cut(_held(graph, plan), budget, self.tile_bytes)
+        return any(self._refused(graph, roomier, cuts) is None for cuts in ways)
+
     def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
         limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
         return any(weight.nbytes > limit for limit in limits)
+
+
+def _held(graph: fx.Graph, plan: Plan) -> list[Held]:
+    """What is gathered, where it is read."""
+    where, weights = positions(graph), list(weights_of(graph, plan))
+    return [
+        value
+        for number, weight in enumerate(weights)
+        for value in weight.held(where, number, len(weights))
+    ]
+
+
+def _is_roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held], cuts: Mapping[str, int]) -> bool:
+    """Whether all fits whatever is decided: nothing is cut, and nothing needs to leave."""
+    beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
+    at_once, _ = fullest(held, cuts)
+    return not cuts and ROOMY * (beside + 2 * at_once) <= (plan.budget_bytes or 0)
 
 
 def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:

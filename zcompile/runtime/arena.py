@@ -32,7 +32,7 @@ class Arena:
 
     def __init__(self, device: Device, budget_bytes: int, in_use: Gauge,
                  transfers_over: Callable[[], None]) -> None:  # fmt: skip
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self.beside_bytes = budget_bytes, 0
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
@@ -56,13 +56,20 @@ class Arena:
             self._reap()
         return self._in_use.now
 
+    def give_way(self, nbytes: int) -> None:
+        """So much of the device is not the arena's from here on. What lies in it stays where it
+        is; the memory itself is exchanged once nothing does."""
+        with self._lock:
+            self.budget_bytes += self.beside_bytes - nbytes
+            self.beside_bytes = nbytes
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the arena."""
         if self._memory is None:
             return False
         begin = self._memory.data_ptr()
         same = tensor.device == self._memory.device
-        return same and begin <= tensor.data_ptr() < begin + self.budget_bytes
+        return same and begin <= tensor.data_ptr() < begin + self._memory.numel()
 
     def window(self, tensor: Tensor) -> Tensor:
         """The same bytes, not keeping `tensor`'s storage alive if that lies in the arena.
@@ -160,6 +167,7 @@ class Arena:
     def _claim(self, size: int, name: str) -> int | None:
         with self._lock:
             self._reap()
+            self._exchange()
             begin = self._hole(size)
             if begin is None:
                 return None
@@ -196,6 +204,7 @@ class Arena:
         with self._lock:
             if (holder := self._lent_within(begin, end)) is not None:
                 return holder
+            self._exchange()
             at = bisect_left(self._slots, (begin, end))
             assert at == 0 or self._slots[at - 1][1] <= begin, "two slots overlap"
             assert at == len(self._slots) or end <= self._slots[at][0], "two slots overlap"
@@ -224,8 +233,11 @@ class Arena:
         slots = sum(end - begin for begin, end in self._slots)
         if slots:
             alive.append(("slots of the running schedule", slots))
-        needed = self._in_use.now + nbytes
-        return BudgetExceeded("device", self.budget_bytes, needed, where, alive,
+        if self.beside_bytes:
+            alive.append(("values of compiled graphs", self.beside_bytes))
+        whole = self.budget_bytes + self.beside_bytes
+        needed = self._in_use.now + nbytes + self.beside_bytes
+        return BudgetExceeded("device", whole, needed, where, alive,
                               f"give zcompile.offload device_memory={needed} or more, drop "
                               "references to gathered values, or compile the model, so that "
                               "gathers are planned")  # fmt: skip
@@ -235,6 +247,13 @@ class Arena:
             if self._memory is None:
                 self._memory = self._device.allocate(self.budget_bytes)
             return self._memory
+
+    def _exchange(self) -> None:
+        """Let go of memory of another size than is the arena's by now, if nothing is in it."""
+        memory, empty = self._memory, not self._slots and not self._lent
+        if empty and memory is not None and memory.numel() != self.budget_bytes:
+            self._memory = None
+            self._views.clear()
 
 
 def _nobody(nbytes: int) -> bool:

@@ -15,5 +15,9 @@ def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
     return schedule
 
 
+def has_room(nbytes: int) -> None:
+    """There is room for what is held beside the arena."""
+
+
 def nobody_plans(step: Step) -> None:
     """What rests where stays as it is."""

@@ -20,7 +20,7 @@ from zcompile.runtime import near
 from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.copies import MakeCopy, freshen, source_of
-from zcompile.runtime.defaults import Fit, as_it_is, nobody_plans
+from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
@@ -64,6 +64,8 @@ class Executor:
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
         self.fit: Fit = as_it_is
+        self.make_room: Callable[[int], None] = has_room
+        """Told what will be held beside the arena, before it is."""
         self.on_step: Callable[[Step], None] = nobody_plans
         """Told of each step that was recorded, before the next begins."""
 
@@ -95,6 +97,7 @@ class Executor:
             freshen(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         others = self.holding.nbytes - schedule.holds.saved_bytes
+        self.make_room(others + schedule.holds.peak_bytes)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
         self._foretell(schedule, others)
         if schedule.serial not in self._walked:

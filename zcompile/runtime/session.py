@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.cost import Ways
-from zcompile.errors import Unsupported
+from zcompile.errors import BudgetExceeded, Unsupported
 from zcompile.handles import entry_of
 from zcompile.lower_step import DEPTH
 from zcompile.runtime import activations, near
@@ -48,6 +48,7 @@ class Planner(Protocol):
         """Whether graphs are arranged for a plan before they are walked."""
 
     def step_ended(self, step: Step) -> None: ...
+    def replan(self) -> None: ...
     def relieve(self, needed_bytes: int) -> bool: ...
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
     def prediction(self) -> dict[str, Any] | None: ...
@@ -81,6 +82,9 @@ class Session(Store):
         self.holding = Holding(self.meter.activations)
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
+        self.executor.make_room = self.hold_back
+        self.held_bytes = self.foreseen_bytes = 0
+        """Of the device, that compiled graphs hold beside the arena; and will, once they run."""
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()
@@ -147,6 +151,45 @@ class Session(Store):
     def relieve(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""
         return self.planner is not None and self.planner.relieve(needed_bytes)
+
+    def foresee(self, nbytes: int) -> None:
+        """A graph was compiled that will hold so much: the arena gives way before it is run."""
+        self.foreseen_bytes = max(self.foreseen_bytes, nbytes)
+
+    def hold_back(self, nbytes: int) -> None:
+        """Compiled graphs hold up to `nbytes` of the device beside the arena from here on.
+
+        raises  BudgetExceeded, if nothing would be left for the arena
+        """
+        nbytes = max(nbytes, self.foreseen_bytes)
+        if nbytes <= self.held_bytes:
+            return
+        if nbytes >= self.device_budget:
+            raise BudgetExceeded(
+                "device", self.device_budget, nbytes, "what compiled graphs keep for backward", (),
+                f"give zcompile.offload more than device_memory={nbytes}, or let go of results "
+                "whose backward never comes",
+            )  # fmt: skip
+        self.executor.foresight.abandon()
+        self.drain()
+        if self.planner is not None:
+            self.planner.replan()
+        self.forget_steps()
+        self.held_bytes = nbytes
+        self.arena.give_way(nbytes)
+        self.homes.device.resized()
+
+    def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
+        """`where` needs more of the arena than there is: what it needs of the device, with the
+        values that are held beside `what` lies in the arena."""
+        if not self.held_bytes:
+            return error
+        needed = error.needed_bytes + self.held_bytes
+        return BudgetExceeded(
+            "device", self.device_budget, needed, where,
+            [(what, error.needed_bytes), ("values of compiled graphs", self.held_bytes)],
+            f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
+        )  # fmt: skip
 
     @property
     def window_bytes(self) -> int:

@@ -64,6 +64,10 @@ class DeviceTier:
         self._floor = min(self._floor, begin)
         return True
 
+    def resized(self) -> None:
+        """The arena has another size; nothing rests here."""
+        self.window_bytes = self._floor = self._arena.budget_bytes
+
     def clear(self) -> None:
         """Give back the berths that no entry is in."""
         for key, extent in list(self._berths.items()):

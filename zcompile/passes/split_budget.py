@@ -1,0 +1,44 @@
+"""What the graph holds itself is not the arena's: the budget is split between the two."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile import ops
+from zcompile.errors import BudgetExceeded
+from zcompile.footprint import footprint
+from zcompile.graph import find
+from zcompile.graph_plan import Beside, Plan
+from zcompile.passes.base import Fact, Pass
+
+
+@dataclass(frozen=True)
+class SplitBudget(Pass):
+    """Leave room for the values between ops, which lie in memory that torch hands out.
+
+        budget 64 MiB                             budget 40 MiB: of the arena, for what is fetched
+        %a = aten.mm(%x, %w)              ->      held   24 MiB: at most, by values of this graph or
+        %b = aten.relu(%a)                                       of one that was compiled before
+
+    All that plan the arena plan within what is left. The graph does not change.
+    """
+
+    name: ClassVar[str] = "split-budget"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.BUDGET_SPLIT})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        if plan.budget_bytes is None:
+            return plan
+        held = footprint(graph, plan.params)
+        most, rows = plan.beside.nbytes, [("values of graphs compiled before", plan.beside.nbytes)]
+        if held.peak > most:
+            most, rows = held.peak, held.told(held.peak_at)
+        if most > plan.budget_bytes and not find(graph, ops.fetch):
+            raise BudgetExceeded(
+                "device", plan.budget_bytes, most, "the model", rows,
+                f"give zcompile.offload device_memory={most} or more, or a smaller batch",
+            )  # fmt: skip
+        beside = Beside(most, tuple(rows), plan.budget_bytes)
+        return replace(plan, beside=beside, budget_bytes=max(0, plan.budget_bytes - most))

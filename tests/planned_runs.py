@@ -7,6 +7,7 @@ from small_models import GPT
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.offloading import session_behind
 
 WIDTH, VOCABULARY = 32, 64
 STEPS = 5
@@ -44,6 +45,14 @@ def offloaded(**fields):
     torch._dynamo.reset()
     model = zcompile.offload(gpt(), device="cpu", **{"host_memory": "64MiB", **fields})
     return model, torch.compile(model, backend="zinf")
+
+
+@functools.cache
+def held_bytes() -> int:
+    """What the graphs of such a run hold of the device beside the arena: values between ops."""
+    model, compiled = offloaded(device_memory="16MiB")
+    train(model, compiled, adamw(model), 0, 2)
+    return session_behind(model).held_bytes
 
 
 def begun(steps: int, batches=1, **fields):

@@ -11,6 +11,7 @@ from planned_runs import (
     adamw,
     begun,
     expected,
+    held_bytes,
     homes,
     ids,
     offloaded,
@@ -42,7 +43,7 @@ OPTIMIZERS = {
 def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     """Their first two steps use the same entries, so fetches are handed over when a step is
     planned."""
-    model, compiled = offloaded(device_memory=int(share * WEIGHT_BYTES) + 32 * KiB)
+    model, compiled = offloaded(device_memory=int(share * WEIGHT_BYTES) + 32 * KiB + held_bytes())
     train(model, compiled, OPTIMIZERS[name](model))
     assert session_behind(model).planner.plan is not None
     assert same(model, expected(OPTIMIZERS[name]))
@@ -50,7 +51,7 @@ def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
 
 def test_copies_that_fill_the_host_leave_the_plan_in_force():
     model, compiled, optimizer = begun(
-        3, device_memory=5 * WEIGHT_BYTES, host_memory=5 * WEIGHT_BYTES + 256 * KiB
+        3, device_memory=5 * WEIGHT_BYTES + held_bytes(), host_memory=5 * WEIGHT_BYTES + 256 * KiB
     )
     averages = [copy.deepcopy(model) for _ in range(2)]
     train(model, compiled, optimizer, 3, 4)
@@ -116,7 +117,7 @@ def goes_on(model, compiled, optimizer):
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("device", [WEIGHT_BYTES, 2 * WEIGHT_BYTES, 16 * MiB])
 def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device):
-    model, compiled, optimizer = begun(2, device_memory=device)
+    model, compiled, optimizer = begun(2, device_memory=device + held_bytes())
     session = session_behind(model)
     put, count = session.put, []
 
@@ -204,7 +205,7 @@ def test_what_finds_no_berth_is_predicted_where_it_rests(monkeypatch, share):
     made = crowded(
         monkeypatch, lambda session: session.arena.take(int(share * WEIGHT_BYTES), "a large value")
     )
-    trains_as_predicted(made, device_memory=2 * WEIGHT_BYTES)
+    trains_as_predicted(made, device_memory=2 * WEIGHT_BYTES + held_bytes())
 
 
 @pytest.mark.parametrize("left", [0, 16 * KiB, 64 * KiB])
@@ -218,7 +219,7 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
             others.append(session.create("another's", Kind.GRAD, free))
 
     trains_as_predicted(
-        crowded(monkeypatch, fill), device_memory=WEIGHT_BYTES // 2, host_memory="600KiB",
-        disk=tmp_path,
+        crowded(monkeypatch, fill), device_memory=WEIGHT_BYTES // 2 + held_bytes(),
+        host_memory="600KiB", disk=tmp_path,
     )  # fmt: skip
     assert others[0].home == "host"

@@ -56,16 +56,26 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
     if first.over <= 0:
         return Choice(tuple(wished), first.answer, None, True)
     if quickly:
-        first.run()
-        return Choice(tuple(first.actions), first.answer, None, first.over <= 0)
+        best = _nearest([first.run()], problem, ways, wished)
+        return Choice(tuple(best.actions), best.answer, None, best.over <= 0)
     bound = relaxed(problem, ways, wished)
     tried = [first.run()]
     tried += [_Search(problem, [way], wished).run() for way in ways if len(ways) > 1]
     if bound is not None:
         tried.append(_Search(problem, ways, bound.actions).run())
-    best = min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
+    best = _nearest(tried, problem, ways, wished)
     least = None if bound is None else bound.seconds
     return Choice(tuple(best.actions), best.answer, least, best.over <= 0)
+
+
+def _nearest(
+    tried: "list[_Search]", problem: Problem, ways: Sequence[str], wished: Sequence[str]
+) -> "_Search":
+    """The least costly of those that fit. Where none does, another that only looks at bytes is
+    tried too; what needs least is found without a look at seconds, which are measured."""
+    if all(search.over > 0 for search in tried):
+        tried = [*tried, _Search(problem, ways, wished, frugal=True).run()]
+    return min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
 
 
 def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
@@ -82,9 +92,15 @@ def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
 
 
 class _Search:
-    """One way of giving up values until what is left fits."""
+    """One way of giving up values until what is left fits.
 
-    def __init__(self, problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> None:
+    frugal  what frees most goes first, whatever it costs
+    """
+
+    def __init__(
+        self, problem: Problem, ways: Sequence[str], begin: Sequence[str], frugal: bool = False
+    ) -> None:
+        self.frugal = frugal
         self.problem = problem
         self.ways = ways
         self.begin = begin
@@ -161,7 +177,8 @@ class _Search:
                 if made is not None:
                     seconds, gain, changes = made
                     if gain > 0:
-                        yield seconds * _weight(value.wish, way) / gain, number, way, changes
+                        cost = 1.0 if self.frugal else seconds * _weight(value.wish, way)
+                        yield cost / gain, number, way, changes
 
     def _may(self, number: int, way: str) -> bool:
         value = self.problem.values[number]

@@ -53,11 +53,13 @@ class Beside:
     """Of the device, held by what graphs compute, beside the arena.
 
     nbytes        by graphs compiled before; once the budget is split, by this one or those
-    holders       who holds them where most are held: names for people, and bytes
+    where         most are held, for people
+    holders       who holds them there: names for people, and bytes
     device_bytes  of both together; None as long as the budget is not split
     """
 
     nbytes: int = 0
+    where: str = ""
     holders: tuple[tuple[str, int], ...] = ()
     device_bytes: int | None = None
 

@@ -20,6 +20,9 @@ SHARE_OF_BUDGET = 8
 """Without `tile_bytes`, logits that take more than this part of the device budget are tiled: stock
 code holds three or four values of their size at once."""
 
+MOST_PIECES = 128
+"""Of logits, without `tile_bytes`: each is some fifteen ops in each phase."""
+
 
 @dataclass(frozen=True)
 class TileLoss(Pass):
@@ -46,13 +49,11 @@ class TileLoss(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.LOSSES_TILED})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
-        tile_bytes = self.tile_bytes
-        if tile_bytes is None:
-            if plan.budget_bytes is None:
-                return plan
-            tile_bytes = plan.budget_bytes // SHARE_OF_BUDGET
+        if self.tile_bytes is None and plan.budget_bytes is None:
+            return plan
+        share = (plan.budget_bytes or 0) // SHARE_OF_BUDGET
         for softmax in find(graph, SOFTMAX):
-            plan = _tile(graph, softmax, tile_bytes, plan)
+            plan = _tile(graph, softmax, plan, self.tile_bytes or share, self.tile_bytes is None)
         return plan
 
 
@@ -63,7 +64,7 @@ def _nbytes(value: torch.Tensor) -> int:
     return count
 
 
-def _tile(graph: fx.Graph, softmax: fx.Node, tile_bytes: int, plan: Plan) -> Plan:
+def _tile(graph: fx.Graph, softmax: fx.Node, plan: Plan, tile_bytes: int, at_will: bool) -> Plan:
     nbytes = _nbytes(softmax.meta["val"])
     try:
         loss = match_loss(graph, softmax)
@@ -73,9 +74,17 @@ def _tile(graph: fx.Graph, softmax: fx.Node, tile_bytes: int, plan: Plan) -> Pla
         note = Note(TileLoss.name, NodeName(softmax.name), f"{why}; so its {nbytes} bytes are kept")
         return replace(plan, notes=(*plan.notes, note))
     cut, dtype = cut_of(loss, tile_bytes)
+    while at_will and cut is not None and _pieces(loss, cut) > MOST_PIECES:
+        tile_bytes = 2 * max(1, tile_bytes)
+        cut, dtype = cut_of(loss, tile_bytes)
     if cut is not None:
         rewrite_loss(graph, Tiles(loss, cut, dtype), plan.params)
     return plan
+
+
+def _pieces(loss: Loss, cut: Cut) -> int:
+    tokens = loss.softmax.meta["val"].numel() // loss.classes
+    return -(-hint(tokens) // cut.tokens) * -(-loss.classes // cut.classes)
 
 
 def cut_of(loss: Loss, tile_bytes: int) -> tuple[Cut | None, torch.dtype]:

@@ -25,7 +25,9 @@ aten = torch.ops.aten
 
 ROOMY = 1.125
 """What is counted before the other passes have been, times this, is at least what they count."""
-UPWARDS, HALVINGS = 8, 4
+FAR, STRIDE = 16, 4
+"""A budget that is such a part of a roomy one, or less, is come down to in such strides."""
+UPWARDS, HALVINGS = 8, 2
 """Budgets tried out, to say which would do: a quarter more each, then halfway between."""
 
 
@@ -75,54 +77,72 @@ class TileMatmuls(Pass):
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _chosen(self, graph: fx.Graph, plan: Plan) -> Mapping[str, int]:
-        """The coarsest cuts with which everything fits; without a trial where that is sure."""
-        held = _held(graph, plan)
-        ways = ways_to_cut(held, plan.budget_bytes, self.tile_bytes)
-        coarsest = next(ways)
-        if plan.budget_bytes is None or not self.after or _is_roomy(graph, plan, held, coarsest):
+        """The coarsest cuts with which everything fits; without a trial where that is sure.
+
+        Where the budget is a small part of what would be roomy, larger ones are tried before it:
+        fewer tiles take less time, and where they do not fit the budget is hopeless.
+        """
+        held, budget = _held(graph, plan), plan.budget_bytes
+        coarsest = next(ways_to_cut(held, budget, self.tile_bytes))
+        if budget is None or not self.after:
             return coarsest
+        high, known = _roomy(graph, plan, held), False
+        if high <= budget and not coarsest:
+            return coarsest
+        for tried in (*_between(budget, high), budget):
+            found = self._fitting(graph, plan, held, tried)
+            if isinstance(found, BudgetExceeded):
+                raise self._too_small(graph, plan, held, found, (tried, high), known)
+            high, known = tried, True
+        return found
+
+    def _fitting(
+        self, graph: fx.Graph, plan: Plan, held: Sequence[Held], budget: int
+    ) -> Mapping[str, int] | BudgetExceeded:
+        """The coarsest cuts with which all fits a budget, or what is said of those that need
+        least."""
         refused: list[BudgetExceeded] = []
-        for cuts in (coarsest, *ways):
-            if (error := self._refused(graph, plan, cuts)) is None:
+        for cuts in ways_to_cut(held, budget, self.tile_bytes):
+            copy, _ = copied(graph)
+            try:
+                trial = self._cut(copy, replace(plan, budget_bytes=budget), cuts)
+                for pass_ in self.after:
+                    trial = pass_.rewrite(copy, trial)
+            except BudgetExceeded as error:
+                refused.append(error.with_traceback(None))
+            else:
                 return cuts
-            refused.append(error)
-        raise self._too_small(graph, plan, min(refused, key=lambda error: error.needed_bytes))
+            if len(refused) > 1 and refused[-1].needed_bytes >= refused[-2].needed_bytes:
+                break  # it is not for weights that too much is needed
+        return min(refused, key=lambda error: error.needed_bytes)
 
-    def _refused(
-        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
-    ) -> BudgetExceeded | None:
-        """What all other passes say of these cuts."""
-        copy, _ = copied(graph)
-        try:
-            trial = self._cut(copy, plan, cuts)
-            for pass_ in self.after:
-                trial = pass_.rewrite(copy, trial)
-        except BudgetExceeded as error:
-            return error.with_traceback(None)
-        return None
+    def _too_small(
+        self, graph: fx.Graph, plan: Plan, held: Sequence[Held], nearest: BudgetExceeded,
+        bounds: tuple[int, int], known: bool,
+    ) -> BudgetExceeded:  # fmt: skip
+        """`nearest`, with a budget that was tried out and does: it is looked for between one that
+        does not and one that should, or is known to."""
 
-    def _too_small(self, graph: fx.Graph, plan: Plan, nearest: BudgetExceeded) -> BudgetExceeded:
-        """The refusal of what is nearest to the budget, with a budget that was tried out."""
-        budget = low = plan.budget_bytes or 0
-        high = nearest.needed_bytes
-        for _ in range(UPWARDS):
-            if self._would_do(graph, plan, high):
-                break
-            low, high = high, high + high // 4
-        else:
-            return nearest
+        def would_do(tried: int) -> bool:
+            return not isinstance(self._fitting(graph, plan, held, tried), BudgetExceeded)
+
+        low, high = bounds
+        if nearest.needed_bytes < high and would_do(nearest.needed_bytes):
+            high = nearest.needed_bytes
+        elif not known:
+            for _ in range(UPWARDS):
+                if would_do(high):
+                    break
+                low, high = high, high + high // 4
+            else:
+                return nearest
         for _ in range(HALVINGS):
-            between = (low + high) // 2
-            low, high = (low, between) if self._would_do(graph, plan, between) else (between, high)
+            middle = (low + high) // 2
+            low, high = (low, middle) if would_do(middle) else (middle, high)
         return BudgetExceeded(
-            "device", budget, high, nearest.where, nearest.alive,
+            "device", plan.budget_bytes or 0, high, nearest.where, nearest.alive,
             f"give zcompile.offload device_memory={high} or more, or the model a smaller batch",
         )  # fmt: skip
-
-    def _would_do(self, graph: fx.Graph, plan: Plan, budget: int) -> bool:
-        roomier = replace(plan, budget_bytes=budget)
-        ways = ways_to_cut(_held(graph, plan), budget, self.tile_bytes)
-        return any(self._refused(graph, roomier, cuts) is None for cuts in ways)
 
     def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
         limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
@@ -139,11 +159,21 @@ def _held(graph: fx.Graph, plan: Plan) -> list[Held]:
     ]
 
 
-def _is_roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held], cuts: Mapping[str, int]) -> bool:
-    """Whether all fits whatever is decided: nothing is cut, and nothing needs to leave."""
+def _roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held]) -> int:
+    """Bytes that hold everything whatever is decided, when nothing is cut."""
     beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
-    at_once, _ = fullest(held, cuts)
-    return not cuts and ROOMY * (beside + 2 * at_once) <= (plan.budget_bytes or 0)
+    at_once, _ = fullest(held, {})
+    return int(ROOMY * (beside + 2 * at_once))
+
+
+def _between(budget: int, roomy: int) -> list[int]:
+    """Budgets from the larger one down, where it is much larger."""
+    tried: list[int] = []
+    if budget * FAR < roomy:
+        tried.append(budget * STRIDE)
+        while tried[-1] * STRIDE < roomy:
+            tried.append(tried[-1] * STRIDE)
+    return tried[::-1]
 
 
 def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:

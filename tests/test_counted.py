@@ -13,7 +13,9 @@ COUNTED = ("activations", "together")
 
 def peaks(choice: str, batches: int = 1) -> dict[str, int]:
     """Of steps under a plan, whose every peak is the predicted one."""
-    model, compiled, optimizer = begun(4, batches, device_memory=BUDGETS[choice], activations=choice)
+    model, compiled, optimizer = begun(
+        4, batches, device_memory=BUDGETS[choice], activations=choice
+    )
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 4, STEPS + 1, batches)
     stats = zcompile.stats(model)

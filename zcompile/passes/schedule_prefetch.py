@@ -10,7 +10,7 @@ from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
 from zcompile.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
-from zcompile.packing import Block, aligned, live_peak, pack_quickly, packed_bytes
+from zcompile.packing import Block, aligned, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import Phase
 
@@ -80,8 +80,11 @@ def choose_starts(
     in_place = tuple(need.first for need in needs)
     if budget_bytes is None:
         return tuple(max(0, first - max_lead) for first in in_place)
-    if (least := _packed(needs, in_place)) > budget_bytes:
-        raise _too_small(needs, least, budget_bytes, where, beside)
+    if _packed(needs, in_place) > budget_bytes:
+        blocks = _blocks(needs, in_place)
+        if (least := packed_bytes(blocks, pack(blocks))) > budget_bytes:
+            raise _too_small(needs, least, budget_bytes, where, beside)
+        return in_place  # addresses are hard enough to find as it is
     best, low, high = in_place, live_peak(_blocks(needs, in_place)), budget_bytes
     starts = _leads(needs, high, max_lead)
     if _packed(needs, starts) <= budget_bytes:

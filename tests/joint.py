@@ -264,6 +264,12 @@ def least_budget(joint: Joint) -> int:
     raise AssertionError("the graph needs no bytes")
 
 
+def held_bytes(joint: Joint) -> int:
+    """What the graph holds beside the arena where it holds most, no weight being cut."""
+    roomy = joint.copy(budget_bytes=2**40).through(*pipeline(zcompile.Config(device="cpu")))
+    return roomy.plan.beside.nbytes
+
+
 @functools.cache
 def captured(name: str) -> Joint:
     """The joint graph of a model of SMALL_MODELS, traced once; rewrite copies of it."""

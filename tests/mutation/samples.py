@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from joint import captured, least_budget, trained_schedules
+from joint import captured, held_bytes, least_budget, trained_schedules
 from moved import forced
 from small_models import small
 
@@ -48,7 +48,7 @@ def compiled(name: str) -> tuple[Schedule, ...]:
     """Those of one training step of a small model, as tight as they come; AdamW, clipped."""
     name, moved, _ = name.partition(", moved")
     largest = max(aligned(spec.nbytes) for spec in captured(name).plan.params.values())
-    budget = max(least_budget(captured(name)), 4 * largest)
+    budget = max(least_budget(captured(name)), held_bytes(captured(name)) + 4 * largest)
     model, inputs = small(name)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB",
                      throttle={"h2d": UNSEEN, "d2h": UNSEEN})  # fmt: skip

@@ -1,11 +1,12 @@
 """A transformer block too wide for its device budget trains in tiles (Figure 6b of ZeRO-Infinity,
 scaled down), and what weights take of the device as tiles get smaller.
 
-    python benchmarks/tiling.py --hidden 64 --times 1 2 4 8
+    python benchmarks/tiling.py --hidden 256 --times 1 2 4 8
 
 The budget is what the block of hidden size `--hidden` takes untiled, activations and gradients
 included; wider blocks train in it by tiles. Device memory is what was counted: in the arena, and
-together with what the graph holds beside it. On a machine without a GPU the device is emulated: seconds say how tiles compare with each other, not more.
+together with what the graph holds beside it. On a machine without a GPU the device is emulated:
+seconds say how tiles compare with each other, not more.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def train(hidden: int, budget: int, steps: int, tile_bytes: int | None = None) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--tiles", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--steps", type=int, default=3)

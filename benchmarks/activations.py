@@ -168,7 +168,7 @@ def main() -> None:
             variant.step(ids)
     for variant in mine:
         assert all(map(torch.equal, variant.losses, plain.losses)), f"{variant.name}: other losses"
-        variant.peak = zcompile.stats(variant.model)["peak"]["device"]
+        variant.peak = zcompile.stats(variant.model)["peak"]["together"]
     print(f"`python -m benchmarks.activations` with {vars(args)}\n")
     print("| variant | budget | peak | seconds a step | over eager |")
     print("| --- | ---: | ---: | ---: | ---: |")

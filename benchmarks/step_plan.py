@@ -100,9 +100,18 @@ def stepper(model: nn.Module, run: Callable[..., Tensor]) -> Callable[..., float
 def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     # Budgets here are parts of the states; what backward needs is kept beside them in every run.
-    model = zcompile.offload(built(args), device="cpu", device_memory=device, activations="keep",
-                             **fields)  # fmt: skip
+    model = zcompile.offload(built(args), device="cpu", device_memory=device + args.held_bytes,
+                             activations="keep", **fields)  # fmt: skip
     return model, stepper(model, torch.compile(model, backend="zinf"))
+
+
+def held_bytes(args: argparse.Namespace, whole: int) -> int:
+    """What the graphs of a step hold of the device beside the arena."""
+    model, step = offloaded(args, 8 * whole, host_memory="4GiB")
+    step(*data(args, 0))
+    held = session_behind(model).held_bytes
+    zcompile.close(model)
+    return held
 
 
 def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run, Step | None]:
@@ -233,6 +242,8 @@ def main() -> None:
     args = parser.parse_args()
     states = 16 * sum(p.numel() for p in built(args).parameters())
     whole = int(states * 1.02) + 2 * MiB
+    args.held_bytes = 0
+    args.held_bytes = held_bytes(args, whole)
     args.host_memory = int(states * HOST_SHARE) + 8 * MiB
     mine, like = probed(torch.device("cpu"), ()), find("h200-node")
     throttles = {name: throttle_of(mine, like, share) for name, share in SHARES.items()}

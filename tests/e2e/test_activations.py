@@ -7,12 +7,15 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from zcompile.cli import main
+from zcompile.errors import BudgetExceeded
 from zcompile.machine import Compute, Link, Machine
 from zcompile.runs import open_run
+from zcompile.units import KiB
 
 STEPS = 3
 LIKE_A_GPU = Machine(
@@ -115,7 +118,8 @@ def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_pat
         assert torch.equal(mine, other)
     for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.cpu(), other), name
-    assert zcompile.stats(model)["peak"]["device"] <= budget
+    peak, planned = zcompile.stats(model)["peak"], zcompile.stats(model)["planned_peak"]
+    assert peak["device"] < peak["together"] <= planned["together"] <= budget
     told = Counter(row.action for row in decided(tmp_path))
     if part == 1:
         assert set(told) == {"keep"}, "with room for everything nothing changes"
@@ -178,3 +182,22 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     gone = next(row for row in decided(tmp_path) if row.action != "keep")
     assert main(["explain", str(tmp_path), gone.name]) == 0
     assert gone.why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_a_budget_that_cannot_work_says_which_would(activations):
+    def run(budget: int) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = gpt()
+        zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
+                         machine=LIKE_A_GPU, activations=activations)  # fmt: skip
+        torch.compile(model, backend="zinf")(*inputs_of("gpt")).backward()
+        return zcompile.stats(model)["peak"]["together"]
+
+    with pytest.raises(BackendCompilerFailed, match="device_memory=") as caught:
+        run(64 * KiB)
+    refused = caught.value.inner_exception
+    assert isinstance(refused, BudgetExceeded)
+    assert "backward pass of inner.h." in refused.where
+    assert 64 * KiB < run(refused.needed_bytes) <= refused.needed_bytes

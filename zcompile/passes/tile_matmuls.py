@@ -93,8 +93,8 @@ class TileMatmuls(Pass):
             found = self._fitting(graph, plan, held, tried)
             if isinstance(found, BudgetExceeded):
                 raise self._too_small(graph, plan, held, found, (tried, high), known)
-            high, known = tried, True
-        return found
+            coarsest, high, known = found, tried, True
+        return coarsest
 
     def _fitting(
         self, graph: fx.Graph, plan: Plan, held: Sequence[Held], budget: int

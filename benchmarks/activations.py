@@ -108,7 +108,7 @@ def eager(name: str, args: argparse.Namespace, again: bool = False,
           around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Variant:  # fmt: skip
     torch.manual_seed(0)
     model = GPT(args, again)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Variant(name, model, model, optimizer, around)
 
 
@@ -117,7 +117,7 @@ def ours(args: argparse.Namespace, part: float, budget: int) -> Variant:
     model = GPT(args)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory=args.host_memory,
                      activations=args.activations)  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     compiled = torch.compile(model, backend="zinf")
     return Variant(f"zcompile, 1/{part:g}", model, compiled, optimizer, budget=budget)
 

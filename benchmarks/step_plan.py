@@ -107,7 +107,7 @@ def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.
 
 def held_bytes(args: argparse.Namespace, whole: int) -> int:
     """What the graphs of a step hold of the device beside the arena."""
-    model, step = offloaded(args, 8 * whole, host_memory="4GiB")
+    model, step = offloaded(args, 64 * whole, host_memory="4GiB")
     step(*data(args, 0))
     held = session_behind(model).held_bytes
     zcompile.close(model)

@@ -30,7 +30,7 @@ FLOORS = (
     {"zcompile.streaming", "zcompile.clipping", "zcompile.repeats"},
     {"zcompile.unbacked", "zcompile.chunked"},
     {"zcompile.rows", "zcompile.narrowing"},
-    {"zcompile.residency", "zcompile.timeline_dump"},
+    {"zcompile.residency", "zcompile.refitting", "zcompile.timeline_dump"},
     {"zcompile.step_plan", "zcompile.bounds"},
     {"zcompile.least_program"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump"},

@@ -11,6 +11,7 @@ from planned_runs import (
     adamw,
     begun,
     expected,
+    gpt,
     held_bytes,
     homes,
     ids,
@@ -22,7 +23,7 @@ from torch import nn
 
 import zcompile
 from zcompile import residency
-from zcompile.errors import TierFull
+from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.offloading import session_behind
 from zcompile.runtime import moves
 from zcompile.runtime.moves import move
@@ -223,3 +224,51 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
         host_memory="600KiB", disk=tmp_path,
     )  # fmt: skip
     assert others[0].home == "host"
+
+
+def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():
+    """Two forwards before one backward hold more than was foreseen, and the host is full."""
+    model, compiled, optimizer = begun(3, device_memory=8 * WEIGHT_BYTES + held_bytes())
+    session = session_behind(model)
+    assert homes(model) == {"device"}
+    _, used, capacity = session.homes._tiers[0].usage()
+    others = session.create("another's", Kind.GRAD, capacity - used)
+    kept = compiled(ids(1)[:, :-1])
+    with pytest.raises(BudgetExceeded, match="finds no room"):
+        compiled(ids(2)[:, :-1])
+    assert homes(model) == {"device"}
+    del kept
+    session.free_later(others.key)
+    train(model, compiled, optimizer, 3, STEPS)
+    assert same(model, expected())
+
+
+def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
+    model, compiled, optimizer = begun(3, device_memory=8 * WEIGHT_BYTES + held_bytes())
+    session = session_behind(model)
+    arena = session.arena.budget_bytes
+    kept = [compiled(ids(number)[:, :-1]) for number in (1, 2, 3)]
+    assert session.arena.budget_bytes < arena
+    assert zcompile.stats(model)["peak"]["together"] <= 8 * WEIGHT_BYTES + held_bytes()
+    del kept
+    train(model, compiled, optimizer, 3, STEPS)
+    assert homes(model) == {"device"}, "a step is planned anew for what is left"
+    assert same(model, expected())
+
+
+@pytest.mark.parametrize("residency", [True, False])
+def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
+    """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
+    budget = WEIGHT_BYTES + 2 * held_bytes()
+    model, compiled, optimizer = begun(1, device_memory=budget, residency=residency)
+    plain = gpt()
+    twin = adamw(plain)
+    train(plain, plain, twin, 0, 1)
+    for forward, list_of in ((compiled, optimizer), (plain, twin)):
+        for number in (5, 6):
+            for loss in [forward(ids(10 * number + n)).square().mean() for n in (0, 1)]:
+                loss.backward()
+            list_of.step()
+            list_of.zero_grad()
+    assert zcompile.stats(model)["peak"]["together"] <= budget
+    assert same(model, [p.detach() for p in plain.parameters()])

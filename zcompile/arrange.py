@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
 from zcompile.lower_step import DEPTH, lower_step
-from zcompile.packing import Block, aligned, live_peak, pack_quickly
+from zcompile.packing import Block, aligned, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
     SERIALS,
@@ -80,9 +80,12 @@ def arrange(
     needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
     starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
     blocks = [Block(s, v.last, v.fetch.nbytes) for s, v in zip(starts, moved, strict=True)]
+    addresses = pack_quickly(blocks)
+    if budget_bytes is not None and packed_bytes(blocks, addresses) > budget_bytes:
+        addresses = pack(blocks)  # as `choose_starts` did, before it let them pass
     slots = [
         Slot(address, aligned(block.nbytes))
-        for address, block in zip(pack_quickly(blocks), blocks, strict=True)
+        for address, block in zip(addresses, blocks, strict=True)
     ]
     placed = [_placed(*each) for each in zip(moved, slots, strict=True)]
     arriving = {v.wait.register for v in moved}

@@ -18,6 +18,7 @@ from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.fillings import write
 from zcompile.narrowing import make_copy
+from zcompile.refitting import Refitting
 from zcompile.residency import Residency
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
@@ -148,6 +149,7 @@ def furnish(session: Session) -> Session:
     """Give a session what is known only above it."""
     session.deferrals.make = apply_deferred
     session.executor.make_copy = make_copy
+    session.executor.fit = Refitting(session).fit
     return session
 
 
@@ -157,14 +159,12 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
     seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
     peak          bytes on `device` (the arena), `host`, `disk`, as measured; `activations`: values
-                  between ops of compiled graphs, which lie beside the arena; `together`: the most
-                  of arena and activations at once
+                  of compiled graphs, beside the arena; `together`: the most of both at once
     planned_peak  the same, as decided before the first step
     step_s        seconds from one step to the next, of late; None before there were two
     predicted     None until a whole step was planned; then what it should take: `step_s`,
                   `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s`: no step of this very plan
-                  is shorter; `least_s`: no plan takes less with these budgets; `binding`:
-                  "compute", or the link that most of `least_s` is due to
+                  is shorter; `least_s`: no plan takes less; `binding`: compute, or a link
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """
@@ -183,7 +183,7 @@ def close(model: nn.Module) -> None:
 
     Its parameters have no values afterwards, and its optimizer no states: save what is needed
     before. What a durable model committed stays. A model that is dropped is closed by itself, once
-    nothing refers to its parameters any more, a loss included; a notebook often does.
+    nothing refers to its parameters, a loss included; a notebook often does.
     raises  Unsupported, if the model was not offloaded
     """
     for param in model.parameters():

@@ -126,9 +126,8 @@ class Residency:
             self.apply(other)
 
     def prediction(self) -> dict[str, Any] | None:
-        """What a step under the plan should take, at costs as they were a few steps ago at most;
-        as `prediction.predicted`, with the least that any plan could take and what
-        binds it. None: no step was planned yet."""
+        """What a step under the plan should take, at costs as they were a few steps ago at most; as
+        `prediction.predicted`, with the least that any plan could take and what binds it."""
         if self.plan is None:
             return None
         if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
@@ -151,7 +150,8 @@ class Residency:
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
-        arena = ArenaShare(self._least_window, self._lead, session.device.chunk_bytes, room.reach)
+        window = min(self._least_window, session.arena.budget_bytes)
+        arena = ArenaShare(window, self._lead, session.device.chunk_bytes, room.reach)
         compute = compute_seconds(step, costs.region_seconds)
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
@@ -221,6 +221,7 @@ class Residency:
 
     def replan(self) -> None:
         """The arena is about to have another size: what was planned for it does not hold."""
+        self._plans = max(0, self._plans - (self.plan is not None))
         self.withdraw()
         self._tried = False
 

@@ -135,7 +135,10 @@ class TileMatmuls(Pass):
                     break
                 low, high = high, high + high // 4
             else:
-                return nearest
+                return BudgetExceeded(
+                    "device", plan.budget_bytes or 0, nearest.needed_bytes, nearest.where,
+                    nearest.alive, f"give zcompile.offload more device_memory than {high}",
+                )  # fmt: skip
         for _ in range(HALVINGS):
             middle = (low + high) // 2
             low, high = (low, middle) if would_do(middle) else (middle, high)

@@ -58,10 +58,12 @@ class Arena:
 
     def give_way(self, nbytes: int) -> None:
         """So much of the device is not the arena's from here on. What lies in it stays where it
-        is; the memory itself is exchanged once nothing does."""
+        is; the memory itself is exchanged now, or by an eager gather once nothing does."""
         with self._lock:
             self.budget_bytes += self.beside_bytes - nbytes
             self.beside_bytes = nbytes
+            self._reap()
+            self._exchange()
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the arena."""
@@ -204,7 +206,6 @@ class Arena:
         with self._lock:
             if (holder := self._lent_within(begin, end)) is not None:
                 return holder
-            self._exchange()
             at = bisect_left(self._slots, (begin, end))
             assert at == 0 or self._slots[at - 1][1] <= begin, "two slots overlap"
             assert at == len(self._slots) or end <= self._slots[at][0], "two slots overlap"

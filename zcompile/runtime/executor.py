@@ -87,8 +87,11 @@ class Executor:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
-        self.recorder.note(schedule, entries)
         self.leaving.join(most_inherited(schedule))
+        others = self.holding.nbytes - schedule.holds.saved_bytes
+        if schedule.phase is not Phase.STEP and not self.is_running:
+            self.make_room(others + schedule.holds.peak_bytes)  # or refuse, before it is a call
+        self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.settle_all(self.store.holds)
@@ -96,8 +99,6 @@ class Executor:
             assert self.make_copy is not None, "a copy is wanted where nobody can cast"
             freshen(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
-        others = self.holding.nbytes - schedule.holds.saved_bytes
-        self.make_room(others + schedule.holds.peak_bytes)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
         self._foretell(schedule, others)
         if schedule.serial not in self._walked:

@@ -155,6 +155,8 @@ class Foresight:
                 continue
             entry = source_of(fetch, self._next.entries)
             arena, slot = self._store.arena, fetch.slot
+            if slot.end > arena.budget_bytes:  # the follower was made for a larger arena
+                return
             try:
                 arena.take_slot(slot.address, slot.nbytes)
             except BudgetExceeded:  # an eager gather lies there; the follower will see for itself
@@ -172,6 +174,13 @@ class Foresight:
         for fetch, _, ticket in handed.started if handed else ():
             settle(ticket)
             self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
+
+    def forget(self) -> None:
+        """What follows what will have other schedules: learn it anew."""
+        self.abandon()
+        self._followers.clear()
+        self._plans.clear()
+        self._last = None
 
     def _claim(self, call: Call) -> dict[int, Ticket]:
         handed = self._handed

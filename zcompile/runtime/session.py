@@ -26,6 +26,7 @@ from zcompile.runtime.departures import Departures
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
 from zcompile.runtime.holding import Holding
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
@@ -35,6 +36,7 @@ from zcompile.schedule import Region, Schedule
 from zcompile.specs import Layout
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
+from zcompile.units import show_size
 from zcompile.verify_schedule import verify_schedule
 
 logger = logging.getLogger("zcompile.runtime.session")
@@ -159,25 +161,37 @@ class Session(Store):
     def hold_back(self, nbytes: int) -> None:
         """Compiled graphs hold up to `nbytes` of the device beside the arena from here on.
 
-        raises  BudgetExceeded, if nothing would be left for the arena
+        raises  BudgetExceeded, if nothing would be left for the arena, or what rests there finds no
+                room elsewhere; then all stays as it is
         """
         nbytes = max(nbytes, self.foreseen_bytes)
         if nbytes <= self.held_bytes:
             return
-        if nbytes >= self.device_budget:
+        if nbytes > self.device_budget:
             raise BudgetExceeded(
                 "device", self.device_budget, nbytes, "what compiled graphs keep for backward", (),
-                f"give zcompile.offload more than device_memory={nbytes}, or let go of results "
+                f"give zcompile.offload device_memory={nbytes} or more, or let go of results "
                 "whose backward never comes",
             )  # fmt: skip
-        self.executor.foresight.abandon()
+        self.executor.foresight.forget()
         self.drain()
         if self.planner is not None:
             self.planner.replan()
-        self.forget_steps()
-        self.held_bytes = nbytes
-        self.arena.give_way(nbytes)
-        self.homes.device.resized()
+        if near := [entry for entry in self.entries() if entry.place.tier.on_device]:
+            rows = [("values of compiled graphs", nbytes), *((e.name, e.nbytes) for e in near)]
+            raise BudgetExceeded(
+                "device", self.device_budget, self.device_budget + nbytes - self.held_bytes,
+                "a compiled graph, beside what rests there,", rows,
+                "give zcompile.offload more device_memory, or more host_memory or a disk: what "
+                "rests on the device has to leave for what the graph holds, and finds no room",
+            )  # fmt: skip
+        with deferred_interrupts():
+            self.forget_steps()
+            self.arena.give_way(nbytes)
+            self.homes.device.resized()
+            self.held_bytes = nbytes
+        logger.info("compiled graphs hold %s of the device; the arena has the other %s",
+                    show_size(nbytes), show_size(self.arena.budget_bytes))  # fmt: skip
 
     def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
         """`where` needs more of the arena than there is: what it needs of the device, with the

@@ -109,7 +109,7 @@ def held_bytes(args: argparse.Namespace, whole: int) -> int:
     """What the graphs of a step hold of the device beside the arena."""
     model, step = offloaded(args, 64 * whole, host_memory="4GiB")
     step(*data(args, 0))
-    held = session_behind(model).held_bytes
+    held = session_behind(model).split.held_bytes
     zcompile.close(model)
     return held
 

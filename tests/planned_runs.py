@@ -52,7 +52,7 @@ def held_bytes() -> int:
     """What the graphs of such a run hold of the device beside the arena: values between ops."""
     model, compiled = offloaded(device_memory="16MiB")
     train(model, compiled, adamw(model), 0, 2)
-    return session_behind(model).held_bytes
+    return session_behind(model).split.held_bytes
 
 
 def begun(steps: int, batches=1, **fields):

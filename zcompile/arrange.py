@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
 from zcompile.lower_step import DEPTH, lower_step
-from zcompile.packing import Block, aligned, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.packing import Block, aligned, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
     SERIALS,
@@ -82,7 +82,9 @@ def arrange(
     blocks = [Block(s, v.last, v.fetch.nbytes) for s, v in zip(starts, moved, strict=True)]
     addresses = pack_quickly(blocks)
     if budget_bytes is not None and packed_bytes(blocks, addresses) > budget_bytes:
-        addresses = pack(blocks)  # as `choose_starts` did, before it let them pass
+        found = fits(blocks, budget_bytes)
+        assert found is not None, "`choose_starts` let them pass"
+        addresses = found
     slots = [
         Slot(address, aligned(block.nbytes))
         for address, block in zip(addresses, blocks, strict=True)

@@ -156,11 +156,11 @@ class _Graph:
         budget = session.device_budget if session is not None and params else None
         assign_phases(gm.graph, forward_outputs)
         around = None if session is None else cache(partial(surroundings, session))
-        before = Beside(session.foreseen_bytes if session is not None else 0)
+        before = Beside(session.split.foreseen_bytes if session is not None else 0)
         plan = Plan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
         if session is not None and plan.budget_bytes is not None:
-            session.foresee(plan.beside.nbytes)
+            session.split.foresee(plan.beside.nbytes)
         self.watch.planned(gm.graph, plan)
         return plan
 

@@ -58,7 +58,7 @@ class Chunked:
             {name: filled(number) for name, number in kwargs.items()},
             tuple(row.numel for row in rows),
             width,
-            tuple((column, columns + plain, change) for column, plain, change in self.eased),
+            bool(self.eased),
             self.narrowed,
         )
 
@@ -102,21 +102,23 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Lists:
-    """Applies a list op to many whole rows at once, as it was called."""
+    """Applies a list op to many whole rows at once, as it was called.
+
+    eased  changes wait for the rows: those are made before such rows rest in reach, so that only a
+           simulated step joins them
+    """
 
     func: Dispatched
     args: tuple[_Operand, ...]
     kwargs: dict[str, _Operand]
     numels: tuple[int, ...]
     width: int
-    eased: tuple[tuple[int, int, Deferred], ...]
+    eased: bool
     narrowed: Narrowing
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
+        assert not self.eased, "a change waits for what is computed where it rests"
         numels = self.numels
-        for first in range(0, len(values), self.width) if self.eased else ():
-            for column, operand, change in self.eased:
-                change.apply(values[first + column], values[first + operand])
         kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
         self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
         if self.narrowed.pairs:

@@ -1,4 +1,4 @@
-"""Schedules for an arena that has given way, where no step is planned."""
+"""Schedules arranged anew for what a session's arena is by now, and where entries rest."""
 
 import weakref
 from collections.abc import Sequence
@@ -7,15 +7,38 @@ from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
-from zcompile.schedule import Schedule
+from zcompile.schedule import EntryIndex, Schedule
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD
 from zcompile.verify_schedule import verify_schedule
 
 
+def lead_of(session: Session) -> int:
+    """Runs that a fetch may start ahead, where bytes alone decide."""
+    return UNBOUNDED_LEAD if session.config.max_lead else 0
+
+
+def refitted(
+    session: Session, schedule: Schedule, resident: frozenset[EntryIndex], budget_bytes: int
+) -> Schedule:
+    """`schedule` arranged for a call whose `resident` entries rest on the device, and proven.
+
+    raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
+    """
+    made = arrange(schedule, resident, budget_bytes, lead_of(session))
+    verify_schedule(made)
+    return made
+
+
+def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> BudgetExceeded:
+    """What `refitted` raised, told of the device instead of the arena."""
+    what = "parameters that one piece of compute reads together"
+    return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
+
+
 class Refitting:
-    """Gives an executor the schedules of one session as they were planned, or, where the arena has
-    become too small for one, arranged anew for what it is by now. Nothing rests on the device."""
+    """Where no step is planned: schedules as the passes made them, or, where the arena has become
+    too small for one, arranged anew. Nothing rests on the device."""
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
@@ -26,20 +49,14 @@ class Refitting:
         session = self._session()
         assert session is not None, "a session asks, so it is there"
         budget = session.arena.budget_bytes
-        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        if schedule.budget_bytes is None or schedule.arena_bytes <= budget:
             return schedule
-        if schedule.arena_bytes <= budget:
+        if schedule.phase is Phase.STEP:
             return schedule
         key = schedule.serial, budget
         if key not in self._made:
-            lead = UNBOUNDED_LEAD if session.config.max_lead else 0
             try:
-                made = arrange(schedule, frozenset(), budget, lead)
+                self._made[key] = refitted(session, schedule, frozenset(), budget)
             except BudgetExceeded as error:
-                raise session.too_small(
-                    error, f"{schedule.phase.value} pass of the model",
-                    "parameters that one piece of compute reads together",
-                ) from error  # fmt: skip
-            verify_schedule(made)
-            self._made[key] = made
+                raise refusal(session, schedule, error) from error
         return self._made[key]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from zcompile.arrange import ArenaShare, arrange
+from zcompile.arrange import ArenaShare
 from zcompile.bounds import bound
 from zcompile.cost import Costs, replan_pays
 from zcompile.demand import demand_of
@@ -20,6 +20,7 @@ from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.loads import Room
 from zcompile.lower_step import DEPTH
 from zcompile.prediction import predicted
+from zcompile.refitting import lead_of, refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moves import resettle, resting, send_away
 from zcompile.runtime.probe import machine_for
@@ -30,7 +31,6 @@ from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import (
-    UNBOUNDED_LEAD,
     Seconds,
     StepPlan,
     at_rest,
@@ -39,7 +39,6 @@ from zcompile.step_plan import (
 )
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
-from zcompile.verify_schedule import verify_schedule
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +78,6 @@ class Residency:
         session = self._session()
         assert session is not None, "a session asks, so it is there"
         return session
-
-    @property
-    def _lead(self) -> int:
-        return UNBOUNDED_LEAD if self.session.config.max_lead else 0
 
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
@@ -151,7 +146,7 @@ class Residency:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
         window = min(self._least_window, session.arena.budget_bytes)
-        arena = ArenaShare(window, self._lead, session.device.chunk_bytes, room.reach)
+        arena = ArenaShare(window, lead_of(session), session.device.chunk_bytes, room.reach)
         compute = compute_seconds(step, costs.region_seconds)
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
@@ -285,15 +280,11 @@ class Residency:
         key = schedule.serial, resident
         if key not in self._arranged:
             try:
-                made = arrange(schedule, resident, session.window_bytes, self._lead)
+                made = refitted(session, schedule, resident, session.window_bytes)
             except BudgetExceeded as error:
                 if not self.relieve(error.needed_bytes):
-                    raise session.too_small(
-                        error, f"{schedule.phase.value} pass of the model",
-                        "parameters that one piece of compute reads together",
-                    ) from error  # fmt: skip
+                    raise refusal(session, schedule, error) from error
                 return schedule
-            verify_schedule(made)
             session.homes.plan_device(made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]

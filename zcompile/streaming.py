@@ -168,7 +168,7 @@ def stream(
         schedule = session.step(key, build)
     except BudgetExceeded as error:
         if not session.relieve(error.needed_bytes):
-            raise session.too_small(error, f"one chunk of {name}", "its operands") from error
+            raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
     if learn is not None and not call.easing and not call.copying:
@@ -202,7 +202,7 @@ def apply_deferred(entry: Entry) -> None:
         schedule = session.step(("deferred", changes, here), build)
     except BudgetExceeded as error:
         if not session.relieve(error.needed_bytes):
-            raise session.too_small(error, "what was deferred", "its operands") from error
+            raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
         return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])

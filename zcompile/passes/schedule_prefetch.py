@@ -10,7 +10,7 @@ from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
 from zcompile.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
-from zcompile.packing import Block, aligned, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.packing import Block, aligned, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import Phase
 
@@ -82,7 +82,8 @@ def choose_starts(
         return tuple(max(0, first - max_lead) for first in in_place)
     if _packed(needs, in_place) > budget_bytes:
         blocks = _blocks(needs, in_place)
-        if (least := packed_bytes(blocks, pack(blocks))) > budget_bytes:
+        if fits(blocks, budget_bytes) is None:
+            least = packed_bytes(blocks, pack(blocks))
             raise _too_small(needs, least, budget_bytes, where, beside)
         return in_place  # addresses are hard enough to find as it is
     best, low, high = in_place, live_peak(_blocks(needs, in_place)), budget_bytes

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.cost import Ways
-from zcompile.errors import BudgetExceeded, Unsupported
+from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.lower_step import DEPTH
 from zcompile.runtime import activations, near
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
+from zcompile.runtime.device_split import DeviceSplit
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
 from zcompile.runtime.holding import Holding
-from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
@@ -36,7 +36,6 @@ from zcompile.schedule import Region, Schedule
 from zcompile.specs import Layout
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
-from zcompile.units import show_size
 from zcompile.verify_schedule import verify_schedule
 
 logger = logging.getLogger("zcompile.runtime.session")
@@ -84,9 +83,8 @@ class Session(Store):
         self.holding = Holding(self.meter.activations)
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
-        self.executor.make_room = self.hold_back
-        self.held_bytes = self.foreseen_bytes = 0
-        """Of the device, that compiled graphs hold beside the arena; and will, once they run."""
+        self.split = DeviceSplit(self, self._empty_device)
+        self.executor.make_room = self.split.hold
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()
@@ -154,56 +152,14 @@ class Session(Store):
         """Make room in the arena; whether there is more of it now."""
         return self.planner is not None and self.planner.relieve(needed_bytes)
 
-    def foresee(self, nbytes: int) -> None:
-        """A graph was compiled that will hold so much: the arena gives way before it is run."""
-        self.foreseen_bytes = max(self.foreseen_bytes, nbytes)
-
-    def hold_back(self, nbytes: int) -> None:
-        """Compiled graphs hold up to `nbytes` of the device beside the arena from here on.
-
-        raises  BudgetExceeded, if nothing would be left for the arena, or what rests there finds no
-                room elsewhere; then all stays as it is
-        """
-        nbytes = max(nbytes, self.foreseen_bytes)
-        if nbytes <= self.held_bytes:
-            return
-        if nbytes > self.device_budget:
-            raise BudgetExceeded(
-                "device", self.device_budget, nbytes, "what compiled graphs keep for backward", (),
-                f"give zcompile.offload device_memory={nbytes} or more, or let go of results "
-                "whose backward never comes",
-            )  # fmt: skip
+    def _empty_device(self) -> list[Entry]:
+        """What rests on the device leaves; what could not."""
         self.executor.foresight.forget()
         self.drain()
         if self.planner is not None:
             self.planner.replan()
-        if near := [entry for entry in self.entries() if entry.place.tier.on_device]:
-            rows = [("values of compiled graphs", nbytes), *((e.name, e.nbytes) for e in near)]
-            raise BudgetExceeded(
-                "device", self.device_budget, self.device_budget + nbytes - self.held_bytes,
-                "a compiled graph, beside what rests there,", rows,
-                "give zcompile.offload more device_memory, or more host_memory or a disk: what "
-                "rests on the device has to leave for what the graph holds, and finds no room",
-            )  # fmt: skip
-        with deferred_interrupts():
-            self.forget_steps()
-            self.arena.give_way(nbytes)
-            self.homes.device.resized()
-            self.held_bytes = nbytes
-        logger.info("compiled graphs hold %s of the device; the arena has the other %s",
-                    show_size(nbytes), show_size(self.arena.budget_bytes))  # fmt: skip
-
-    def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
-        """`where` needs more of the arena than there is: what it needs of the device, with the
-        values that are held beside `what` lies in the arena."""
-        if not self.held_bytes:
-            return error
-        needed = error.needed_bytes + self.held_bytes
-        return BudgetExceeded(
-            "device", self.device_budget, needed, where,
-            [(what, error.needed_bytes), ("values of compiled graphs", self.held_bytes)],
-            f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
-        )  # fmt: skip
+        self.forget_steps()
+        return [entry for entry in self.entries() if entry.place.tier.on_device]
 
     @property
     def window_bytes(self) -> int:

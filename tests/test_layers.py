@@ -40,7 +40,7 @@ FLOORS = (
     {"zcompile.linear_program", "zcompile.greedy_placement", "zcompile.loss_rewrite"},
     {"zcompile.loss_backward", "zcompile.tiled_weights", "zcompile.tiled_gradients"},
     {"zcompile.tiled_uses"},
-    {"zcompile.tiling", "zcompile.tiles", "zcompile.loss_gradient"},
+    {"zcompile.budget_search", "zcompile.tiling", "zcompile.tiles", "zcompile.loss_gradient"},
     {"zcompile.loads"},
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
     {"zcompile.proof"},

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from zcompile import ops
+from zcompile.budget_search import BudgetSearch
 from zcompile.errors import BudgetExceeded
 from zcompile.footprint import footprint
 from zcompile.graph import copied, output_of, phase_of, positions
@@ -25,10 +26,6 @@ aten = torch.ops.aten
 
 ROOMY = 1.125
 """What is counted before the other passes have been, times this, is at least what they count."""
-FAR, STRIDE = 16, 4
-"""A budget that is such a part of a roomy one, or less, is come down to in such strides."""
-UPWARDS, HALVINGS = 8, 2
-"""Budgets tried out, to say which would do: a quarter more each, then halfway between."""
 
 
 @dataclass(frozen=True)
@@ -77,75 +74,32 @@ class TileMatmuls(Pass):
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _chosen(self, graph: fx.Graph, plan: Plan) -> Mapping[str, int]:
-        """The coarsest cuts with which everything fits; without a trial where that is sure.
-
-        Where the budget is a small part of what would be roomy, larger ones are tried before it:
-        fewer tiles take less time, and where they do not fit the budget is hopeless.
-        """
+        """The coarsest cuts with which everything fits; without a trial where that is sure."""
         held, budget = _held(graph, plan), plan.budget_bytes
         coarsest = next(ways_to_cut(held, budget, self.tile_bytes))
         if budget is None or not self.after:
             return coarsest
-        high, known = _roomy(graph, plan, held), False
-        if high <= budget and not coarsest:
+        roomy = _roomy(graph, plan, held)
+        if roomy <= budget and not coarsest:
             return coarsest
-        for tried in (*_between(budget, high), budget):
-            found = self._fitting(graph, plan, held, tried)
-            if isinstance(found, BudgetExceeded):
-                raise self._too_small(graph, plan, held, found, (tried, high), known)
-            coarsest, high, known = found, tried, True
-        return coarsest
+        search = BudgetSearch(
+            lambda tried: ways_to_cut(held, tried, self.tile_bytes),
+            lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
+        )
+        return search.best(budget, roomy)
 
-    def _fitting(
-        self, graph: fx.Graph, plan: Plan, held: Sequence[Held], budget: int
-    ) -> Mapping[str, int] | BudgetExceeded:
-        """The coarsest cuts with which all fits a budget, or what is said of those that need
-        least."""
-        refused: list[BudgetExceeded] = []
-        for cuts in ways_to_cut(held, budget, self.tile_bytes):
-            copy, _ = copied(graph)
-            try:
-                trial = self._cut(copy, replace(plan, budget_bytes=budget), cuts)
-                for pass_ in self.after:
-                    trial = pass_.rewrite(copy, trial)
-            except BudgetExceeded as error:
-                refused.append(error.with_traceback(None))
-            else:
-                return cuts
-            if len(refused) > 1 and refused[-1].needed_bytes >= refused[-2].needed_bytes:
-                break  # it is not for weights that too much is needed
-        return min(refused, key=lambda error: error.needed_bytes)
-
-    def _too_small(
-        self, graph: fx.Graph, plan: Plan, held: Sequence[Held], nearest: BudgetExceeded,
-        bounds: tuple[int, int], known: bool,
-    ) -> BudgetExceeded:  # fmt: skip
-        """`nearest`, with a budget that was tried out and does: it is looked for between one that
-        does not and one that should, or is known to."""
-
-        def would_do(tried: int) -> bool:
-            return not isinstance(self._fitting(graph, plan, held, tried), BudgetExceeded)
-
-        low, high = bounds
-        if nearest.needed_bytes < high and would_do(nearest.needed_bytes):
-            high = nearest.needed_bytes
-        elif not known:
-            for _ in range(UPWARDS):
-                if would_do(high):
-                    break
-                low, high = high, high + high // 4
-            else:
-                return BudgetExceeded(
-                    "device", plan.budget_bytes or 0, nearest.needed_bytes, nearest.where,
-                    nearest.alive, f"give zcompile.offload more device_memory than {high}",
-                )  # fmt: skip
-        for _ in range(HALVINGS):
-            middle = (low + high) // 2
-            low, high = (low, middle) if would_do(middle) else (middle, high)
-        return BudgetExceeded(
-            "device", plan.budget_bytes or 0, high, nearest.where, nearest.alive,
-            f"give zcompile.offload device_memory={high} or more, or the model a smaller batch",
-        )  # fmt: skip
+    def _refused(
+        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+    ) -> BudgetExceeded | None:
+        """What the passes that come after say of these cuts."""
+        copy, _ = copied(graph)
+        try:
+            trial = self._cut(copy, plan, cuts)
+            for pass_ in self.after:
+                trial = pass_.rewrite(copy, trial)
+        except BudgetExceeded as error:
+            return error.with_traceback(None)  # whose frames hold the copy
+        return None
 
     def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
         limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
@@ -167,16 +121,6 @@ def _roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held]) -> int:
     beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
     at_once, _ = fullest(held, {})
     return int(ROOMY * (beside + 2 * at_once))
-
-
-def _between(budget: int, roomy: int) -> list[int]:
-    """Budgets from the larger one down, where it is much larger."""
-    tried: list[int] = []
-    if budget * FAR < roomy:
-        tried.append(budget * STRIDE)
-        while tried[-1] * STRIDE < roomy:
-            tried.append(tried[-1] * STRIDE)
-    return tried[::-1]
 
 
 def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:

@@ -1,0 +1,91 @@
+"""Which way fits a budget, and which budget is told where none does; on made-up ways."""
+
+import itertools
+
+import pytest
+
+from zcompile.budget_search import FAR, STRIDE, BudgetSearch, between
+from zcompile.errors import BudgetExceeded
+
+
+def search(needs, tried=None):
+    """Ways are numbers; way n needs `needs[n]` bytes."""
+
+    def try_out(way, budget):
+        if tried is not None:
+            tried.append((way, budget))
+        if needs[way] <= budget:
+            return None
+        return BudgetExceeded("device", budget, needs[way], f"way {way}", [("a", 1)], "-")
+
+    return BudgetSearch(lambda budget: range(len(needs)), try_out)
+
+
+@pytest.mark.parametrize(("needs", "budget", "way"), [
+    ([100], 100, 0),
+    ([200, 90], 100, 1),
+    ([200, 150, 100, 50], 100, 2),
+])  # fmt: skip
+def test_the_first_that_fits_is_taken(needs, budget, way):
+    assert search(needs).best(budget, 300) == way
+
+
+def test_no_more_ways_are_tried_once_one_needs_no_less():
+    tried = []
+    with pytest.raises(BudgetExceeded):
+        search([300, 300, 1], tried).best(100, 300)
+    assert {way for way, budget in tried if budget == 100} == {0, 1}
+
+
+@pytest.mark.parametrize("needs", [[150], [1000, 400, 150], [101], [100_000]])
+@pytest.mark.parametrize("roomy", [160, 500, 3000])
+def test_a_refusal_names_a_budget_that_does(needs, roomy):
+    with pytest.raises(BudgetExceeded) as caught:
+        search(needs).best(100, roomy)
+    told = caught.value
+    assert told.needed_bytes == min(needs), "what the nearest way needs is tried, and does"
+    assert f"device_memory={told.needed_bytes} or more" in str(told)
+    assert search(needs).best(told.needed_bytes, roomy) == needs.index(min(needs))
+    assert told.where == f"way {needs.index(min(needs))}"
+    assert "budget is 100 B" in str(told)
+
+
+def test_where_nothing_does_that_is_said():
+    def never(way, budget):
+        return BudgetExceeded("device", budget, budget + 1, "somewhere", [], "-")
+
+    with pytest.raises(BudgetExceeded, match="more device_memory than"):
+        BudgetSearch(lambda budget: [0], never).best(100, 200)
+
+
+def test_what_is_needed_may_be_told_wrongly_and_what_is_tried_out_counts():
+    """As of passes that need another amount under another budget."""
+
+    def try_out(way, budget):
+        if budget >= 250:
+            return None
+        return BudgetExceeded("device", budget, budget + 1, "somewhere", [], "-")
+
+    found = BudgetSearch(lambda budget: [0], try_out)
+    with pytest.raises(BudgetExceeded) as caught:
+        found.best(100, 200)
+    assert 250 <= caught.value.needed_bytes < 320
+    assert found.best(caught.value.needed_bytes, 200) == 0
+
+
+def test_a_small_part_of_a_roomy_budget_is_come_down_to():
+    assert between(100, 100 * FAR) == []
+    down = between(100, 100 * FAR + 1)
+    assert down == sorted(down, reverse=True)
+    assert down[-1] == 100 * STRIDE
+    assert all(before == STRIDE * after for before, after in itertools.pairwise(down))
+    tried = []
+    assert search([50], tried).best(100, 100 * FAR + 1) == 0
+    assert [budget for _, budget in tried] == [*down, 100]
+
+
+def test_a_hopeless_budget_is_not_tried_itself():
+    tried = []
+    with pytest.raises(BudgetExceeded):
+        search([90_000], tried).best(10, 100_000)
+    assert min(budget for _, budget in tried) > 10

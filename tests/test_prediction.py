@@ -18,8 +18,9 @@ the links, so that a busy machine does not matter."""
 STEPS = 4
 DEVICE = {False: "4MiB", True: "1MiB"}
 """With residency a fifth of all states, so that links are most of a step then too."""
-FACTOR = 2.0
-"""How far the time may be off, here, where others use the processors too."""
+FACTOR = 1.5
+"""How far the time may be off, here, where others use the processors too: 0.94 to 1.22 was seen on
+a quiet machine, 0.73 with two busy loops beside."""
 
 
 def trained(tmp_path, throttle, host, record=True, residency=False):

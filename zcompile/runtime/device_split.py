@@ -39,8 +39,8 @@ class DeviceSplit:
     def hold(self, nbytes: int) -> None:
         """Compiled graphs hold up to `nbytes` of the device from here on.
 
-        raises  BudgetExceeded, if the device has less, or what rests on it finds no room elsewhere;
-                no value is lost then, and the arena stays as it is
+        raises  BudgetExceeded, if the device has less, or what rests on it finds no room elsewhere.
+                No value is lost then, and the arena stays as it is; what could leave has left.
         """
         nbytes = max(nbytes, self.foreseen_bytes)
         if nbytes <= self.held_bytes:

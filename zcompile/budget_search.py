@@ -35,14 +35,15 @@ class BudgetSearch(Generic[Way]):
         """
         enough, known = roomy, False
         for tried in (*between(budget, roomy), budget):
-            found = self._first(tried)
-            if isinstance(found, BudgetExceeded):
-                raise self._refusal(budget, found, tried, enough, known)
+            try:
+                found = self._first(tried)
+            except BudgetExceeded as nearest:
+                raise self._refusal(budget, nearest, tried, enough, known) from None
             enough, known = tried, True
         return found
 
-    def _first(self, budget: int) -> Way | BudgetExceeded:
-        """The first way that fits, or what is said of the one that needs least."""
+    def _first(self, budget: int) -> Way:
+        """The first way that fits. raises BudgetExceeded, as said of the one that needs least"""
         refused: list[BudgetExceeded] = []
         for way in self.ways(budget):
             error = self.try_out(way, budget)
@@ -51,10 +52,14 @@ class BudgetSearch(Generic[Way]):
             refused.append(error)
             if len(refused) > 1 and error.needed_bytes >= refused[-2].needed_bytes:
                 break  # another way does not help: too much is needed whatever it is
-        return min(refused, key=lambda error: error.needed_bytes)
+        raise min(refused, key=lambda error: error.needed_bytes)
 
     def _would_do(self, budget: int) -> bool:
-        return not isinstance(self._first(budget), BudgetExceeded)
+        try:
+            self._first(budget)
+        except BudgetExceeded:
+            return False
+        return True
 
     def _refusal(
         self, budget: int, nearest: BudgetExceeded, low: int, high: int, known: bool

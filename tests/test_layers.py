@@ -78,7 +78,7 @@ FLOORS = (
         "zcompile.machine_file",
         "zcompile.user_code",
     },
-    {"zcompile.machine"},
+    {"zcompile.machine", "zcompile.curve"},
     {
         "zcompile.errors",
         "zcompile.units",

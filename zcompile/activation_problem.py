@@ -156,7 +156,7 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     for curve in (held, slots):
         curve[:] = accumulate(curve[:-1])
     held = [a + b for a, b in zip(held, problem.other, strict=True)]
-    again_s = sum(problem.makers[number].seconds for number in repeats)
+    again_s = sum((problem.makers[number].seconds for number in repeats), 0.0)
     return Answer(held, slots, wanted, repeats, again_s, moved,
                   starts + _exposed(problem, moved, again_s))  # fmt: skip
 

@@ -225,6 +225,14 @@ def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
             form.ActivationRecord(str(a.node), a.name, a.nbytes, a.action, a.seconds, a.why)
             for a in plan.activations
         ),
+        activation_cost=None
+        if plan.activation_cost is None
+        else form.ActivationCostRecord(
+            plan.activation_cost.again_s,
+            plan.activation_cost.exposed_s,
+            plan.activation_cost.least_s,
+        ),
+        memory=plan.memory,
     )
 
 

@@ -38,10 +38,14 @@ from itertools import accumulate
 
 from torch import fx
 
-from zcompile.graph import module_of
+from zcompile.curve import Curve
+from zcompile.graph import module_of, phase_of
 from zcompile.specs import NodeName, ParamSpec
 from zcompile.storages import Given, StorageWalk, unique
 from zcompile.torch_private import is_tangent
+
+MOST_HOLDERS = 8
+"""That a curve names at its peak."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,19 @@ class Footprint:
              v.nbytes)
             for v in self.holders(index)
         ]  # fmt: skip
+
+    @property
+    def where(self) -> str:
+        """Where the most is held, for people."""
+        node = self.nodes[self.peak_at]
+        return f"{phase_of(node).value} pass of {module_of(node) or 'the model'}"
+
+    def as_curve(self) -> Curve:
+        """What is held, as data that outlives the graph."""
+        return Curve(
+            tuple(node.name for node in self.nodes), self.boundary, tuple(self.curve()),
+            self.where, dict(self.told(self.peak_at)[:MOST_HOLDERS]),
+        )  # fmt: skip
 
     def handed_over(self, names: Iterable[str]) -> Given:
         """What a graph that has these nodes as placeholders is given; for `footprint` of it."""

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from torch import fx
 
+from zcompile.curve import Curve, Memory
 from zcompile.schedule import Slot
 from zcompile.specs import Layout, NodeName, ParamSpec
 
@@ -44,6 +45,20 @@ class Activation:
     why: str
 
 
+@dataclass(frozen=True)
+class ActivationCost:
+    """What becomes of all those values together, in seconds that a step is expected to take for it.
+
+    again_s    of compute that is done again
+    exposed_s  of transfers, beyond what compute hides
+    least_s    nothing that fits takes less; None: not known
+    """
+
+    again_s: float
+    exposed_s: float
+    least_s: float | None
+
+
 def _nothing() -> Mapping[NodeName, Slot]:
     return MappingProxyType({})
 
@@ -79,6 +94,9 @@ class Plan:
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why
     activations   what becomes of each value that backward needs, in the order they are made
+    activation_cost  of those together; None as long as they are not planned
+    kept          what would be held if all of those were kept; None: they are
+    held          what is held; None as long as the budget is not split
     """
 
     params: Mapping[NodeName, ParamSpec]
@@ -87,11 +105,19 @@ class Plan:
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()
+    activation_cost: ActivationCost | None = None
+    kept: Curve | None = None
+    held: Curve | None = None
 
     def spec_of(self, fetch: fx.Node) -> ParamSpec:
         """The parameter that a fetch brings."""
         (handle,) = [n for n in fetch.all_input_nodes if n.name in self.params]
         return self.params[NodeName(handle.name)]
+
+    @property
+    def memory(self) -> Memory | None:
+        """What is held beside the arena, with all that is saved kept and as it was chosen."""
+        return None if self.held is None else Memory(self.kept or self.held, self.held)
 
     @property
     def arena_bytes(self) -> int:

@@ -3,6 +3,7 @@ no pass does for itself: verify, tell the watcher, recompile at the end.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import fx
@@ -64,18 +65,19 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
         CutRegions(),  # compute between our ops, numbered
     )
     in_place = (SchedulePrefetch(0), PlanArena())
+    activations = PlanActivations(  # what backward needs: kept, made again, or moved off the device
+        config.activations, around, (*gathered, *in_place)
+    )
     within = (
-        PlanActivations(  # what backward needs: kept, made again, or moved off the device
-            config.activations, around, (*gathered, *in_place)
-        ),
         *gathered,
         SplitBudget(),  # what the graph itself holds is not the arena's
     )
     return (
         TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
         TileMatmuls(  # what the budget cannot hold whole comes in tiles
-            _tile_bytes(config), (*within, *in_place)
+            _tile_bytes(config), (replace(activations, compares=False), *within, *in_place)
         ),
+        activations,
         *within,
         SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
         PlanArena(),  # every gathered parameter has an address; the peak is proven

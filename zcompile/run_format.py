@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zcompile.curve import Memory
 from zcompile.units import show_size
 
 CAPTURED = "captured"
@@ -107,7 +108,8 @@ class SlotRecord:
 @dataclass(frozen=True)
 class ActivationRecord:
     """What becomes of a value of forward that backward needs. `action`: "keep", "again", or the
-    tier that it waits on; `seconds` that this was expected to cost."""
+    tier that it waits on; `seconds` that this was expected to cost by itself: of compute that is
+    done again, or of the links."""
 
     node: str
     name: str
@@ -118,8 +120,19 @@ class ActivationRecord:
 
 
 @dataclass(frozen=True)
+class ActivationCostRecord:
+    """What becomes of all those values together, in seconds of a step: of compute that is done
+    again, of transfers beyond what compute hides, and the least that any choice could take."""
+
+    again_s: float
+    exposed_s: float
+    least_s: float | None
+
+
+@dataclass(frozen=True)
 class PlanRecord:
-    """plan.json: what was decided for one graph."""
+    """plan.json: what was decided for one graph. `memory`: what its values hold of the device, node
+    by node, if all that backward needs were kept and as it was chosen; None without a budget."""
 
     name: str
     budget_bytes: int | None
@@ -129,6 +142,8 @@ class PlanRecord:
     distinct_regions: int
     notes: tuple[str, ...] = ()
     activations: tuple[ActivationRecord, ...] = ()
+    activation_cost: ActivationCostRecord | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)

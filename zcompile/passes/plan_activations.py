@@ -9,11 +9,12 @@ from torch import fx
 
 from zcompile.activation_choice import MOVED, Choice, choose
 from zcompile.activation_graph import Read, Surroundings, read
-from zcompile.activation_problem import AGAIN, KEEP
+from zcompile.activation_problem import AGAIN, KEEP, Problem, Value, answer
 from zcompile.activation_split import split
-from zcompile.footprint import footprint
+from zcompile.curve import Curve
+from zcompile.footprint import Footprint, footprint
 from zcompile.graph import copied
-from zcompile.graph_plan import Activation, Note, Plan
+from zcompile.graph_plan import Activation, ActivationCost, Note, Plan
 from zcompile.machine import Compute, Machine
 from zcompile.passes.base import Fact, Pass
 from zcompile.saved_rewriting import Borders, Moved, Rewriting, moved, name_of, sink_views
@@ -56,11 +57,13 @@ class PlanActivations(Pass):
     activations  "auto", "keep", "recompute" or "offload": see `Config`
     around       the machine and its tiers; None: everything is kept
     after        the passes that a choice is tried out with, on a copy of the graph
+    compares     whether to tell what would be held if everything were kept
     """
 
     activations: str = "auto"
     around: Callable[[], Surroundings] | None = None
     after: Sequence[Pass] = ()
+    compares: bool = True
 
     name: ClassVar[str] = "plan-activations"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -75,13 +78,19 @@ class PlanActivations(Pass):
         if choice is None:
             found = read(values, plan, self.around())
             choice = self._chosen(graph, plan, found, plan.budget_bytes)
-        plan = replace(plan, activations=_told(values, found, choice))
+        elif _given_up(choice):  # as the user wished: what that costs depends on the machine
+            found = read(values, plan, self.around())
+            choice = replace(choice, answer=answer(found.problem, choice.actions))
+        cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, choice.least_seconds)
+        plan = replace(plan, activations=_told(values, found, choice), activation_cost=cost)
         if choice.gap is not None and choice.least_seconds is not None:
             text = (
                 f"activations cost {choice.answer.seconds:.3g} s a step; nothing that fits can "
                 f"cost less than {choice.least_seconds:.3g} s"
             )
             plan = replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
+        if self.compares and _given_up(choice):
+            plan = replace(plan, kept=self._all_kept(graph, plan))
         return _written(graph, plan, found, choice)
 
     def _as_wished(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice | None:
@@ -124,9 +133,24 @@ class PlanActivations(Pass):
         roots = tuple(mapping[root] for root in found.roots)
         trial = replace(plan, budget_bytes=None)
         trial = _written(copy, trial, replace(found, roots=roots), choice)
+        trial, held = self._counted(copy, trial)
+        return max(held.peak, plan.beside.nbytes), trial.arena_bytes
+
+    def _all_kept(self, graph: fx.Graph, plan: Plan) -> Curve:
+        """What would be held if nothing were given up."""
+        _, held = self._counted(copied(graph)[0], replace(plan, budget_bytes=None))
+        return held.as_curve()
+
+    def _counted(self, copy: fx.Graph, trial: Plan) -> tuple[Plan, Footprint]:
         for pass_ in self.after:
             trial = pass_.rewrite(copy, trial)
-        return max(footprint(copy, trial.params).peak, plan.beside.nbytes), trial.arena_bytes
+        return trial, footprint(copy, trial.params)
+
+
+def _given_up(choice: Choice) -> bool:
+    """Whether anything that backward needs is not kept."""
+    rows = zip(choice.actions, choice.answer.wanted, strict=True)
+    return any(want is not None and action != KEEP for action, want in rows)
 
 
 def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:
@@ -169,17 +193,24 @@ def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation,
     for number, value in enumerate(problem.values):
         if choice.answer.wanted[number] is None:
             continue
-        action, maker = choice.actions[number], problem.makers[value.maker]
-        seconds = 0.0
+        action, seconds = choice.actions[number], 0.0
         if action == AGAIN:
-            seconds = maker.seconds
+            seconds = _share(problem, choice, value) * problem.makers[value.maker].seconds
         elif action != KEEP:
             away = problem.tiers[action]
-            seconds = value.nbytes * (away.leave_s + away.back_s)
+            seconds = value.nbytes * (away.leave_s + away.back_s) + 2 * away.start_s
         root = found.roots[number]
         rows.append(Activation(NodeName(root.name), name_of(root), value.nbytes, action, seconds,
                                _why(values, root, value.wish, action, choice)))  # fmt: skip
     return tuple(rows)
+
+
+def _share(problem: Problem, choice: Choice, value: Value) -> float:
+    """Of what its op costs: results that are made again together share it by their bytes."""
+    made = problem.makers[value.maker].makes
+    again = [problem.values[n].nbytes for n in made
+             if choice.actions[n] == AGAIN and choice.answer.wanted[n] is not None]  # fmt: skip
+    return value.nbytes / sum(again) if sum(again) else 1 / len(again)
 
 
 def _why(values: SavedValues, root: fx.Node, wish: str, action: str, choice: Choice) -> str:

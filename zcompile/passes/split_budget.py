@@ -8,7 +8,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.footprint import footprint
-from zcompile.graph import find, module_of, phase_of
+from zcompile.graph import find
 from zcompile.graph_plan import Beside, Plan
 from zcompile.passes.base import Fact, Pass
 
@@ -35,13 +35,12 @@ class SplitBudget(Pass):
         most, where = plan.beside.nbytes, "graphs compiled before"
         rows = [(f"values of {where}", most)]
         if held.peak > most:
-            node = held.nodes[held.peak_at]
-            most, rows = held.peak, held.told(held.peak_at)
-            where = f"{phase_of(node).value} pass of {module_of(node) or 'the model'}"
+            most, rows, where = held.peak, held.told(held.peak_at), held.where
         if most > plan.budget_bytes and not find(graph, ops.fetch):
             raise BudgetExceeded(
                 "device", plan.budget_bytes, most, where, rows,
                 f"give zcompile.offload device_memory={most} or more, or a smaller batch",
             )  # fmt: skip
         beside = Beside(most, where, tuple(rows), plan.budget_bytes)
-        return replace(plan, beside=beside, budget_bytes=max(0, plan.budget_bytes - most))
+        left = max(0, plan.budget_bytes - most)
+        return replace(plan, beside=beside, budget_bytes=left, held=held.as_curve())

@@ -12,7 +12,10 @@ from heapq import heappop, heappush
 from typing import Any
 
 from zcompile.machine import Link
+from zcompile.units import KiB
 
+RING_BLOCK = 4 * KiB
+"""Buffers of the staging ring are multiples of it, as `runtime/staging.py` hands them out."""
 MOST_PIECES = 8
 """Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
 link alone: with 8 pieces at most an eighth of that, which the transfers behind it hide."""
@@ -161,7 +164,7 @@ class Traffic:
         sizes = self._cut(journey)
         journey._over_left = journey._home_left = len(sizes)
         for number, nbytes in enumerate(sizes, 1):
-            piece = _Piece(journey, nbytes, self._buffers(nbytes), number == len(sizes))
+            piece = _Piece(journey, nbytes, self._buffer(nbytes), number == len(sizes))
             if len(journey.route) == 1:
                 self._queue(piece)
             else:
@@ -177,9 +180,10 @@ class Traffic:
         whole, rest = divmod(journey.nbytes, size)
         return [size] * whole + [rest] * bool(rest)
 
-    def _buffers(self, nbytes: int) -> int:
-        """What a piece takes of the ring: buffers are handed out whole."""
-        return -(-nbytes // self._chunk_bytes) * self._chunk_bytes
+    def _buffer(self, nbytes: int) -> int:
+        """What a piece takes of the ring: whole blocks."""
+        block = min(RING_BLOCK, self._chunk_bytes)
+        return -(-nbytes // block) * block
 
     def _pool_of(self, journey: Journey) -> _Pool:
         return self._reads if journey.over_after == len(journey.route) else self._writes
@@ -187,15 +191,15 @@ class Traffic:
     def _admit(self) -> None:
         """Give what is free of the ring to who waits for it."""
         for pool, other in ((self._reads, self._writes), (self._writes, self._reads)):
-            while pool.waiting and self._has_room(pool, other, pool.waiting[0].ring_bytes):
+            while pool.waiting:
+                held = pool.held + pool.waiting[0].ring_bytes
+                if held + other.held > max(self._ring_bytes, pool.waiting[0].ring_bytes):
+                    return  # what finds no room keeps those behind it waiting
+                if held > max(self._lane_bytes, pool.waiting[0].ring_bytes):
+                    break
                 piece = pool.waiting.popleft()
-                pool.held += piece.ring_bytes
+                pool.held = held
                 self._queue(piece)
-
-    def _has_room(self, pool: _Pool, other: _Pool, nbytes: int) -> bool:
-        held = pool.held + nbytes
-        within = held <= self._lane_bytes and held + other.held <= self._ring_bytes
-        return within or not (pool.held or other.held)
 
     def _queue(self, piece: _Piece) -> None:
         name = piece.journey.route[piece.at].name

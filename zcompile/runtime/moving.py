@@ -118,6 +118,9 @@ class _Flow:
         self._over = over
         self._staging = staging
 
+    def room(self, begin: int, end: int) -> int:
+        return end - begin
+
     def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         self._begin(begin, end, buffer).then(partial(self._ended, buffer))
 

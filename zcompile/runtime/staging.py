@@ -1,8 +1,9 @@
-"""The staging ring: a fixed set of host buffers between the disk and the device.
+"""The staging ring: a fixed piece of the host's memory between the disk and the device.
 
-A transfer that needs buffers joins the queue of its lane and is handed one per chunk, first come,
-first served. Reads go before writes, and neither lane may hold all buffers, so a backlog of
-writes never stops a read, nor the other way round.
+A transfer that needs buffers joins the queue of its lane and is handed one per chunk, as large as
+that chunk, first come, first served. Reads go before writes, and neither lane may hold all of the
+ring, so a backlog of writes never stops a read, nor the other way round. Buffers of one size would
+let a small tensor hold as much as a large one, and few writes wait for a slow disk at a time.
 """
 
 import threading
@@ -12,6 +13,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from zcompile.errors import ConfigInvalid
+from zcompile.runtime.disk_trial import BLOCK_BYTES
+from zcompile.runtime.extents import Extents
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.tiers import Buffer
 from zcompile.units import KiB, MiB, show_size
@@ -26,6 +29,8 @@ MOST_BESIDE_BYTES = 32 * MiB
 
 
 class StagingSize(NamedTuple):
+    """chunk_bytes: the largest buffer that is handed out; chunks: how many of those there are."""
+
     chunk_bytes: int
     chunks: int
 
@@ -56,37 +61,48 @@ def staging_size(host_budget: int, has_disk: bool, straight: bool = False) -> St
 class Staged(Protocol):
     """A transfer that travels in chunks."""
 
+    def room(self, begin: int, end: int) -> int:
+        """Bytes of buffer for the chunk [begin, end), at most a chunk of the ring; rounded up to
+        whole blocks by it."""
+
     def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         """Start bytes [begin, end) through `buffer`, which goes back to the ring at their end."""
 
 
 class _Lane:
+    """Transfers of one direction that wait for buffers, and bytes of the ring that it holds."""
+
     def __init__(self, most: int) -> None:
         self.most = most
         self.held = 0
         self.waiting: deque[tuple[Staged, deque[tuple[int, int]]]] = deque()
 
-    def next(self) -> tuple[Staged, int, int] | None:
-        if not self.waiting or self.held >= self.most:
+    def wants(self) -> int | None:
+        """Bytes of the next buffer; None if nobody waits, or the lane holds its share."""
+        if not self.waiting:
             return None
+        staged, chunks = self.waiting[0]
+        nbytes = -(-staged.room(*chunks[0]) // BLOCK_BYTES) * BLOCK_BYTES
+        return nbytes if self.held + nbytes <= self.most else None
+
+    def next(self) -> tuple[Staged, int, int]:
         staged, chunks = self.waiting[0]
         begin, end = chunks.popleft()
         if not chunks:
             self.waiting.popleft()
-        self.held += 1
         return staged, begin, end
 
 
 class Staging:
-    """The ring over `memory` [size.nbytes]; thread-safe."""
+    """The ring over `memory` [size.nbytes]; thread-safe. Buffers begin and end at multiples of
+    `BLOCK_BYTES` from where `memory` begins."""
 
     def __init__(self, memory: Tensor, size: StagingSize, in_use: Gauge) -> None:
         self.chunk_bytes, self.nbytes = size.chunk_bytes, size.nbytes
-        whole = Buffer.over(memory)
-        self._free = [whole.part(n * size.chunk_bytes, (n + 1) * size.chunk_bytes)
-                      for n in range(size.chunks)]  # fmt: skip
+        self._whole = Buffer.over(memory)
+        self._ranges = Extents(BLOCK_BYTES, size.nbytes)
         self._in_use = in_use
-        most = max(1, size.chunks * 3 // 4)
+        most = max(size.chunk_bytes, size.nbytes * 3 // 4)
         self._lanes = {"read": _Lane(most), "write": _Lane(most)}
         self._lock = threading.Lock()
         self._pumping = False
@@ -100,9 +116,10 @@ class Staging:
 
     def give(self, lane: str, buffer: Buffer) -> None:
         """A chunk is over."""
+        begin = buffer.memory.data_ptr() - self._whole.memory.data_ptr()
         with self._lock:
-            self._free.append(buffer)
-            self._lanes[lane].held -= 1
+            self._ranges.give(begin, buffer.nbytes)
+            self._lanes[lane].held -= buffer.nbytes
         self._in_use.change(-buffer.nbytes)
         self._pump()
 
@@ -114,19 +131,26 @@ class Staging:
         """
         while True:
             with self._lock:
-                if self._pumping or not self._free:
+                turn = None if self._pumping else self._turn()
+                if turn is None:
                     return
-                for lane in self._lanes.values():
-                    if (turn := lane.next()) is not None:
-                        break
-                else:
-                    return
-                buffer = self._free.pop()
                 self._pumping = True
+            (staged, begin, end), buffer = turn
             self._in_use.change(buffer.nbytes)
-            staged, begin, end = turn
             try:
                 staged.begin_chunk(begin, end, buffer)
             finally:
                 with self._lock:
                     self._pumping = False
+
+    def _turn(self) -> tuple[tuple[Staged, int, int], Buffer] | None:
+        """Who is next, and the buffer for it. What finds no hole that is large enough keeps those
+        behind it waiting: holes grow until it does."""
+        for lane in self._lanes.values():
+            if (nbytes := lane.wants()) is None:
+                continue
+            if (begin := self._ranges.take(nbytes)) is None:
+                return None
+            lane.held += nbytes
+            return lane.next(), self._whole.part(begin, begin + nbytes)
+        return None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zcompile.packing import ALIGNMENT
 from zcompile.runtime.device import Device, Direction
+from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.extents import Written
 from zcompile.runtime.place import Place
 from zcompile.runtime.staging import Staging
@@ -49,7 +50,7 @@ class Transfer(ABC):
     direction: Direction = "h2d"
     writes = False
     cut_in = 1
-    """Chunks per buffer of the ring."""
+    """Times the bytes of a chunk that its buffer holds."""
 
     def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
                  marks: Sequence[Ticket], means: Means,
@@ -112,6 +113,10 @@ class Transfer(ABC):
         """One copy between the device and the entry's home on the host is over."""
         self.copied(error)
         self.home.drop(error)
+
+    def room(self, begin: int, end: int) -> int:
+        low, high = self.place.blocks(begin, end)
+        return -(-(high - low) // BLOCK_BYTES) * BLOCK_BYTES * self.cut_in
 
     def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         if self.home.error is not None:

@@ -85,6 +85,26 @@ def test_gradients_and_states_compete_for_the_device():
 
 
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+def test_what_two_segments_need_in_turn_does_not_come_to_the_device_by_itself():
+    ahead = Segment(F, 0.0, (P, 0), (0, 0), (True, True))
+    after = Segment(B, 0.0, (0, P), (0, 0), (True, True))
+    room = Room({"device": P, "host": 10**9})  # one of the two can stay
+    found = bound(Demand((P, P), (ahead, after)), links(), room)
+    assert found.seconds == pytest.approx(P / 100, rel=1e-6)
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+@pytest.mark.parametrize(("ring", "least"), [(0, 20.0), (P // 2, 15.0), (P, 10.0), (10**6, 10.0)])
+def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
+    ahead = Segment(F, 10.0, (0,), (0,), (True,))
+    last = Segment(S, 0.0, (P,), (P,), (True,))
+    ways = links(disk_read=1e9, disk_write=100.0, h2d=1e9, d2h=1e9)
+    room = Room({"device": 0, "host": 0, "disk": 10**9}, ring_bytes=ring)
+    found = bound(Demand((P,), (ahead, last)), ways, room)
+    assert found.seconds == pytest.approx(least, rel=1e-3)
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_where_disk_and_device_meet_two_ways_share_what_moves():
     demand = Demand((P,), (Segment(F, 0.0, (P,), (0,), (True,)),))
     ways = links(disk_read=300.0, disk_write=300.0)

@@ -7,13 +7,14 @@ of the first two per micro-batch). Take one segment and let
     W   distinct bytes that its compute writes and somebody reads later
     C   bytes of the device
     H   bytes of the host
+    G   bytes of the staging ring, which are on their way to or from the disk
 
 At the moment a segment begins at most C of its D bytes are on the device, so at least D - C arrive
 while it lasts. At the moment it ends at most C of its W bytes are still there, so at least W - C
 have left while it lasted. What is neither on the device nor on the host comes from the disk, and
-goes there: at least D - C - H, and W - C - H. Its compute takes its seconds, a link takes its bytes
-over its rate, and links that take turns add up; so the segment lasts at least as long as the
-largest of these. Segments follow each other, so a step lasts at least as long as their sum.
+goes there: at least D - C - H - G, and W - C - H - G. Its compute takes its seconds, a link takes
+its bytes over its rate, and links that take turns add up; so the segment lasts at least as long as
+the largest of these. Segments follow each other, so a step lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments, and for
 each class of bytes. `least_program.py` lets classes compete for C, and never gives less; it is
@@ -97,7 +98,7 @@ def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:
     ways = (("h2d", "disk_read", segment.reads), ("d2h", "disk_write", segment.writes))
     for bus, disk, parts in ways:
         if disk in counted:
-            nbytes[disk] = max(0, sum(parts) - near)
+            nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes)
         if bus in counted and not (room.straight and disk in counted):
             nbytes[bus] = max(0, sum(parts) - device)
     seconds = {COMPUTE: segment.compute_s}

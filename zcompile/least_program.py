@@ -6,15 +6,20 @@ For every border b between two segments, the end of a step among them, and every
     q[k,b]  bytes of k on the device or the host   sum over k of q <= C + H,  h <= q <= size of k
     d[k,b]  bytes of k whose value is on the device only,    d <= h
     e[k,b]  bytes of k whose value is not on the disk,       e <= q
+    r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
+            sum over k of r + w <= G, the staging ring
 
 For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct bytes:
 
     in[k]    >= R[k] - h[k,b]                  what is not there must come
+    in[k]    >= h[k,b'] - h[k,b] - W[k]        so must what is there in the end, not in the
+                                               beginning, and was not written
     out[k]   >= W[k] - d[k,b']                 what was written is sent, or is still there only
     out[k]   >= d[k,b] - d[k,b'] - W[k]        so is what was there only and was not written anew;
                                                if anybody reads it later
-    the same of the disk, with q for h and e for d; where disk and device exchange bytes themselves,
-    what comes and leaves by either counts in the first three
+    the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came out of
+    the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device exchange bytes
+    themselves, what comes and leaves by either counts in the first four
     T[s]     >= seconds of its compute
     T[s]     >= seconds of each link for these bytes; links that take turns count together
 
@@ -151,17 +156,21 @@ def _hold(program: _Program, demand: Demand, room: Room) -> None:
     unit = _unit_bytes(demand)
     device = min(1.0, room.nbytes.get("device", 0) / unit)
     near = min(1.0, device + room.nbytes.get("host", 0) / unit)
+    ring = min(1.0, room.ring_bytes / unit) if "disk" in room.nbytes else 0.0
     for b in range(len(demand.segments)):
         for k, nbytes in enumerate(demand.groups):
             size = nbytes / unit
             for kind in "hqde":
                 program.column((kind, k, b), highest=size)
+            for kind in "rw":
+                program.column((kind, k, b), highest=min(size, ring))
             program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
             program.at_most(0.0, (("d", k, b), 1.0), (("h", k, b), -1.0))
             program.at_most(0.0, (("e", k, b), 1.0), (("q", k, b), -1.0))
         every = range(len(demand.groups))
         program.at_most(device, *((("h", k, b), 1.0) for k in every))
         program.at_most(near, *((("q", k, b), 1.0) for k in every))
+        program.at_most(ring, *(((kind, k, b), 1.0) for k in every for kind in "rw"))
 
 
 def _segment(
@@ -187,8 +196,15 @@ def _segment(
             if room.straight and BESIDE.get(link) in counted:
                 ways.append(((BESIDE[link], k, n), -1.0))
             read, written = segment.reads[k] / unit, segment.writes[k] / unit
+            if link == "disk_read":
+                ways += [(("r", k, n), -1.0), (("r", k, after), 1.0)]
+            elif link == "disk_write":
+                ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
+            program.at_most(0.0, *ways)
             if link in ("h2d", "disk_read"):
-                program.at_most(-read, *ways, ((held, k, n), -1.0))
+                begin, end = (held, k, n), (held, k, after)
+                program.at_most(-read, *ways, (begin, -1.0))
+                program.at_most(written, *ways, (begin, -1.0), (end, 1.0))
             else:
                 program.at_most(-written, *ways, ((new, k, after), -1.0))
                 if segment.lives[k]:

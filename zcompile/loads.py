@@ -21,13 +21,15 @@ Loads = Mapping[tuple[Phase, str], float]
 class Room:
     """Bytes for entries on each tier (a tier that is absent is not there), and two shortcuts.
 
-    reach     compute reaches the host's memory: a step borrows what rests there
-    straight  disk and device memory exchange bytes without a link between host and device
+    reach       compute reaches the host's memory: a step borrows what rests there
+    straight    disk and device memory exchange bytes without a link between host and device
+    ring_bytes  of the host, in which nothing rests, may be on their way to or from the disk
     """
 
     nbytes: Mapping[str, int]
     reach: bool = False
     straight: bool = False
+    ring_bytes: int = 0
 
 
 @dataclass(frozen=True)

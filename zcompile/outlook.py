@@ -160,6 +160,7 @@ def room_of(terms: Terms, activation_bytes: int) -> Room:
         {tier: tiers[tier] for tier in TIERS if tier in tiers},
         reach=terms.emulates,
         straight=terms.emulates,
+        ring_bytes=terms.ways.ring_bytes,
     )
 
 

@@ -163,7 +163,8 @@ class Residency:
         # First fit leaves holes between entries of different sizes; what finds none goes to disk.
         largest = max((fact.nbytes for fact in step.facts.values()), default=0)
         nbytes["host"] = max(0, nbytes["host"] - max(largest, nbytes["host"] // 32))
-        return Room(nbytes, session.reaches_host, session.reaches_host)
+        reach = session.reaches_host
+        return Room(nbytes, reach, straight=reach, ring_bytes=session.ways().ring_bytes)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.

@@ -16,9 +16,9 @@ from zcompile.units import KiB
 
 RING_BLOCK = 4 * KiB
 """Buffers of the staging ring are multiples of it, as `runtime/staging.py` hands them out."""
-MOST_PIECES = 8
+MOST_PIECES = 4
 """Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
-link alone: with 8 pieces at most an eighth of that, which the transfers behind it hide."""
+link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
 
 
 class Journey:

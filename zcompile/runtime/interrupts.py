@@ -9,8 +9,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
+
+_HELD: ContextVar[bool] = ContextVar("zinf_interrupts_held", default=False)
+"""Whether an outer one holds them back: asking the signal module takes microseconds, and a step
+asks thousands of times."""
 
 
 class _Handler:
@@ -32,7 +37,7 @@ def deferred_interrupts() -> Iterator[None]:
 
     Within another one it does nothing, and costs nothing either: the outer one delivers.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if _HELD.get() or threading.current_thread() is not threading.main_thread():
         yield
         return
     usual = signal.getsignal(signal.SIGINT)
@@ -41,9 +46,11 @@ def deferred_interrupts() -> Iterator[None]:
         return
     handler = _Handler(usual)
     signal.signal(signal.SIGINT, handler)
+    held = _HELD.set(True)
     try:
         yield
     finally:
+        _HELD.reset(held)
         signal.signal(signal.SIGINT, usual)
         if handler.noted:
             usual(signal.SIGINT, handler.noted[0])

@@ -158,7 +158,7 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
     (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
     (("paper_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
-    (("paper_models:tiny", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
+    (("--paper", "table-3", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
     (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
     (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
     (("paper_models:tiny", "--sweep", "device=8..9"), "sweep='8' has no unit, and so means 8 b"),
@@ -278,3 +278,21 @@ def test_bars_leave_out_what_cannot_run():
 
 def test_a_picture_is_well_formed_whatever_its_words():
     ElementTree.fromstring(svg("a < b & c", ["<x>"], {"&": [1.0], "none": [None]}))
+
+
+def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
+    picture = models / "held.svg"
+    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--device", "1MiB", "--plot", picture)
+    assert code == 0
+    assert "held by graphs, leave of its 1.00 MiB" in out
+    texts = [node.text for node in ElementTree.parse(picture).iter() if node.text]
+    assert "as chosen" in texts
+
+
+def test_a_sweep_of_a_bounded_device_plans_what_graphs_hold_for_each_size(zinf, models):
+    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--device", "1MiB",
+                        "--sweep", "device=2KiB..1MiB:2", "--json")  # fmt: skip
+    first, last = json.loads(out)
+    assert code == 0
+    assert (first["fits"], first["step_seconds"]) == (False, None)
+    assert last["fits"]

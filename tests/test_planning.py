@@ -12,7 +12,7 @@ from torch import nn
 import zcompile
 from zcompile import planning
 from zcompile.config import Config
-from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported
+from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.machine import Compute, Link, Machine, with_tier
 from zcompile.specs import Kind, Phase
 from zcompile.units import GiB, KiB, MiB
@@ -58,6 +58,12 @@ def terms():
 @pytest.fixture(scope="module")
 def traced(terms):
     return planning.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
+
+
+def within(terms, machine):
+    """A step that was traced for the device of `machine`, which bounds all, and the terms."""
+    at = replace(terms.on(machine), bounded=True)
+    return planning.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
 
 
 def test_a_step_on_paper_has_the_calls_of_a_real_one(traced):
@@ -117,10 +123,9 @@ def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, ter
 
 @pytest.mark.parametrize("device", [256 * KiB, MiB, 2 * MiB])
 @pytest.mark.parametrize("host", [MiB, 4 * MiB])
-def test_no_plan_is_below_its_bound(traced, terms, device, host):
+def test_no_plan_is_below_its_bound(terms, device, host):
     small = with_tier(with_tier(SMALL, "device", device), "host", host)
-    at = replace(terms.on(small), arena_given=True)
-    report = planning.report_of(traced, at, prices=False)
+    report = planning.report_of(*within(terms, small), prices=False)
     assert report.gap >= 1 - 1e-6
     assert all(link.nbytes >= link.least_nbytes for link in report.links)
     assert report.fits
@@ -136,10 +141,9 @@ def test_every_weight_gradient_and_state_rests_somewhere(traced, terms):
     assert (gradients, states) == (weights, 2 * weights)
 
 
-def test_what_does_not_fit_is_said_tier_by_tier(traced, terms):
+def test_what_does_not_fit_is_said_tier_by_tier(terms):
     without_disk = with_tier(with_tier(SMALL, "disk", 0), "host", MiB)
-    at = replace(terms.on(with_tier(without_disk, "device", 300 * KiB)), arena_given=True)
-    report = planning.report_of(traced, at)
+    report = planning.report_of(*within(terms, with_tier(without_disk, "device", 300 * KiB)))
     assert not report.fits
     assert set(report.missing_bytes) == {"host"}
     assert "does not fit, it lacks" in str(report)
@@ -152,16 +156,9 @@ def test_activations_that_fill_the_device_are_what_it_lacks(terms):
     assert set(report.missing_bytes) == {"device"}
 
 
-def test_a_device_too_small_for_one_region_is_told_what_it_needs(traced, terms):
-    at = replace(terms, machine=with_tier(SMALL, "device", 16 * KiB), arena_given=True)
-    with pytest.raises(BudgetExceeded) as caught:
-        planning.report_of(traced, at)
-    assert caught.value.needed_bytes > 16 * KiB
-
-
 def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, terms):
-    at = replace(terms, machine=with_tier(SMALL, "device", 512 * KiB), arena_given=True)
-    report = planning.report_of(traced, at, prices=False)
+    small = with_tier(SMALL, "device", 512 * KiB)
+    report = planning.report_of(*within(terms, small), prices=False)
     assert report.suggested_samples > report.samples
     fast = planning.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)), prices=False)
     assert fast.suggested_samples == 1
@@ -186,17 +183,21 @@ def test_no_batch_is_suggested_whose_activations_do_not_fit(
 
 def test_the_capacity_of_a_device_is_explained(traced, terms):
     def told(activations, **given):
-        found = replace(traced, activation_bytes=activations)
+        device = SMALL.tiers["device"] if "bounded" in given else None
+        found = replace(traced, activation_bytes=activations, held_bytes=activations,
+                        device_bytes=device)  # fmt: skip
         return str(planning.report_of(found, replace(terms, **given), prices=False))
 
     assert "above is what 1.00 MiB of activations leave of its 4.00 MiB" in told(MiB)
     assert "5.00 MiB of activations leave too little of the device's 4.00 MiB" in told(5 * MiB)
-    assert "beside them on the device: 5.00 MiB of" in told(5 * MiB, arena_given=True)
+    assert "beside them on the device: 5.00 MiB of" in told(5 * MiB, emulates=True)
+    assert "above is what 1.00 MiB, held by graphs, leave of its 4.00 MiB" in told(
+        MiB, bounded=True
+    )
 
 
-def test_one_more_gib_saves_about_what_the_bound_says(traced, terms):
-    at = replace(terms, machine=with_tier(SMALL, "device", MiB), arena_given=True)
-    device = planning.report_of(traced, at).shadows[0]
+def test_one_more_gib_saves_about_what_the_bound_says(terms):
+    device = planning.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
     assert device.tier == "device"
     assert device.least_s > 0
     assert device.planned_s > 0
@@ -212,12 +213,12 @@ def test_a_report_is_a_record_and_a_text(traced, terms):
     assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
 
 
-def test_links_that_take_turns_are_told_together(traced, terms):
+def test_links_that_take_turns_are_told_together(terms):
     turns = {"disk_read": "disk_write", "disk_write": "disk_read"}
     links = {name: replace(link, shares=turns.get(name)) for name, link in LINKS.items()}
     little = {"device": 512 * KiB, "host": MiB, "disk": GiB}
-    at = replace(terms.on(replace(SMALL, links=links, tiers=little)), arena_given=True)
-    report = planning.report_of(traced, at, prices=False)
+    turning = replace(SMALL, links=links, tiers=little)
+    report = planning.report_of(*within(terms, turning), prices=False)
     assert report.bottleneck == report.bound_by == "disk_read and disk_write"
 
 

@@ -161,6 +161,8 @@ class _Graph:
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
         if session is not None and plan.budget_bytes is not None:
             session.split.foresee(plan.beside.nbytes)
+        if session is not None and plan.memory is not None:
+            session.memories.append(plan.memory)
         self.watch.planned(gm.graph, plan)
         return plan
 
@@ -196,7 +198,7 @@ def surroundings(session: Session) -> Surroundings:
     whose content outlives the run is not for activations.
     """
     sizes = [e.nbytes for e in session.entries() if e.kind is Kind.PARAM]
-    free = session.homes.free()
+    free = session.free_bytes()
     rooms = {"host": max(0, free.get("host", 0) - STATES * sum(sizes))}
     if "disk" in free and session.durable is None:
         rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}

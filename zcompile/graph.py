@@ -190,7 +190,7 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return str(path).removeprefix("L['self'].").removeprefix("L['fn'].")
+    return str(path).removeprefix("L['self'].").removeprefix("L['fn'].").removeprefix("L['model'].")
 
 
 def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:

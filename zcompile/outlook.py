@@ -41,16 +41,20 @@ class Terms:
 
     emulates     compute reaches the host's memory, and disks reach the device's (`Room`)
     prefetch     whether a fetch may start ahead of its reader
-    arena_given  the device's tier is all for entries; else activations take their part of it
+    bounded      the device's tier bounds all that a step takes of it, as `device_memory` does: what
+                 graphs hold is chosen for it; else everything is kept, and takes its part of it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
+    activations, tile_bytes  as in `Config`
     """
 
     machine: Machine
     ways: Ways
     emulates: bool
     prefetch: bool
-    arena_given: bool
+    bounded: bool
     chunk_bytes: int
+    activations: str = "auto"
+    tile_bytes: int | None = None
 
     def on(self, machine: Machine) -> "Terms":
         """The same for another machine, whose host has room for another staging ring."""
@@ -114,16 +118,16 @@ class Outlook:
         )
 
 
-def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int = 0,
+def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
          prices: bool = True) -> Outlook:  # fmt: skip
     """The outlook of a step.
 
-    activation_bytes  that take their part of a device whose arena is not given
-    chunk_bytes       of its optimizer's chunks, if those are to be larger than the device's
-    prices            whether to plan again for one more GiB of each tier
+    beside_bytes  of the device, that graphs hold beside its arena
+    chunk_bytes   of its optimizer's chunks, if those are to be larger than the device's
+    prices        whether to plan again for one more GiB of each tier
     raises  BudgetExceeded, if the device has no room for what one region reads
     """
-    room = room_of(terms, activation_bytes)
+    room = room_of(terms, beside_bytes)
     costs = terms.costs()
     demand = demand_of(step, costs.region_seconds)
     compute_s = compute_seconds(step, costs.region_seconds)
@@ -142,19 +146,19 @@ def look(step: Step, terms: Terms, activation_bytes: int = 0, chunk_bytes: int =
         bound=bound(demand, terms.machine.links, room),
         room=room,
         used_bytes=used,
-        missing=_missing(terms, room, used, activation_bytes),
+        missing=_missing(terms, room, used, beside_bytes),
         shadows=_shadows(step, terms, room, planned, demand, compute_s) if prices else (),
         compute_s=compute_s,
         lanes_s=_lanes(step, terms.machine, room, homes),
     )
 
 
-def room_of(terms: Terms, activation_bytes: int) -> Room:
+def room_of(terms: Terms, beside_bytes: int) -> Room:
     """What the tiers have for entries."""
     tiers = dict(terms.machine.tiers)
-    most = activation_room(terms)
+    most = tiers["device"] if terms.bounded else activation_room(terms)
     if most is not None:
-        tiers["device"] -= min(activation_bytes, most)
+        tiers["device"] -= min(beside_bytes, most)
     tiers["host"] -= terms.ways.ring_bytes
     return Room(
         {tier: tiers[tier] for tier in TIERS if tier in tiers},
@@ -165,8 +169,9 @@ def room_of(terms: Terms, activation_bytes: int) -> Room:
 
 
 def activation_room(terms: Terms) -> int | None:
-    """Bytes of the device that activations may take; None, if they lie beside what is planned."""
-    if terms.arena_given or terms.emulates:
+    """Bytes of the device that activations may take, if all are kept; None, if they are chosen to
+    fit, or lie beside what is planned."""
+    if terms.bounded or terms.emulates:
         return None
     whole = terms.machine.tiers["device"]
     return whole - whole // LEAST_SHARE

@@ -5,7 +5,7 @@ What is recorded is what a real step would record. The caller's model is not tou
 """
 
 import copy
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from zcompile.backend import zinf
 from zcompile.config import Config
 from zcompile.errors import Unsupported
+from zcompile.held_walk import HeldWalk
 from zcompile.offloading import furnish
+from zcompile.runtime.defaults import has_room
 from zcompile.runtime.device_paper import blank, blank_like, is_blank, open_paper
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients
@@ -24,7 +26,7 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.runtime.ticket import Ready, Ticket
-from zcompile.schedule import Borrow, Region, Schedule
+from zcompile.schedule import CHANGE_HOLDING, Borrow, Reduce, Region, Schedule
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Kind, Layout, Phase
 from zcompile.tiered import TieredTensor, own
@@ -41,11 +43,17 @@ from zcompile.torch_private import (
 class PaperSession(Session):
     """A session whose transfers are over at once and whose regions only say what they would make.
 
-    device_bytes  the arena that schedules are planned for
+    config        with a machine, so that nothing is measured
+    device_bytes  of the device that graphs and schedules are planned for
+    beside        tier but the device -> bytes of it for entries
     """
 
-    def __init__(self, config: Config, device_bytes: int, emulates: bool) -> None:
-        opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates)
+    def __init__(
+        self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int]
+    ) -> None:
+        self._beside = beside
+        opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates,
+                          has_disk="disk" in beside)  # fmt: skip
         super().__init__(config, TieredTensor.over, opening)
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
@@ -56,11 +64,22 @@ class PaperSession(Session):
         self.regions = _PaperRegions()
         furnish(self)
         self.executor.recorder.on = True
+        self.executor.hold = self.split.hold
 
     @property
     def saved_bytes(self) -> int:
         """Of activations, summed over the calls of backward."""
         return self.executor.saved_bytes
+
+    def free_bytes(self) -> dict[str, int]:
+        """As if parameters rested on the host as far as they find room, and on disk beyond."""
+        left = sum(e.nbytes for e in self.entries() if e.kind is Kind.PARAM)
+        free = {}
+        for tier in ("host", "disk"):
+            if tier in self._beside:
+                taken = min(left, self._beside[tier])
+                free[tier], left = self._beside[tier] - taken, left - taken
+        return free
 
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
               after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
@@ -102,9 +121,13 @@ class _PaperExecutor(Executor):
     """Walks graphs as ever; of an optimizer's step only what becomes of the entries.
 
     saved_bytes  what backward calls were handed: what their forward kept, and tangents
+    hold         told what will be held beside the arena, before it is: as it is predicted, since
+                 blanks that are views of each other look as if each had memory of its own
     """
 
     saved_bytes = 0
+    hold: Callable[[int], None] = staticmethod(has_room)
+    _held: HeldWalk | None = None
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -114,6 +137,7 @@ class _PaperExecutor(Executor):
             self.saved_bytes += sum(
                 x.nbytes for n, x in enumerate(args) if isinstance(x, Tensor) and n not in handles
             )
+        self._foresee(schedule)
         if schedule.phase is not Phase.STEP or entries is None:
             return super().run(schedule, args, entries)
         args.clear()
@@ -122,6 +146,22 @@ class _PaperExecutor(Executor):
             if isinstance(x, StoreHome) or (isinstance(x, Borrow) and x.writes):
                 entries[x.entry].version += 1
         return []
+
+    def _foresee(self, schedule: Schedule) -> None:
+        """Make room for what is held while `schedule` is walked. raises  BudgetExceeded"""
+        held = self._held
+        if held is None:
+            held = self._held = HeldWalk()
+        else:
+            held.end(schedule.phase)
+        held.begin(schedule)
+        if schedule.phase is not Phase.STEP:
+            self.hold(held.others + schedule.holds.peak_bytes)
+        for x in schedule.instructions:
+            if isinstance(x, CHANGE_HOLDING):
+                held.rise()
+            if isinstance(x, Reduce):
+                held.leave(x)
 
 
 class OnPaper(DispatchMode):

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from zcompile.config import Config, build
 from zcompile.cost import Ways
+from zcompile.curve import Memory
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.machine import Machine
 from zcompile.machine_file import find
 from zcompile.outlook import Terms, look
 from zcompile.paper import OnPaper, PaperSession, copy_on_paper
 from zcompile.paper_step import run_step
-from zcompile.report import Facts, Report
+from zcompile.report import Report
+from zcompile.report_rows import Facts
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
 from zcompile.runtime.device_paper import PaperDevice, blank_like
@@ -55,6 +57,9 @@ class Traced:
     """A step on paper, and what the report says of its model.
 
     activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
+    held_bytes        most that its graphs hold at once, outside the arena
+    memories          of each of its graphs, node by node
+    device_bytes      for which its graphs were planned; None: everything was kept
     samples, tokens   of one micro-batch; tokens 0: the inputs do not say
     optimizer         its class
     chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
@@ -63,6 +68,9 @@ class Traced:
     step: Step
     parameters: int
     activation_bytes: int
+    held_bytes: int
+    memories: tuple[Memory, ...]
+    device_bytes: int | None
     samples: int
     tokens: int
     optimizer: str
@@ -97,16 +105,20 @@ def plan(
 
 
 def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
-    """The report of a step that was traced, on another machine too.
+    """The report of a step that was traced; also on another machine, where nothing bounds the
+    device that it was traced for.
 
     raises  BudgetExceeded
     """
+    bounded_by = terms.machine.tiers["device"] if terms.bounded else None
+    assert traced.device_bytes == bounded_by, "a step is traced anew for another device"
+    beside = traced.held_bytes if terms.bounded else traced.activation_bytes
     with _quiet():
-        found = look(traced.step, terms, traced.activation_bytes, traced.chunk_bytes, prices)
-    return Report.of(
-        found, terms, Facts(traced.parameters, traced.activation_bytes, traced.samples,
-                            traced.tokens, traced.step.micro_batches, traced.optimizer)
-    )  # fmt: skip
+        found = look(traced.step, terms, beside, traced.chunk_bytes, prices)
+    facts = Facts(traced.parameters, traced.activation_bytes, traced.held_bytes, traced.memories,
+                  traced.samples, traced.tokens, traced.step.micro_batches,
+                  traced.optimizer)  # fmt: skip
+    return Report.of(found, terms, facts)
 
 
 def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Terms:
@@ -133,7 +145,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     )
     terms = Terms(
         found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
-        stand_in.chunk_bytes,
+        stand_in.chunk_bytes, config.activations,
+        None if config.tile_bytes is None else int(config.tile_bytes),
     )  # fmt: skip
     return terms.on(found)
 
@@ -159,12 +172,15 @@ def trace(
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
 ) -> Traced:
-    """One training step on paper. raises  ConfigInvalid, Unsupported, UserCodeFailed"""
+    """One training step on paper.
+
+    raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
+    """
     check_torch()
     _check(model, optimizer, micro_batches)
     make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    session = PaperSession(Config(device="cpu"), TRACED_BYTES, terms.emulates)
+    session = _session(terms)
     try:
         copied = copy_on_paper(model, session)
         trained = [p for p in copied.parameters() if p.requires_grad]
@@ -187,6 +203,9 @@ def trace(
             _settled(step, session),
             sum(p.numel() for p in model.parameters()),
             session.saved_bytes // micro_batches,
+            session.split.held_bytes,
+            tuple(session.memories),
+            terms.machine.tiers["device"] if terms.bounded else None,
             samples,
             tokens,
             type(made).__name__,
@@ -194,6 +213,17 @@ def trace(
         )
     finally:
         session.close()
+
+
+def _session(terms: Terms) -> PaperSession:
+    """Where a step is traced: on the device as it is bounded, or on one that holds everything."""
+    machine = terms.machine
+    tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
+    tiers["host"] -= terms.ways.ring_bytes
+    config = Config(device="cpu", machine=machine, activations=terms.activations,
+                    tile_bytes=terms.tile_bytes)  # fmt: skip
+    device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
+    return PaperSession(config, device, terms.emulates, tiers)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:

@@ -5,59 +5,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from zcompile.curve import Memory
 from zcompile.outlook import Outlook, Shadow, Terms, activation_room
-from zcompile.packing import aligned
 from zcompile.records import encode, plain
-from zcompile.specs import Kind
+from zcompile.report_rows import COLUMNS, Facts, LinkRow, TierRow, bottleneck_of, tier_rows
 from zcompile.tables import table
 from zcompile.units import show_count, show_seconds, show_size
-
-COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
-_COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",
-              Kind.COPY: "copies", Kind.RESULT: "states"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of the model and its inputs; of one micro-batch, but for their number."""
-
-    parameters: int
-    activation_bytes: int
-    samples: int
-    tokens: int
-    micro_batches: int
-    optimizer: str
-
-
-@dataclass(frozen=True)
-class TierRow:
-    """What rests on a tier, in bytes.
-
-    capacity   for all of it
-    streaming  of the device: the window that what is fetched passes; of the host: staging
-    """
-
-    tier: str
-    capacity: int
-    weights: int
-    gradients: int
-    states: int
-    copies: int
-    streaming: int
-
-    @property
-    def used(self) -> int:
-        return sum(getattr(self, column) for column in COLUMNS)
-
-
-@dataclass(frozen=True)
-class LinkRow:
-    """A link in one step: bytes, the least there can be, seconds it is in use."""
-
-    link: str
-    nbytes: int
-    least_nbytes: int
-    busy_seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +21,11 @@ class Report:
     fits               whether every tier holds what is to rest on it
     missing_bytes      tier -> how much more it would have to have
     activation_bytes   that forward keeps for backward on the device, outside the arena
+    held_bytes         most that compiled graphs hold of the device at once, outside the arena
+    bounded            the device's bytes bound entries and what graphs hold together; else
+                       activations are all kept
+    memories           of each compiled graph: what it holds, node by node, if everything were kept
+                       and as it was chosen
     step_seconds       of one optimizer step with all its micro-batches, once training is under way
     compute_seconds    of which the device computes; it idles in the others
     bottleneck         "compute", a link, or two that take turns: what the step waits for longest
@@ -88,6 +46,9 @@ class Report:
     fits: bool
     missing_bytes: Mapping[str, int]
     activation_bytes: int
+    held_bytes: int
+    bounded: bool
+    memories: tuple[Memory, ...]
     tiers: tuple[TierRow, ...]
     step_seconds: float
     compute_seconds: float
@@ -115,12 +76,15 @@ class Report:
             fits=not found.missing,
             missing_bytes=found.missing,
             activation_bytes=facts.activation_bytes,
-            tiers=_tiers(found, terms),
+            held_bytes=facts.held_bytes,
+            bounded=terms.bounded,
+            memories=facts.memories,
+            tiers=tier_rows(found, terms),
             step_seconds=timeline.step_s,
             compute_seconds=timeline.compute_s,
             idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
             phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
-            bottleneck=terms.machine.told(_bottleneck(found)),
+            bottleneck=terms.machine.told(bottleneck_of(found)),
             bound_seconds=least.seconds,
             bound_by=terms.machine.told(least.binding),
             links=tuple(
@@ -154,6 +118,11 @@ class Report:
         return self.hiding_samples if most is None else min(self.hiding_samples, most)
 
     @property
+    def fullest(self) -> Memory | None:
+        """Of the graph that holds most."""
+        return max(self.memories, key=lambda memory: memory.after.peak, default=None)
+
+    @property
     def gap(self) -> float:
         """Seconds over the least; 1 is as good as can be."""
         return self.step_seconds / self.bound_seconds if self.bound_seconds else 1.0
@@ -181,29 +150,6 @@ class Report:
         return "\n".join(_lines(self))
 
 
-def _tiers(found: Outlook, terms: Terms) -> tuple[TierRow, ...]:
-    rows = {tier: dict.fromkeys(COLUMNS, 0) for tier in found.room.nbytes}
-    homes = found.plan.placement.homes
-    for key, fact in found.plan.step.facts.items():
-        home = homes.get(key)
-        if home in rows:
-            rows[home][_COLUMN_OF[fact.kind]] += aligned(fact.nbytes)
-    rows["device"]["streaming"] = found.plan.peak_bytes - found.plan.resident_bytes
-    rows["host"]["streaming"] = terms.ways.ring_bytes
-    capacity = {**found.room.nbytes, "host": terms.machine.tiers["host"]}
-    return tuple(TierRow(tier, capacity[tier], **columns) for tier, columns in rows.items())
-
-
-def _bottleneck(found: Outlook) -> str:
-    """What the step waits for longest, phase by phase."""
-    due: dict[str, float] = {}
-    for phase, seconds in found.compute_s.items():
-        lanes = {"compute": seconds, **found.lanes_s.get(phase, {})}
-        name = max(lanes, key=lambda lane: lanes[lane])
-        due[name] = due.get(name, 0.0) + lanes[name]
-    return max(due, key=lambda name: due[name], default="compute")
-
-
 def _lines(report: Report) -> Iterator[str]:
     yield from _verdict(report)
     yield ""
@@ -215,8 +161,10 @@ def _lines(report: Report) -> Iterator[str]:
             for row in report.tiers
         ],
     )  # fmt: skip
-    if report.activation_bytes:
+    if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
+    if report.fullest is not None:
+        yield f"  graphs hold {report.fullest.told()}"
     yield ""
     yield from _times(report)
     if report.links:
@@ -231,11 +179,15 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _beside(report: Report) -> str:
     """Where the activations are, and what the device's capacity in the table is."""
+    left = next(row.capacity for row in report.tiers if row.tier == "device")
+    if report.bounded:
+        held = f"{show_size(report.held_bytes)}, held by graphs,"
+        return f"the device's capacity above is what {held} leave of its " + show_size(
+            left + report.held_bytes)  # fmt: skip
     activations = f"{show_size(report.activation_bytes)} of activations"
     most = report.activation_room
     if most is None:
         return f"beside them on the device: {activations}"
-    left = next(row.capacity for row in report.tiers if row.tier == "device")
     whole = show_size(left + min(report.activation_bytes, most))
     if report.activation_bytes <= most:
         return f"the device's capacity above is what {activations} leave of its {whole}"

@@ -1,9 +1,10 @@
-"""A memory curve for a terminal: columns of text over the nodes of a graph."""
+"""A memory curve as a picture, over the nodes of a graph: columns of text for a terminal, or SVG."""
 
 from collections.abc import Iterator, Sequence
 
+from zcompile.cli.plots import svg
 from zcompile.curve import Curve, Memory
-from zcompile.units import show_size
+from zcompile.units import MiB, show_size
 
 WIDTH, HEIGHT = 68, 9
 LABELLED = (HEIGHT, (HEIGHT + 1) // 2, 1)
@@ -46,6 +47,21 @@ def _picture(memory: Memory, most: int) -> Iterator[str]:
     yield " " * 12 + "".join(names)
     legend = "   ".join(f"{sign} {said}" for sign, said in LEGEND.items() if sign in drawn)
     yield " " * 12 + legend
+
+
+def curve_svg(memory: Memory) -> str:
+    """Both curves as lines."""
+    after = memory.after
+    spans = _spans(len(after.nodes), after.backward)
+    begins = {0: "forward", after.backward: "backward"}
+    rows = {"as chosen": after.nbytes}
+    if memory.before != after:
+        rows["were everything kept"] = memory.before.laid_over(after)
+    return svg(
+        "MiB that the values of a graph hold of the device, node by node",
+        [begins.get(first, "") for first, _ in spans],
+        {name: [n / MiB for n in _columns(nbytes, spans)] for name, nbytes in rows.items()},
+    )
 
 
 def _holders(curve: Curve) -> str:

@@ -1,21 +1,22 @@
 """`zinf plan MODEL`: what training a model would take, on a machine one need not have."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zcompile.cli.answer import Answer
+from zcompile.cli.curves import curve_svg
 from zcompile.cli.model_source import example_inputs, find_model
 from zcompile.cli.scale import PREFIX, scale_answer
 from zcompile.cli.sizes import read_size
-from zcompile.cli.sweeps import Point, check_plot, read_sweep, swept
+from zcompile.cli.sweeps import Point, check_plot, read_sweep, swept, write_plot
 from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.machine import with_tier
 
 _TIERS = {
-    "device": "bytes of the device's arena, activations beside it, as 24GiB; by default what the "
-    "machine's device has, activations within",
+    "device": "bytes of the device, for entries and for what graphs hold, as 24GiB; what becomes "
+    "of activations is chosen for it. By default what the machine has, with all of them kept",
     "host": "bytes of the host, staging within",
     "disk-bytes": "bytes of the disk",
 }
@@ -43,7 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="passes per optimizer step; default 1")  # fmt: skip
     parser.add_argument("--sweep", metavar="TIER=FROM..TO[:STEPS]",
                         help="the step for sizes of a tier, as device=8GiB..80GiB:10")  # fmt: skip
-    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="the sweep as a picture")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.svg",
+        type=Path,
+        help="the sweep as a picture; without one, what the graph holds that holds most, by node",
+    )
 
 
 def plan(args: argparse.Namespace) -> Answer:
@@ -51,8 +57,9 @@ def plan(args: argparse.Namespace) -> Answer:
 
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
-    check_plot(args.plot, args.sweep)
-    if args.paper is not None or (args.model or "").startswith(PREFIX):
+    on_paper = args.paper is not None or (args.model or "").startswith(PREFIX)
+    check_plot(args.plot, args.sweep, on_paper)
+    if on_paper:
         return scale_answer(args)
     if args.model is None:
         raise ConfigInvalid("MODEL", None, "is missing; name a model, or a figure by --paper")
@@ -67,11 +74,16 @@ def plan(args: argparse.Namespace) -> Answer:
         terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
     model = find_model(args.model)
     inputs = example_inputs(model, args.batch, args.seq, args.shape)
-    traced = planning.trace(model, inputs, terms, args.optimizer, args.micro_batches)
-    if sweep is None:
-        report = planning.report_of(traced, terms)
-        return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
-    return swept(tuple(_points(traced, terms, *sweep)), args.plot)
+
+    def trace(at: Any) -> Any:
+        return planning.trace(model, inputs, at, args.optimizer, args.micro_batches)
+
+    if sweep is not None:
+        return swept(tuple(_points(trace, terms, *sweep)), args.plot)
+    report = planning.report_of(trace(terms), terms)
+    if args.plot is not None and report.fullest is not None:
+        write_plot(args.plot, curve_svg(report.fullest))
+    return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
 
 
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,14 +92,17 @@ def _budgets(args: argparse.Namespace) -> dict[str, Any]:
             if text is not None}  # fmt: skip
 
 
-def _points(traced: Any, terms: Any, tier: str, sizes: Sequence[int]) -> Iterator[Point]:
-    """One trace, planned for each size."""
+def _points(
+    trace: Callable[[Any], Any], terms: Any, tier: str, sizes: Sequence[int]
+) -> Iterator[Point]:
+    """The step planned for each size; traced once, unless what graphs hold depends on the size."""
     from zcompile import planning
 
+    traced = None if terms.bounded else trace(terms)
     for nbytes in sizes:
         at = terms.on(with_tier(terms.machine, tier, nbytes))
         try:
-            report = planning.report_of(traced, at, prices=False)
+            report = planning.report_of(traced or trace(at), at, prices=False)
         except BudgetExceeded:
             yield Point(tier, nbytes, False, None, None, f"{tier} too small for one region")
         else:

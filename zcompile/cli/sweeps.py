@@ -48,14 +48,15 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
 
 
-def check_plot(plot: Path | None, sweep: str | None) -> None:
+def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
     """Whether there will be a picture, and room for it: planning may take minutes before.
 
+    needs_sweep  without one there is nothing to show
     raises  ConfigInvalid
     """
     if plot is None:
         return
-    if sweep is None:
+    if sweep is None and needs_sweep:
         raise ConfigInvalid("plot", str(plot), "shows a sweep; give --sweep too")
     if plot.is_dir():
         raise ConfigInvalid("plot", str(plot), "is a directory; name a file in it, as sweep.svg")
@@ -70,7 +71,7 @@ def check_plot(plot: Path | None, sweep: str | None) -> None:
 def swept(points: Sequence[Point], plot: Path | None) -> Answer:
     """Exit code 1, if nothing fits. raises  ConfigInvalid, if the picture cannot be written"""
     if plot is not None:
-        _write(plot, _picture(points))
+        write_plot(plot, _picture(points))
     return Answer("\n".join(_lines(points)), points, 0 if any(p.fits for p in points) else 1)
 
 
@@ -85,7 +86,8 @@ def _lines(points: Sequence[Point]) -> Iterator[str]:
     yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
 
 
-def _write(path: Path, text: str) -> None:
+def write_plot(path: Path, text: str) -> None:
+    """raises  ConfigInvalid, if it cannot be written"""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

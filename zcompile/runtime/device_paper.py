@@ -195,18 +195,23 @@ class PaperTier:
         return
 
 
-def open_paper(config: Config, meter: Meter, *, device_bytes: int, emulates: bool) -> Plant:
-    """The plant of a machine on paper; entries rest on a host without end until they are placed.
+def open_paper(
+    config: Config, meter: Meter, *, device_bytes: int, emulates: bool, has_disk: bool
+) -> Plant:
+    """The plant of a machine on paper; entries rest on a host without end until they are placed,
+    or on such a disk, where that is asked for.
 
-    device_bytes  the arena that schedules are planned for
+    device_bytes  of the device that graphs and schedules are planned for
     """
     mover = Mover()
     device = PaperDevice(NO_LIMIT, emulates)
     size = staging_size(256 * KiB, has_disk=False)
     ring = Staging(torch.empty(size.nbytes, dtype=torch.uint8), size, Gauge())
     means = Means(device, ring, Workers("zinf-paper", 1, mover.abandon))
-    tier = PaperTier("host", in_memory=True, in_use=meter.host)
-    return Plant(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, (tier,))
+    tiers = [PaperTier("host", in_memory=True, in_use=meter.host)]
+    if has_disk:
+        tiers.append(PaperTier("disk", in_memory=False, in_use=meter.disk))
+    return Plant(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers))
 
 
 def _land(landing: Landing) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.cost import Ways
+from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.lower_step import DEPTH
@@ -84,6 +85,8 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
+        self.memories: list[Memory] = []
+        """What the values of each graph that was compiled hold of the device, in that order."""
         self.executor.make_room = self.split.hold
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -151,6 +154,10 @@ class Session(Store):
     def relieve(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""
         return self.planner is not None and self.planner.relieve(needed_bytes)
+
+    def free_bytes(self) -> dict[str, int]:
+        """Of each tier but the device: what nothing rests on."""
+        return self.homes.free()
 
     def _empty_device(self) -> list[Entry]:
         """What rests on the device leaves; what could not."""

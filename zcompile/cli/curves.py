@@ -1,4 +1,4 @@
-"""A memory curve as a picture, over the nodes of a graph: columns of text for a terminal, or SVG."""
+"""A memory curve as a picture over the nodes of a graph: columns of text, or lines in SVG."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,6 +1,6 @@
 """Training in parts of the memory that eager takes, beside checkpoints and save_on_cpu.
 
-    python -m benchmarks.activations --layers 12 --width 256 --tokens 128 --batch 4
+    python -m benchmarks.activations --width 384 --tokens 256 --batch 8 [--model llama]
 
 One process, interleaved: every round runs one step of every variant, and medians count. Of eager
 variants the peak is counted as storages that are alive while the step runs, parameters, gradients
@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,10 @@ import zcompile
 from examples.train_gpt import Block, Shape
 from zcompile.offloading import session_behind
 from zcompile.units import show_size
+
+
+WARM_UP = 7
+"""Steps: compiled, seen, planned as a whole, and planned once more at the costs found by then."""
 
 
 class GPT(nn.Module):
@@ -45,6 +49,30 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         return x.square().mean()
+
+
+class Llama(nn.Module):
+    """A Llama of `transformers` and its own loss; `again`: its own checkpoints, one per layer."""
+
+    def __init__(self, args: argparse.Namespace, again: bool = False) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=args.vocabulary, hidden_size=args.width, intermediate_size=3 * args.width,
+            num_hidden_layers=args.layers, num_attention_heads=args.heads,
+            num_key_value_heads=args.heads, max_position_embeddings=args.tokens, use_cache=False,
+        )  # fmt: skip
+        self.inner = LlamaForCausalLM(config)
+        if again:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.inner(ids, labels=ids).loss
+        return loss
+
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = {"gpt": GPT, "llama": Llama}
 
 
 class Alive(TorchDispatchMode):
@@ -107,14 +135,14 @@ class Variant:
 def eager(name: str, args: argparse.Namespace, again: bool = False,
           around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Variant:  # fmt: skip
     torch.manual_seed(0)
-    model = GPT(args, again)
+    model = MODELS[args.model](args, again)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Variant(name, model, model, optimizer, around)
 
 
 def ours(args: argparse.Namespace, part: float, budget: int) -> Variant:
     torch.manual_seed(0)
-    model = GPT(args)
+    model = MODELS[args.model](args)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory=args.host_memory,
                      activations=args.activations)  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -139,6 +167,7 @@ def main() -> None:
     for name, default in (("layers", 12), ("width", 128), ("heads", 4), ("tokens", 64),
                           ("batch", 4), ("vocabulary", 256), ("rounds", 7)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--parts", type=float, nargs="+", default=[1, 2, 4, 8, 12])
     parser.add_argument("--activations", default="auto")
     parser.add_argument("--host-memory", default="1GiB")
@@ -156,13 +185,11 @@ def main() -> None:
     mine = [ours(args, part, int(plain.peak / part)) for part in args.parts]
     for variant in mine:
         torch._dynamo.reset()
-        for _ in range(4):  # compiled, seen, planned as a whole
+        for _ in range(WARM_UP):
             variant.step(ids)
     for variant in (plain, *others):
-        for _ in range(2):
+        while len(variant.losses) < WARM_UP:
             variant.step(ids)
-        assert len(variant.losses) == 4
-    warm = 4
     for _ in range(args.rounds):
         for variant in (plain, *others, *mine):
             variant.step(ids)
@@ -172,9 +199,9 @@ def main() -> None:
     print(f"`python -m benchmarks.activations` with {vars(args)}\n")
     print("| variant | budget | peak | seconds a step | over eager |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    base = statistics.median(plain.seconds[warm:])
+    base = statistics.median(plain.seconds[WARM_UP:])
     for variant in (plain, *others, *mine):
-        took = statistics.median(variant.seconds[warm:])
+        took = statistics.median(variant.seconds[WARM_UP:])
         budget = "" if variant.budget is None else show_size(variant.budget)
         print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {took:.4f} | "
               f"{took / base:.2f} |")  # fmt: skip

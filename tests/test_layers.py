@@ -39,7 +39,12 @@ FLOORS = (
     {"zcompile.block_files", "zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.linear_program", "zcompile.greedy_placement", "zcompile.loss_rewrite"},
-    {"zcompile.loss_backward", "zcompile.tiled_weights", "zcompile.tiled_gradients"},
+    {
+        "zcompile.loss_backward",
+        "zcompile.tiled_weights",
+        "zcompile.tiled_gradients",
+        "zcompile.token_slices",
+    },
     {"zcompile.tiled_uses"},
     {"zcompile.budget_search", "zcompile.tiling", "zcompile.tiles", "zcompile.loss_gradient"},
     {"zcompile.loads"},
@@ -52,9 +57,11 @@ FLOORS = (
     {"zcompile.simulate"},
     {"zcompile.flying", "zcompile.routes", "zcompile.told"},
     {"zcompile.step_chunks", "zcompile.traffic", "zcompile.timeline"},
-    {"zcompile.activation_graph", "zcompile.saved_rewriting"},
+    {"zcompile.activation_graph", "zcompile.saved_rewriting", "zcompile.token_limits"},
+    {"zcompile.token_regions"},
+    {"zcompile.token_halves"},
     {"zcompile.activation_split", "zcompile.saved_values"},
-    {"zcompile.activation_choice"},
+    {"zcompile.activation_choice", "zcompile.token_rules", "zcompile.slice_choice"},
     {"zcompile.activation_bound"},
     {"zcompile.activation_problem"},
     {

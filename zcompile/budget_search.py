@@ -36,13 +36,13 @@ class BudgetSearch(Generic[Way]):
         enough, known = roomy, False
         for tried in (*between(budget, roomy), budget):
             try:
-                found = self._first(tried)
+                found = self.first(tried)
             except BudgetExceeded as nearest:
                 raise self._refusal(budget, nearest, tried, enough, known) from None
             enough, known = tried, True
         return found
 
-    def _first(self, budget: int) -> Way:
+    def first(self, budget: int) -> Way:
         """The first way that fits. raises BudgetExceeded, as said of the one that needs least"""
         refused: list[BudgetExceeded] = []
         for way in self.ways(budget):
@@ -56,7 +56,7 @@ class BudgetSearch(Generic[Way]):
 
     def _would_do(self, budget: int) -> bool:
         try:
-            self._first(budget)
+            self.first(budget)
         except BudgetExceeded:
             return False
         return True

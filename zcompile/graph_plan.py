@@ -91,6 +91,8 @@ class Plan:
     budget_bytes  bytes of the device, and once it is split of its arena; None without tiered
                   parameters
     beside        what is held of the device beside the arena
+    cuts          handle -> the most bytes of a tile, of each weight that is to be cut; None as long
+                  as that is not decided
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why
     activations   what becomes of each value that backward needs, in the order they are made
@@ -102,6 +104,7 @@ class Plan:
     params: Mapping[NodeName, ParamSpec]
     budget_bytes: int | None = None
     beside: Beside = NOTHING_BESIDE
+    cuts: Mapping[str, int] | None = None
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()

@@ -24,6 +24,7 @@ from zcompile.passes.schedule_prefetch import SchedulePrefetch
 from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_tokens import TileTokens
 from zcompile.verify import verify
 
 
@@ -72,11 +73,14 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
         *gathered,
         SplitBudget(),  # what the graph itself holds is not the arena's
     )
+    in_tiles = TileMatmuls(  # what the budget cannot hold whole comes in tiles
+        _tile_bytes(config), (replace(activations, compares=False), *within, *in_place)
+    )
+    again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
         TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
-        TileMatmuls(  # what the budget cannot hold whole comes in tiles
-            _tile_bytes(config), (replace(activations, compares=False), *within, *in_place)
-        ),
+        TileTokens(in_tiles if again else None),  # what fits over slices of tokens only
+        in_tiles,
         activations,
         *within,
         SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget

@@ -17,6 +17,9 @@ from zcompile.graph import bases_of
 from zcompile.schedule import Work
 from zcompile.torch_private import hint
 
+aten = torch.ops.aten
+BY_SIZE = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+"""Ops whose formulas read sizes, and need no tensors that have them: there are many of these."""
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 """Of the CPU, and its backward: torch counts those of the other devices."""
 
@@ -43,16 +46,17 @@ def flops_of(node: fx.Node) -> int | None:
     """Multiplications and additions of a dense op; None for an op that is not one."""
     packet = getattr(node.target, "overloadpacket", None)
     formulas = cast(Mapping[Any, Any], flop_registry)
-    given = cast(Any, fx.map_arg((node.args, dict(node.kwargs)), cast(Any, _shaped)))
-    args, kwargs = given
     name = getattr(node.target, "__name__", "").partition(".")[0]
+    if packet not in formulas and name.removesuffix("_backward") != _ATTENTION:
+        return None
+    shaped = _size if packet in BY_SIZE else _shaped
+    given = cast(Any, fx.map_arg((node.args, dict(node.kwargs)), cast(Any, shaped)))
+    args, kwargs = given
     if packet in formulas:
-        return int(formulas[packet](*args, **kwargs, out_val=_shaped(node)))
+        return int(formulas[packet](*args, **kwargs, out_val=shaped(node)))
     if name == _ATTENTION:
         return int(sdpa_flop_count(*(a.size() for a in args[:3])))
-    if name == f"{_ATTENTION}_backward":
-        return int(sdpa_backward_flop_count(*(a.size() for a in args[:4])))
-    return None
+    return int(sdpa_backward_flop_count(*(a.size() for a in args[:4])))
 
 
 def touched_bytes(node: fx.Node) -> int:
@@ -88,6 +92,11 @@ def _touched(value: torch.Tensor) -> int:
 def _shaped(node: fx.Node) -> Any:
     """Values with the sizes they had when traced, for formulas that read nothing else."""
     return _sized(node.meta.get("val"))
+
+
+def _size(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return tuple(hint(n) for n in value.size()) if isinstance(value, torch.Tensor) else value
 
 
 def _sized(value: Any) -> Any:

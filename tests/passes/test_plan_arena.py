@@ -58,7 +58,7 @@ def test_the_arena_is_hardly_larger_than_what_is_alive(model, record_property):
 
 
 def test_a_budget_one_byte_too_small_is_refused_and_the_sentence_says_what_is_needed():
-    joint = captured("mlp").through(*PASSES[:6])
+    joint = captured("mlp").through(*PASSES[:7])
     needed = PlanArena().rewrite(joint.graph, joint.plan).arena_bytes
     with pytest.raises(BudgetExceeded, match=f"device_memory={needed} or more"):
         PlanArena().rewrite(joint.graph, replace(joint.plan, budget_bytes=needed - 1))

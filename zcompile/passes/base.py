@@ -15,6 +15,7 @@ class Fact(enum.Enum):
     PHASES_ASSIGNED = "phases assigned"
     LOSSES_TILED = "losses tiled"
     WEIGHTS_TILED = "weights tiled"
+    TOKENS_TILED = "tokens tiled"
     ACTIVATIONS_PLANNED = "activations planned"
     PARAMS_GATHERED = "params gathered"
     PARAMS_NARROWED = "params narrowed"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -62,7 +63,20 @@ class TileMatmuls(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
-        return self._cut(graph, plan, self._chosen(graph, plan))
+        cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
+        return replace(self._cut(graph, plan, cuts), cuts=cuts)
+
+    def roomy(self, graph: fx.Graph, plan: Plan) -> int:
+        """Bytes that hold everything whatever is decided, when nothing is cut."""
+        return _roomy(graph, plan, _held(graph, plan))
+
+    def fitting(self, graph: fx.Graph, plan: Plan, most: int | None = None) -> Mapping[str, int]:
+        """The cuts that are made with this budget (`Plan.cuts`).
+
+        most    cuts that are tried out; None: all
+        raises  BudgetExceeded, of the ones that need least, without a search for a budget that does
+        """
+        return self._chosen(graph, plan, alone=True, most=most)
 
     def _cut(self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]) -> Plan:
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
@@ -73,8 +87,13 @@ class TileMatmuls(Pass):
                       for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
         return replace(plan, notes=(*plan.notes, *notes))
 
-    def _chosen(self, graph: fx.Graph, plan: Plan) -> Mapping[str, int]:
-        """The coarsest cuts with which everything fits; without a trial where that is sure."""
+    def _chosen(
+        self, graph: fx.Graph, plan: Plan, *, alone: bool = False, most: int | None = None
+    ) -> Mapping[str, int]:
+        """The coarsest cuts with which everything fits; without a trial where that is sure.
+
+        alone  whether no other budget is tried out
+        """
         held, budget = _held(graph, plan), plan.budget_bytes
         coarsest = next(ways_to_cut(held, budget, self.tile_bytes))
         if budget is None or not self.after:
@@ -83,10 +102,10 @@ class TileMatmuls(Pass):
         if roomy <= budget and not coarsest:
             return coarsest
         search = BudgetSearch(
-            lambda tried: ways_to_cut(held, tried, self.tile_bytes),
+            lambda tried: islice(ways_to_cut(held, tried, self.tile_bytes), most),
             lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
         )
-        return search.best(budget, roomy)
+        return search.first(budget) if alone else search.best(budget, roomy)
 
     def _refused(
         self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]

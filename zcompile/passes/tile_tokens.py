@@ -1,0 +1,168 @@
+"""Blocks whose hidden values the device cannot hold run over slices of tokens."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from torch import fx
+
+from zcompile.budget_search import between
+from zcompile.errors import BudgetExceeded
+from zcompile.graph import copied
+from zcompile.graph_plan import Note, Plan
+from zcompile.passes.base import Fact, Pass
+from zcompile.slice_choice import ways_to_slice
+from zcompile.token_limits import whole_because
+from zcompile.token_regions import Region, regions_of
+from zcompile.token_slices import rewrite_region
+from zcompile.units import show_size
+
+SMALL = 4
+"""What takes less than one part in so many of the budget is left alone: what does not fit then is
+something else."""
+
+CUTS = 2
+"""Cuts of weights that are tried out beside slices, the coarsest first; a slice reads all tiles."""
+GROWTH, ENOUGH = 2, 2000
+"""What runs in slices may have so many times as many nodes as the graph, or so many: every trial
+goes over all of them."""
+
+Slices = tuple[int, ...]
+
+
+class Cutter(Protocol):
+    """Who decides of weights and all that comes after, and says whether that fits."""
+
+    def roomy(self, graph: fx.Graph, plan: Plan) -> int: ...
+
+    def fitting(
+        self, graph: fx.Graph, plan: Plan, most: int | None = None
+    ) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class TileTokens(Pass):
+    """Cut the tokens of a region that treats each by itself.
+
+        %a = aten.mm(%x, %up)                 for each slice of tokens:
+        %r = aten.relu(%a)             ->         %a = aten.mm(%x[i:j], %up);  %r = aten.relu(%a)
+        %y = aten.mm(%r, %down)                   %y[i:j] = aten.mm(%r, %down)
+        ...                                   for each slice again (backward):
+        %dr = aten.mm(%dy, %down.T)               %a, %r as in forward;  %dr = .., %da = ..
+        %da = relu_backward(%dr, %r)              %dx[i:j] = aten.mm(%da, %up.T)
+        %dx = aten.mm(%da, %up.T)                 %dup += aten.mm(%x[i:j].T, %da)
+        %dup = aten.mm(%x.T, %da)
+
+    The results are put together once, at the end. Gradients of weights add up over the slices,
+    which rounds otherwise; products of fewer rows may, if the library takes another kernel.
+
+    Only where nothing else is enough: slices are tried out with all that comes after, and the
+    fewest with which everything fits are taken. What fits without is left as it is, and what does
+    not fit with them either. The cuts of weights that were tried out are handed on (`Plan.cuts`).
+
+    cutter  tries all that comes after out on a copy of the graph; None: nothing is changed
+    slices  of every region, without a look at the budget; None: as many as are needed
+    """
+
+    cutter: Cutter | None = None
+    slices: int | None = None
+
+    name: ClassVar[str] = "tile-tokens"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_TILED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        if self.slices is not None:
+            regions = regions_of(graph)
+            written = [self.slices if self.slices in r.demand.counts else 1 for r in regions]
+            _write(graph, regions, written)
+            return plan
+        if plan.budget_bytes is None or self.cutter is None:
+            return plan
+        roomy = self.cutter.roomy(graph, plan)
+        if roomy <= plan.budget_bytes:
+            return plan
+        least = plan.budget_bytes // SMALL
+        regions = [r for r in regions_of(graph) if r.demand.sliced > least]
+        why = whole_because(graph, regions, least)
+        if not regions and not why:
+            return plan
+        return _Trials(graph, plan, self.cutter, regions, why).planned(plan.budget_bytes, roomy)
+
+
+class _Trials:
+    """Slices of the regions of a graph, tried out.
+
+    why   what is large is not sliced, for people
+    cuts  of weights, with which slices fit a budget
+    """
+
+    def __init__(
+        self, graph: fx.Graph, plan: Plan, cutter: Cutter, regions: Sequence[Region],
+        why: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self.cutter = graph, plan, cutter
+        self.regions, self.why = regions, why
+        self.cuts: Mapping[str, int] = {}
+
+    def planned(self, budget: int, roomy: int) -> Plan:
+        """The plan, and the graph in slices, if it takes any. Where nothing fits, graph and cuts
+        are left as they are, and it is for others to refuse the budget."""
+        found: Slices | None = None
+        for tried in (*between(budget, roomy), budget):
+            found = self._first(tried)
+            if found is None:
+                text = f"slices of tokens do not make it fit {show_size(tried)}"
+                said = [*([text] if self.regions else []), *self.why]
+                return self._noted(self.plan, [Note(TileTokens.name, None, t) for t in said])
+        assert found is not None, "the budget itself is tried out"
+        plan = replace(self.plan, cuts=self.cuts)
+        if max(found, default=1) == 1:
+            return plan
+        notes = [*_notes(self.regions, found),
+                 *(Note(TileTokens.name, None, text) for text in self.why)]  # fmt: skip
+        _write(self.graph, self.regions, found)
+        return self._noted(plan, notes)
+
+    def _noted(self, plan: Plan, notes: Sequence[Note]) -> Plan:
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _first(self, budget: int) -> Slices | None:
+        """The fewest slices with which everything fits; None, if there are none."""
+        demands = [region.demand for region in self.regions]
+        most = max(GROWTH * len(self.graph.nodes), ENOUGH)
+        for slices in ways_to_slice(demands, budget):
+            nodes = sum(n * len(r.nodes) for r, n in zip(self.regions, slices, strict=True))
+            if max(slices, default=1) > 1 and nodes > most:
+                return None
+            if self._fits(slices, budget):
+                return slices
+        return None
+
+    def _fits(self, slices: Slices, budget: int) -> bool:
+        graph, mapping = copied(self.graph)
+        plan = replace(self.plan, budget_bytes=budget)
+        try:
+            _write(graph, [region.there(mapping) for region in self.regions], slices)
+            most = CUTS if max(slices, default=1) > 1 else None
+            self.cuts = self.cutter.fitting(graph, plan, most)
+        except BudgetExceeded:
+            return False
+        return True
+
+
+def _write(graph: fx.Graph, regions: Sequence[Region], slices: Sequence[int]) -> None:
+    for region, count in zip(regions, slices, strict=True):
+        if count > 1:
+            rewrite_region(graph, region, count)
+
+
+def _notes(regions: Sequence[Region], slices: Slices) -> Iterator[Note]:
+    for region, count in zip(regions, slices, strict=True):
+        if count > 1:
+            inside = region.demand.held(count) - region.demand.whole
+            text = (
+                f"{region.name} runs over {count} slices of its {region.tokens.count} tokens: "
+                f"{show_size(region.demand.sliced)} of values inside become {show_size(inside)}"
+            )
+            yield Note(TileTokens.name, None, text)

@@ -29,7 +29,6 @@ from examples.train_gpt import Block, Shape
 from zcompile.offloading import session_behind
 from zcompile.units import show_size
 
-
 WARM_UP = 7
 """Steps: compiled, seen, planned as a whole, and planned once more at the costs found by then."""
 

@@ -32,10 +32,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a step needs, wherever it rests. `groups`: sizes of bytes that are used alike."""
+    """What a step needs, wherever it rests.
+
+    groups   sizes of bytes that are used alike
+    derived  groups whose bytes compute may make of others' without writing them: copies in another
+             dtype
+    """
 
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
+    derived: frozenset[int] = frozenset()
 
 
 class _Use(NamedTuple):
@@ -65,19 +71,21 @@ def demand_of(step: Step, region_seconds: Callable[..., float]) -> Demand:
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(
-        Segment(phase, compute_s, *zip(*(uses[n] for _, uses in groups), strict=True))
+        Segment(phase, compute_s, *zip(*(uses[n] for _, _, uses in groups), strict=True))
         if groups
         else Segment(phase, compute_s, (), (), ())
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )
-    return Demand(tuple(size for size, _ in groups), segments)
+    derived = frozenset(k for k, (_, is_copy, _) in enumerate(groups) if is_copy)
+    return Demand(tuple(size for size, _, _ in groups), segments, derived)
 
 
 def _alike(
     phases: Sequence[Phase], found: Sequence[tuple["_Sizes", "_Sizes"]]
-) -> list[tuple[int, list[_Use]]]:
-    """Objects of which every segment uses the same share are one group, whatever their sizes."""
-    groups: dict[object, tuple[int, list[_Use]]] = {}
+) -> list[tuple[int, bool, list[_Use]]]:
+    """Objects of which every segment uses the same share are one group, whatever their sizes: how
+    large it is, whether it is of copies, and its uses."""
+    groups: dict[object, tuple[int, bool, list[_Use]]] = {}
     for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
         plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
         if not any(use.read for use in plain):
@@ -88,10 +96,12 @@ def _alike(
             for n, use in enumerate(plain)
             for lives in [_lives(phases, plain, n, key[0] < 0)]
         ]
-        kind = tuple((use.read / most, use.written / most, use.lives) for use in uses)
-        size, sums = groups.get(kind, (0, [_Use(0, 0)] * len(uses)))
+        is_copy = key[1] is not None
+        kind = is_copy, *((use.read / most, use.written / most, use.lives) for use in uses)
+        size, _, sums = groups.get(kind, (0, is_copy, [_Use(0, 0)] * len(uses)))
         groups[kind] = (
             size + most,
+            is_copy,
             [
                 _Use(a.read + b.read, a.written + b.written, b.lives)
                 for a, b in zip(sums, uses, strict=True)

@@ -13,7 +13,8 @@ For every segment s, between the borders b and b', which reads R[k] and writes W
 
     in[k]    >= R[k] - h[k,b]                  what is not there must come
     in[k]    >= h[k,b'] - h[k,b] - W[k]        so must what is there in the end, not in the
-                                               beginning, and was not written
+                                               beginning, and was not written (but for copies
+                                               in another dtype, which compute makes of others)
     out[k]   >= W[k] - d[k,b']                 what was written is sent, or is still there only
     out[k]   >= d[k,b] - d[k,b'] - W[k]        so is what was there only and was not written anew;
                                                if anybody reads it later
@@ -204,7 +205,8 @@ def _segment(
             if link in ("h2d", "disk_read"):
                 begin, end = (held, k, n), (held, k, after)
                 program.at_most(-read, *ways, (begin, -1.0))
-                program.at_most(written, *ways, (begin, -1.0), (end, 1.0))
+                if k not in demand.derived:
+                    program.at_most(written, *ways, (begin, -1.0), (end, 1.0))
             else:
                 program.at_most(-written, *ways, ((new, k, after), -1.0))
                 if segment.lives[k]:

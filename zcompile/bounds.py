@@ -8,13 +8,15 @@ of the first two per micro-batch). Take one segment and let
     C   bytes of the device
     H   bytes of the host
     G   bytes of the staging ring, which are on their way to or from the disk
+    E   bytes that graphs hold beside C, which gradients may still lie in when backward ends
 
 At the moment a segment begins at most C of its D bytes are on the device, so at least D - C arrive
 while it lasts. At the moment it ends at most C of its W bytes are still there, so at least W - C
-have left while it lasted. What is neither on the device nor on the host comes from the disk, and
-goes there: at least D - C - H - G, and W - C - H - G. Its compute takes its seconds, a link takes
-its bytes over its rate, and links that take turns add up; so the segment lasts at least as long as
-the largest of these. Segments follow each other, so a step lasts at least as long as their sum.
+have left while it lasted; of what backward writes, E less. What is neither on the device nor on the
+host comes from the disk, and goes there: at least D - C - H - G, and W - C - H - G, or E less. Its
+compute takes its seconds, a link takes its bytes over its rate, and links that take turns add up;
+so the segment lasts at least as long as the largest of these. Segments follow each other, so a step
+lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments, and for
 each class of bytes. `least_program.py` lets classes compete for C, and never gives less; it is
@@ -95,12 +97,13 @@ def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}
     counted = links_counted(links, room, segment.phase)
-    ways = (("h2d", "disk_read", segment.reads), ("d2h", "disk_write", segment.writes))
-    for bus, disk, parts in ways:
+    late = room.held_bytes if segment.phase is Phase.BACKWARD else 0
+    ways = (("h2d", "disk_read", segment.reads, 0), ("d2h", "disk_write", segment.writes, late))
+    for bus, disk, parts, held in ways:
         if disk in counted:
-            nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes)
+            nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes - held)
         if bus in counted and not (room.straight and disk in counted):
-            nbytes[bus] = max(0, sum(parts) - device)
+            nbytes[bus] = max(0, sum(parts) - device - held)
     seconds = {COMPUTE: segment.compute_s}
     for link, n in nbytes.items():
         lane = links[link].lane

@@ -79,7 +79,7 @@ class BudgetSearch(Generic[Way]):
                     break
                 low, high = high, high + high // 4
             else:
-                todo = f"give zcompile.offload more device_memory than {high}, or a smaller batch"
+                todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
                 return told(needed, todo)
         for _ in range(HALVINGS):
             middle = (low + high) // 2

@@ -34,14 +34,14 @@ class Segment:
 class Demand:
     """What a step needs, wherever it rests.
 
-    groups   sizes of bytes that are used alike
-    derived  groups whose bytes compute may make of others' without writing them: copies in another
-             dtype
+    groups     sizes of bytes that are used alike. Copies in another dtype are none of them: compute
+               may make those of what they are copies of
+    gradients  which of them are gradients
     """
 
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
-    derived: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
 
 
 class _Use(NamedTuple):
@@ -76,32 +76,32 @@ def demand_of(step: Step, region_seconds: Callable[..., float]) -> Demand:
         else Segment(phase, compute_s, (), (), ())
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )
-    derived = frozenset(k for k, (_, is_copy, _) in enumerate(groups) if is_copy)
-    return Demand(tuple(size for size, _, _ in groups), segments, derived)
+    gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
+    return Demand(tuple(size for size, _, _ in groups), segments, gradients)
 
 
 def _alike(
     phases: Sequence[Phase], found: Sequence[tuple["_Sizes", "_Sizes"]]
 ) -> list[tuple[int, bool, list[_Use]]]:
     """Objects of which every segment uses the same share are one group, whatever their sizes: how
-    large it is, whether it is of copies, and its uses."""
+    large it is, whether it is of gradients, and its uses."""
     groups: dict[object, tuple[int, bool, list[_Use]]] = {}
     for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
         plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
-        if not any(use.read for use in plain):
-            continue  # made and used up within a segment
+        is_gradient, is_copy = key[0] < 0, key[1] is not None
+        if is_copy or not any(use.read for use in plain):
+            continue  # or it is made and used up within a segment
         most = max(max(use.read, use.written) for use in plain)
         uses = [
             _Use(use.read, use.written if lives else 0, lives)
             for n, use in enumerate(plain)
-            for lives in [_lives(phases, plain, n, key[0] < 0)]
+            for lives in [_lives(phases, plain, n, is_gradient)]
         ]
-        is_copy = key[1] is not None
-        kind = is_copy, *((use.read / most, use.written / most, use.lives) for use in uses)
-        size, _, sums = groups.get(kind, (0, is_copy, [_Use(0, 0)] * len(uses)))
+        kind = is_gradient, *((use.read / most, use.written / most, use.lives) for use in uses)
+        size, _, sums = groups.get(kind, (0, is_gradient, [_Use(0, 0)] * len(uses)))
         groups[kind] = (
             size + most,
-            is_copy,
+            is_gradient,
             [
                 _Use(a.read + b.read, a.written + b.written, b.lives)
                 for a, b in zip(sums, uses, strict=True)

@@ -8,13 +8,14 @@ For every border b between two segments, the end of a step among them, and every
     e[k,b]  bytes of k whose value is not on the disk,       e <= q
     r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
             sum over k of r + w <= G, the staging ring
+    g[k,b]  bytes of gradients k that graphs still hold when backward ends, beside C, on their way:
+            they leave, or go into the ring, in the next segment;  sum over k of g <= what is held
 
 For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct bytes:
 
     in[k]    >= R[k] - h[k,b]                  what is not there must come
     in[k]    >= h[k,b'] - h[k,b] - W[k]        so must what is there in the end, not in the
-                                               beginning, and was not written (but for copies
-                                               in another dtype, which compute makes of others)
+                                               beginning, and was not written
     out[k]   >= W[k] - d[k,b']                 what was written is sent, or is still there only
     out[k]   >= d[k,b] - d[k,b'] - W[k]        so is what was there only and was not written anew;
                                                if anybody reads it later
@@ -158,6 +159,7 @@ def _hold(program: _Program, demand: Demand, room: Room) -> None:
     device = min(1.0, room.nbytes.get("device", 0) / unit)
     near = min(1.0, device + room.nbytes.get("host", 0) / unit)
     ring = min(1.0, room.ring_bytes / unit) if "disk" in room.nbytes else 0.0
+    held = min(1.0, room.held_bytes / unit)
     for b in range(len(demand.segments)):
         for k, nbytes in enumerate(demand.groups):
             size = nbytes / unit
@@ -168,6 +170,10 @@ def _hold(program: _Program, demand: Demand, room: Room) -> None:
             program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
             program.at_most(0.0, (("d", k, b), 1.0), (("h", k, b), -1.0))
             program.at_most(0.0, (("e", k, b), 1.0), (("q", k, b), -1.0))
+        late = demand.gradients if demand.segments[b - 1].phase is Phase.BACKWARD else ()
+        for k in late:
+            program.column(("g", k, b), highest=demand.groups[k] / unit)
+        program.at_most(held, *((("g", k, b), 1.0) for k in late))
         every = range(len(demand.groups))
         program.at_most(device, *((("h", k, b), 1.0) for k in every))
         program.at_most(near, *((("q", k, b), 1.0) for k in every))
@@ -201,12 +207,14 @@ def _segment(
                 ways += [(("r", k, n), -1.0), (("r", k, after), 1.0)]
             elif link == "disk_write":
                 ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
+            if link in ("d2h", "disk_write"):
+                ways += [(at, sign) for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
+                         if at in program.columns]  # fmt: skip
             program.at_most(0.0, *ways)
             if link in ("h2d", "disk_read"):
                 begin, end = (held, k, n), (held, k, after)
                 program.at_most(-read, *ways, (begin, -1.0))
-                if k not in demand.derived:
-                    program.at_most(written, *ways, (begin, -1.0), (end, 1.0))
+                program.at_most(written, *ways, (begin, -1.0), (end, 1.0))
             else:
                 program.at_most(-written, *ways, ((new, k, after), -1.0))
                 if segment.lives[k]:

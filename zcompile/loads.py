@@ -24,12 +24,15 @@ class Room:
     reach       compute reaches the host's memory: a step borrows what rests there
     straight    disk and device memory exchange bytes without a link between host and device
     ring_bytes  of the host, in which nothing rests, may be on their way to or from the disk
+    held_bytes  of the device, in which nothing rests, are held by graphs: in the end of backward,
+                by gradients on their way
     """
 
     nbytes: Mapping[str, int]
     reach: bool = False
     straight: bool = False
     ring_bytes: int = 0
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True)

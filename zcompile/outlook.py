@@ -165,6 +165,7 @@ def room_of(terms: Terms, beside_bytes: int) -> Room:
         reach=terms.emulates,
         straight=terms.emulates,
         ring_bytes=terms.ways.ring_bytes,
+        held_bytes=beside_bytes,
     )
 
 

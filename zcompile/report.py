@@ -31,7 +31,8 @@ class Report:
     bottleneck         "compute", a link, or two that take turns: what the step waits for longest
     bound_seconds      no plan takes less, on this machine with these budgets (`bounds.py`)
     activation_room    bytes of the device that activations may take, so that enough is left for
-                       entries; None: they lie beside what is planned, and bound no batch
+                       entries; None: they lie beside what is planned, or were chosen to fit a
+                       bounded device, and larger batches were not tried
     hiding_samples     per micro-batch: the smallest batch whose forward and backward hide what
                        moves, since compute grows with the batch and what moves does not
     shadows            what one more GiB of a tier saves

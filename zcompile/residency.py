@@ -52,6 +52,8 @@ PREDICTED_FOR = 4
 """Steps for which a prediction is not made anew."""
 MOST_RELIEFS = 4
 """After so many, what needs the room has it for good."""
+HOLES = 128
+"""Such a part of the host is left over for holes, and the largest entry at least."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -130,7 +132,7 @@ class Residency:
             made = predicted(plan.step, costs, plan.placement.homes)
             demand = demand_of(self._base, costs.region_seconds)
             links = machine_for(self.session.config, self.session.device).links
-            least = bound(demand, links, self._room(self._base))  # as they are, not as they did
+            least = bound(demand, links, self._room(self._base, holes=False))  # as they are
             made |= {"least_s": least.seconds, "binding": least.binding}
             self._predicted = self._seen, made
         return self._predicted[1]
@@ -153,18 +155,19 @@ class Residency:
     def _seconds(self, costs: Costs) -> Seconds:
         return lambda made, homes: simulate(made, costs, homes).step_s
 
-    def _room(self, step: Step) -> Room:
-        """What the tiers have for the entries of this step: all but what others rest on."""
+    def _room(self, step: Step, holes: bool = True) -> Room:
+        """What the tiers have for the entries of this step: all but what others rest on, and what
+        is left over for `holes` on the host."""
         session = self.session
         nbytes = {"device": session.arena.budget_bytes, **session.homes.capacities()}
         for entry in session.entries():
             if key_of(entry) not in step.facts and entry.home in nbytes:
                 nbytes[entry.home] -= entry.place.extent.nbytes
-        # First fit leaves holes between entries of different sizes; what finds none goes to disk.
-        largest = max((fact.nbytes for fact in step.facts.values()), default=0)
-        nbytes["host"] = max(0, nbytes["host"] - max(largest, nbytes["host"] // 32))
-        reach = session.reaches_host
-        return Room(nbytes, reach, straight=reach, ring_bytes=session.ways().ring_bytes)
+        if holes:  # between entries of different sizes; what finds none goes to disk
+            largest = max((fact.nbytes for fact in step.facts.values()), default=0)
+            nbytes["host"] = max(0, nbytes["host"] - max(largest, nbytes["host"] // HOLES))
+        reach, ring = session.reaches_host, session.ways().ring_bytes
+        return Room(nbytes, reach, reach, ring, session.split.held_bytes)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.

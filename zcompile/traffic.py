@@ -192,10 +192,11 @@ class Traffic:
         """Give what is free of the ring to who waits for it."""
         for pool, other in ((self._reads, self._writes), (self._writes, self._reads)):
             while pool.waiting:
-                held = pool.held + pool.waiting[0].ring_bytes
-                if held + other.held > max(self._ring_bytes, pool.waiting[0].ring_bytes):
-                    return  # what finds no room keeps those behind it waiting
-                if held > max(self._lane_bytes, pool.waiting[0].ring_bytes):
+                wanted = pool.waiting[0].ring_bytes
+                held = pool.held + wanted
+                if held > max(self._lane_bytes, wanted) or (
+                    held + other.held > max(self._ring_bytes, wanted)
+                ):
                     break
                 piece = pool.waiting.popleft()
                 pool.held = held

@@ -35,7 +35,7 @@ class Asks:
         return self
 
     def give_one(self):
-        self.ring.give(self.lane, self.held.pop(0))
+        self.ring.give(self.held.pop(0))
 
 
 def ring(chunks=CHUNKS):
@@ -70,17 +70,26 @@ def test_a_read_is_served_before_a_write_that_waits_longer():
     assert len(more_writes.held) == 1
 
 
-def test_a_large_read_is_not_passed_by_small_writes_for_ever():
+@given(st.lists(st.integers(1, CHUNK), min_size=20, max_size=60), st.data())
+@settings(max_examples=60, deadline=None)
+def test_however_writes_lie_a_read_is_served_at_once(sizes, data):
     shared = ring()
-    writes = Asks(shared, "write").ask(*[4 * KiB] * 48)  # its share
-    reads = Asks(shared, "read").ask(CHUNK // 2, CHUNK)  # no hole is so large
-    later = Asks(shared, "write").ask(*[4 * KiB] * 9)
-    for _ in range(48):
-        if len(reads.held) < 2:
-            assert not later.held
-        writes.give_one()
-    assert len(reads.held) == 2
-    assert len(later.held) == 9
+    writes = Asks(shared, "write").ask(*sizes)
+    for _ in range(10):  # not in the order in which they were handed out
+        if writes.held:
+            shared.give(writes.held.pop(data.draw(st.integers(0, len(writes.held) - 1))))
+    assert len(Asks(shared, "read").ask(CHUNK).held) == 1
+
+
+@given(st.lists(st.integers(1, CHUNK), min_size=20, max_size=60), st.data())
+@settings(max_examples=60, deadline=None)
+def test_however_reads_lie_a_write_is_served_at_once(sizes, data):
+    shared = ring()
+    reads = Asks(shared, "read").ask(*sizes)
+    for _ in range(10):
+        if reads.held:
+            shared.give(reads.held.pop(data.draw(st.integers(0, len(reads.held) - 1))))
+    assert len(Asks(shared, "write").ask(CHUNK).held) == 1
 
 
 def test_a_transfer_that_gives_its_buffer_back_at_once_does_not_pile_up_calls():
@@ -122,12 +131,15 @@ def test_no_byte_is_handed_out_twice_and_everyone_is_served(rows):
 
 @pytest.mark.parametrize("threads", [4])
 def test_several_threads_share_it(threads):
-    shared, served = ring(), []
+    shared, returned = ring(), []
 
     class Returns(Asks):
         def begin_chunk(self, begin, end, buffer):
-            threading.Timer(0.001, self.ring.give, (self.lane, buffer)).start()
-            served.append(end)
+            threading.Timer(0.001, self.back, (buffer,)).start()
+
+        def back(self, buffer):
+            self.ring.give(buffer)
+            returned.append(buffer)
 
     def work(lane):
         Returns(shared, lane).ask(*[CHUNK // 3] * 25)
@@ -138,9 +150,10 @@ def test_several_threads_share_it(threads):
         worker.start()
     for worker in workers:
         worker.join()
-    deadline = threading.Event()
+    pause = threading.Event()
     for _ in range(500):
-        if len(served) == 25 * threads:
+        if len(returned) == 25 * threads:
             break
-        deadline.wait(0.01)
-    assert len(served) == 25 * threads
+        pause.wait(0.01)
+    assert len(returned) == 25 * threads
+    assert len(Asks(shared, "read").ask(CHUNK, CHUNK, CHUNK).held) == 3, "all was given back"

@@ -35,6 +35,19 @@ class Extents:
         self.used_bytes += nbytes
         return begin
 
+    def take_within(self, nbytes: int, begin: int, end: int, last: bool = False) -> int | None:
+        """Offset of `nbytes` (rounded up) in the first hole of [begin, end) that has them, at its
+        beginning; `last`: in the last, at its end. None when none has."""
+        nbytes = self.aligned(nbytes)
+        holes = ((max(low, begin), min(high, end)) for low, high in
+                 (reversed(self._free) if last else self._free))  # fmt: skip
+        offset = next((high - nbytes if last else low for low, high in holes
+                       if high - low >= nbytes), None)  # fmt: skip
+        if offset is not None:
+            taken = self.take_at(offset, nbytes)
+            assert taken, "a hole is free"
+        return offset
+
     def take_at(self, offset: int, nbytes: int) -> bool:
         """Take [offset, offset + nbytes), rounded up; False when any of it is taken or beyond."""
         end = offset + self.aligned(nbytes)

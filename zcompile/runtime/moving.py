@@ -125,5 +125,5 @@ class _Flow:
         self._begin(begin, end, buffer).then(partial(self._ended, buffer))
 
     def _ended(self, buffer: Buffer, error: BaseException | None) -> None:
-        self._staging.give("write", buffer)
+        self._staging.give(buffer)
         self._over.drop(error)

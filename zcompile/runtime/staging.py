@@ -1,9 +1,10 @@
 """The staging ring: a fixed piece of the host's memory between the disk and the device.
 
 A transfer that needs buffers joins the queue of its lane and is handed one per chunk, as large as
-that chunk, first come, first served. Reads go before writes, and neither lane may hold all of the
-ring, so a backlog of writes never stops a read, nor the other way round. Buffers of one size would
-let a small tensor hold as much as a large one, and few writes wait for a slow disk at a time.
+that chunk, first come, first served. Buffers of one size would let a small tensor hold as much as a
+large one, and few writes wait for a slow disk at a time. Writes lie in the first three quarters of
+the ring, as low as they can, reads in the last three, as high as they can, and go first: so a
+backlog of writes never stops a read, nor the other way round, however their sizes are mixed.
 """
 
 import threading
@@ -70,20 +71,19 @@ class Staged(Protocol):
 
 
 class _Lane:
-    """Transfers of one direction that wait for buffers, and bytes of the ring that it holds."""
+    """Transfers of one direction that wait for buffers, which lie in [begin, end) of the ring, at
+    its beginning or at its end."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
+    def __init__(self, begin: int, end: int, at_end: bool) -> None:
+        self.begin, self.end, self.at_end = begin, end, at_end
         self.waiting: deque[tuple[Staged, deque[tuple[int, int]]]] = deque()
 
-    def wants(self) -> int | None:
-        """Bytes of the next buffer; None if nobody waits, or the lane holds its share."""
+    def wants(self) -> int:
+        """Bytes of the next buffer; 0 if nobody waits."""
         if not self.waiting:
-            return None
+            return 0
         staged, chunks = self.waiting[0]
-        nbytes = -(-staged.room(*chunks[0]) // BLOCK_BYTES) * BLOCK_BYTES
-        return nbytes if self.held + nbytes <= self.most else None
+        return staged.room(*chunks[0])
 
     def next(self) -> tuple[Staged, int, int]:
         staged, chunks = self.waiting[0]
@@ -102,8 +102,9 @@ class Staging:
         self._whole = Buffer.over(memory)
         self._ranges = Extents(BLOCK_BYTES, size.nbytes)
         self._in_use = in_use
-        most = max(size.chunk_bytes, size.nbytes * 3 // 4)
-        self._lanes = {"read": _Lane(most), "write": _Lane(most)}
+        own = size.chunks // 4 * size.chunk_bytes
+        self._lanes = {"read": _Lane(own, size.nbytes, at_end=True),
+                       "write": _Lane(0, size.nbytes - own, at_end=False)}  # fmt: skip
         self._lock = threading.Lock()
         self._pumping = False
 
@@ -114,12 +115,11 @@ class Staging:
                 self._lanes[lane].waiting.append((staged, chunks))
             self._pump()
 
-    def give(self, lane: str, buffer: Buffer) -> None:
+    def give(self, buffer: Buffer) -> None:
         """A chunk is over."""
         begin = buffer.memory.data_ptr() - self._whole.memory.data_ptr()
         with self._lock:
             self._ranges.give(begin, buffer.nbytes)
-            self._lanes[lane].held -= buffer.nbytes
         self._in_use.change(-buffer.nbytes)
         self._pump()
 
@@ -145,12 +145,12 @@ class Staging:
 
     def _turn(self) -> tuple[tuple[Staged, int, int], Buffer] | None:
         """Who is next, and the buffer for it. What finds no hole that is large enough keeps those
-        behind it waiting: holes grow until it does."""
+        of its lane that are behind it waiting: holes grow until it does."""
         for lane in self._lanes.values():
-            if (nbytes := lane.wants()) is None:
+            nbytes = self._ranges.aligned(lane.wants())
+            if not nbytes:
                 continue
-            if (begin := self._ranges.take(nbytes)) is None:
-                return None
-            lane.held += nbytes
-            return lane.next(), self._whole.part(begin, begin + nbytes)
+            begin = self._ranges.take_within(nbytes, lane.begin, lane.end, lane.at_end)
+            if begin is not None:
+                return lane.next(), self._whole.part(begin, begin + nbytes)
         return None

@@ -139,7 +139,7 @@ class Transfer(ABC):
 
     def chunk_failed(self, buffer: Buffer, error: BaseException) -> None:
         """A chunk ends before its copy to or from `memory` began."""
-        self.means.staging.give(self.lane, buffer)
+        self.means.staging.give(buffer)
         self.landed(error)
 
     def hold(self, parts: int) -> None:

@@ -97,7 +97,7 @@ class _FetchedChunk:
         self.fetch.enqueued(event)
 
     def landed(self, error: BaseException | None) -> None:
-        self.fetch.means.staging.give(self.fetch.lane, self.buffer)
+        self.fetch.means.staging.give(self.buffer)
         self.fetch.landed(error)
 
 
@@ -162,7 +162,7 @@ class Put(Transfer):
                 partial(self.written, buffer))  # fmt: skip
 
     def written(self, buffer: Buffer, error: BaseException | None) -> None:
-        self.means.staging.give(self.lane, buffer)
+        self.means.staging.give(buffer)
         self.home.drop(error)
 
 

@@ -84,8 +84,8 @@ def plan_step(
     made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
     windows = list(_windows(step, machine, room, arena, compute_seconds))
-    for window, placement in sorted(windows, key=lambda row: (row[1].seconds, row[0])):
-        if made and placement.seconds > HOPELESS * min(plan.seconds for plan in made):
+    for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
+        if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
         shared = replace(arena, window_bytes=window, depth=DEPTH)
         try:

@@ -222,3 +222,16 @@ def test_a_placement_does_not_depend_on_how_entries_are_numbered(way, device):
     again = place(renumbered, machine(), room(device * MiB, 64 * MiB, GiB), NOTHING)
     assert again.homes == {other[key]: home for key, home in first.homes.items()}
     assert again.seconds == first.seconds
+
+
+@pytest.mark.skipif(not linear_program.is_available(), reason="a linear program needs scipy")
+def test_what_the_ring_writes_late_hides_behind_the_next_forward_and_states_go_to_disk_for_it():
+    made, hidden = step(SIZES), {Phase.FORWARD: 100.0, Phase.BACKWARD: 100.0, Phase.STEP: 0.0}
+    tiers = {"device": MiB, "host": 10 * MiB, "disk": GiB}
+    slow = machine().links | {"disk_write": Link("disk_write", MiB / 4)}
+    slowly = replace(machine(), links=slow)
+    at_once = place(made, slowly, Room(tiers), hidden)
+    late = place(made, slowly, Room(tiers, ring_bytes=64 * MiB), hidden)
+    assert bytes_on(at_once, made, "disk", Kind.GRAD) == 4 * MiB, "backward hides those"
+    assert bytes_on(late, made, "disk", Kind.GRAD) == 0
+    assert late.least_seconds < at_once.least_seconds

@@ -60,7 +60,8 @@ def place(
     taken = sum(len(g.keys) * aligned(g.nbytes) for g in small)
     nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
     room = replace(room, nbytes=nbytes)
-    best = fractions(groups, room.nbytes, compute_seconds, machine.links)
+    late = room.ring_bytes * 3 // 4  # what the ring has for writes
+    best = fractions(groups, room.nbytes, compute_seconds, machine.links, late)
     counts = best.counts if best is not None else greedy(groups, room, compute_seconds, machine)
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
     homes |= {key: "device" for g in small for key in g.keys}

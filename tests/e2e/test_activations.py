@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import transformers as hf
+from small_models import Mean
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
@@ -24,17 +25,6 @@ LIKE_A_GPU = Machine(
     Compute({"float32": 1e11}, 2e10, 5e-6),
 )  # fmt: skip
 SIZE = {"hidden": 64, "layers": 6, "heads": 4, "tokens": 48, "batch": 4}
-
-
-class Mean(nn.Module):
-    """A model without a head, and a loss that no tile of a vocabulary touches."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids):
-        return self.inner(input_ids=ids, use_cache=False).last_hidden_state.square().mean()
 
 
 def gpt() -> nn.Module:

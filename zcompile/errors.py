@@ -60,7 +60,7 @@ class BudgetExceeded(ZinfError, MemoryError):
                 )
             )
         )
-        self.needed_bytes = needed_bytes
+        self.tier, self.needed_bytes = tier, needed_bytes
         self.where, self.alive = where, tuple(alive)
 
 

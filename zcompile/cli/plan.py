@@ -1,9 +1,7 @@
 """`zinf plan MODEL`: what training a model would take, on a machine one need not have."""
 
 import argparse
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,6 @@ _TIERS = {
     "host": "bytes of the host, staging within",
     "disk-bytes": "bytes of the disk",
 }
-
-
-COLLECT_AFTER = 500_000
-"""New objects; 700 to 2000 is Python's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,19 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Tracing and simulating a large model make millions of objects, nearly all of which stay until
-    the end; looking through them again and again is a sixteenth of the time of 96 layers."""
-    before = gc.get_threshold()
-    gc.set_threshold(COLLECT_AFTER, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-@_rare_collections()
 def plan(args: argparse.Namespace) -> Answer:
     """Exit code 1, if the model does not fit.
 
@@ -122,8 +103,9 @@ def _points(
         at = terms.on(with_tier(terms.machine, tier, nbytes))
         try:
             report = planning.report_of(traced or trace(at), at, prices=False)
-        except BudgetExceeded:
-            yield Point(tier, nbytes, False, None, None, f"{tier} too small for one region")
+        except BudgetExceeded as error:
+            why = f"{error.tier} too small for {error.where}"
+            yield Point(tier, nbytes, False, None, None, why)
         else:
             yield Point(tier, nbytes, report.fits, report.step_seconds, report.bound_seconds,
                         report.bottleneck)  # fmt: skip

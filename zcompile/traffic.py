@@ -21,6 +21,11 @@ MOST_PIECES = 4
 link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
 
 
+def lane_bytes(ring_bytes: int) -> int:
+    """Of the staging ring, what reads hold at most, and what writes do."""
+    return ring_bytes - ring_bytes // 4
+
+
 class Journey:
     """One transfer: `nbytes` over the links of `route`.
 
@@ -103,7 +108,7 @@ class Traffic:
         for name, link in links.items():
             shared = self._lanes.get(link.shares) if link.shares else None
             self._lanes[name] = shared or _Lane()
-        self._ring_bytes, self._lane_bytes = ring_bytes, ring_bytes * 3 // 4
+        self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
         self._reads, self._writes = _Pool(), _Pool()
 
     def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),

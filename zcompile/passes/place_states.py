@@ -21,6 +21,7 @@ from zcompile.machine import Machine
 from zcompile.packing import aligned
 from zcompile.specs import SMALL_BYTES, Phase
 from zcompile.steps import Step
+from zcompile.traffic import lane_bytes
 
 SMALL_SHARE = 8
 """Small entries rest on the device as long as all take no more than this part of it."""
@@ -31,8 +32,9 @@ class Placement:
     """Where each entry of a step rests.
 
     homes          key -> tier
-    seconds        of a step, by the busiest resource of each phase
-    least_seconds  the same, if entries could be split: no placement does better in this model
+    seconds        of a step, by the busiest resource of each phase, if each waited for its writes
+    least_seconds  if entries could be split, and the ring wrote late what the step writes to disk:
+                   no placement does better in this model
     binding        phase -> the link that takes longest, or "compute"
     """
 
@@ -60,7 +62,7 @@ def place(
     taken = sum(len(g.keys) * aligned(g.nbytes) for g in small)
     nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
     room = replace(room, nbytes=nbytes)
-    late = room.ring_bytes * 3 // 4  # what the ring has for writes
+    late = lane_bytes(room.ring_bytes)
     best = fractions(groups, room.nbytes, compute_seconds, machine.links, late)
     counts = best.counts if best is not None else greedy(groups, room, compute_seconds, machine)
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))

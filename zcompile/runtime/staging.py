@@ -18,6 +18,7 @@ from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.extents import Extents
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.tiers import Buffer
+from zcompile.traffic import lane_bytes
 from zcompile.units import KiB, MiB, show_size
 
 MOST_CHUNK_BYTES = 4 * MiB
@@ -102,9 +103,9 @@ class Staging:
         self._whole = Buffer.over(memory)
         self._ranges = Extents(BLOCK_BYTES, size.nbytes)
         self._in_use = in_use
-        own = size.chunks // 4 * size.chunk_bytes
-        self._lanes = {"read": _Lane(own, size.nbytes, at_end=True),
-                       "write": _Lane(0, size.nbytes - own, at_end=False)}  # fmt: skip
+        most = lane_bytes(size.nbytes)
+        self._lanes = {"read": _Lane(size.nbytes - most, size.nbytes, at_end=True),
+                       "write": _Lane(0, most, at_end=False)}  # fmt: skip
         self._lock = threading.Lock()
         self._pumping = False
 

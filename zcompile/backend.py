@@ -162,7 +162,7 @@ class _Graph:
         if session is not None and plan.budget_bytes is not None:
             session.split.foresee(plan.beside.nbytes)
         if session is not None and plan.memory is not None:
-            session.memories.append(plan.memory)
+            session.compiled(plan.memory)
         self.watch.planned(gm.graph, plan)
         return plan
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zcompile.backend import zinf
 from zcompile.config import Config
+from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.held_walk import HeldWalk
 from zcompile.offloading import furnish
@@ -52,6 +53,8 @@ class PaperSession(Session):
         self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int]
     ) -> None:
         self._beside = beside
+        self.memories: list[Memory] = []
+        """What the values of each graph that was compiled hold of the device, in that order."""
         opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates,
                           has_disk="disk" in beside)  # fmt: skip
         super().__init__(config, TieredTensor.over, opening)
@@ -65,6 +68,9 @@ class PaperSession(Session):
         furnish(self)
         self.executor.recorder.on = True
         self.executor.hold = self.split.hold
+
+    def compiled(self, memory: Memory) -> None:
+        self.memories.append(memory)
 
     @property
     def saved_bytes(self) -> int:

@@ -85,8 +85,6 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
-        self.memories: list[Memory] = []
-        """What the values of each graph that was compiled hold of the device, in that order."""
         self.executor.make_room = self.split.hold
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -158,6 +156,9 @@ class Session(Store):
     def free_bytes(self) -> dict[str, int]:
         """Of each tier but the device: what nothing rests on."""
         return self.homes.free()
+
+    def compiled(self, memory: Memory) -> None:
+        """A graph was compiled that holds so much of the device; a run has no use for the curve."""
 
     def _empty_device(self) -> list[Entry]:
         """What rests on the device leaves; what could not."""

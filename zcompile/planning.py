@@ -108,10 +108,12 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
     """The report of a step that was traced; also on another machine, where nothing bounds the
     device that it was traced for.
 
-    raises  BudgetExceeded
+    raises  BudgetExceeded; Unsupported, if it was traced for another bounded device
     """
     bounded_by = terms.machine.tiers["device"] if terms.bounded else None
-    assert traced.device_bytes == bounded_by, "a step is traced anew for another device"
+    if traced.device_bytes != bounded_by:
+        raise Unsupported("a step is planned for another device than it was traced for",
+                          "trace it anew: what graphs hold is chosen for the device")  # fmt: skip
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
     with _quiet():
         found = look(traced.step, terms, beside, traced.chunk_bytes, prices)

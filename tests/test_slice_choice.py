@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.slice_choice import Demand, choose_slices, counts_of, finer
+from zcompile.slice_choice import RegionDemand, choose_slices, counts_of, finer
 
 HALVES = (1, 2, 4, 8)
 
@@ -30,7 +30,7 @@ def test_counts_are_those_that_tokens_permit(count, split, counts):
     (10, 80, 5, 8),                        # nothing fits: as many as there can be
 ])  # fmt: skip
 def test_the_fewest_slices_that_fit_are_chosen(whole, sliced, room, chosen):
-    assert choose_slices([Demand(whole, sliced, HALVES)], room) == (chosen,)
+    assert choose_slices([RegionDemand(whole, sliced, HALVES)], room) == (chosen,)
 
 
 @pytest.mark.parametrize(("sliced", "slices", "made"), [
@@ -42,4 +42,4 @@ def test_the_fewest_slices_that_fit_are_chosen(whole, sliced, room, chosen):
     ((), (), None),
 ])  # fmt: skip
 def test_what_holds_most_is_cut_once_more(sliced, slices, made):
-    assert finer([Demand(0, nbytes, HALVES) for nbytes in sliced], slices) == made
+    assert finer([RegionDemand(0, nbytes, HALVES) for nbytes in sliced], slices) == made

@@ -9,7 +9,7 @@ whole; and products of few rows run far under a device's peak."""
 
 
 @dataclass(frozen=True)
-class Demand:
+class RegionDemand:
     """Bytes that a region holds at once, whatever becomes of all other values.
 
     whole   of what enters and leaves it
@@ -45,7 +45,7 @@ def counts_of(count: int, split: tuple[int, int] | None) -> tuple[int, ...]:
     return tuple(found)
 
 
-def choose_slices(demands: Sequence[Demand], room: int) -> tuple[int, ...]:
+def choose_slices(demands: Sequence[RegionDemand], room: int) -> tuple[int, ...]:
     """Of each region the fewest slices with which it fits `room` alone; the most, if none does."""
     return tuple(
         next((n for n in demand.counts if demand.held(n) <= room), demand.counts[-1])
@@ -53,7 +53,7 @@ def choose_slices(demands: Sequence[Demand], room: int) -> tuple[int, ...]:
     )
 
 
-def finer(demands: Sequence[Demand], slices: Sequence[int]) -> tuple[int, ...] | None:
+def finer(demands: Sequence[RegionDemand], slices: Sequence[int]) -> tuple[int, ...] | None:
     """One step on: those that hold most, and all that hold as much, in more slices; None if one
     of these cannot be cut further."""
     most = max((d.held(n) for d, n in zip(demands, slices, strict=True)), default=0)
@@ -68,7 +68,7 @@ def finer(demands: Sequence[Demand], slices: Sequence[int]) -> tuple[int, ...] |
     return tuple(made) if made else None
 
 
-def ways_to_slice(demands: Sequence[Demand], room: int) -> Iterator[tuple[int, ...]]:
+def ways_to_slice(demands: Sequence[RegionDemand], room: int) -> Iterator[tuple[int, ...]]:
     """Nothing sliced, if that may fit; the fewest slices with which each region fits alone; then
     ever more of those that hold most."""
     whole = (1,) * len(demands)

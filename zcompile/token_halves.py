@@ -12,7 +12,7 @@ from torch import fx
 from zcompile import ops
 from zcompile.graph import phase_of, positions
 from zcompile.saved_values import SavedValues, is_value, storage_bytes
-from zcompile.slice_choice import Demand
+from zcompile.slice_choice import RegionDemand
 from zcompile.specs import Phase
 from zcompile.token_rules import PRODUCTS, ROWS, SUM, Rule, Tokens, rule_of
 
@@ -157,12 +157,12 @@ class Ruled:
 
     def demand(
         self, halves: Sequence[Half], inside: frozenset[fx.Node], counts: tuple[int, ...]
-    ) -> Demand:
+    ) -> RegionDemand:
         """Of the half that needs most."""
-        most = Demand(0, 0, counts)
+        most = RegionDemand(0, 0, counts)
         for half in halves:
             whole = {self.values.root(n) for n in (*half.inputs, *half.rows)}
-            held = Demand(sum(map(storage_bytes, whole)), self._working(half, inside), counts)
+            held = RegionDemand(sum(map(storage_bytes, whole)), self._working(half, inside), counts)
             most = max(most, held, key=lambda demand: demand.held(1))
         least = max(self._at_once(node, inside) for half in halves for node in half.nodes)
         return replace(most, least=least)

@@ -14,7 +14,7 @@ from torch import fx
 
 from zcompile.graph import module_of, phase_of
 from zcompile.saved_values import is_value, storage_bytes
-from zcompile.slice_choice import Demand, counts_of
+from zcompile.slice_choice import RegionDemand, counts_of
 from zcompile.specs import Phase
 from zcompile.token_halves import Half, Ruled
 from zcompile.token_rules import PRODUCTS, ROWS, VIEWS, Tokens
@@ -39,7 +39,7 @@ class Region:
     tokens: Tokens
     nodes: frozenset[fx.Node]
     inside: frozenset[fx.Node]
-    demand: Demand
+    demand: RegionDemand
 
     def there(self, mapping: Mapping[fx.Node, fx.Node]) -> "Region":
         """The same in a copy of the graph. mapping  of its nodes"""

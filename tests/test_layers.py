@@ -86,7 +86,7 @@ FLOORS = (
         "zcompile.machine_file",
         "zcompile.user_code",
     },
-    {"zcompile.machine", "zcompile.curve"},
+    {"zcompile.machine", "zcompile.curve", "zcompile.sliced_region"},
     {
         "zcompile.errors",
         "zcompile.units",

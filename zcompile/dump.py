@@ -233,6 +233,7 @@ def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
             plan.activation_cost.least_s,
         ),
         memory=plan.memory,
+        sliced=plan.sliced,
     )
 
 

@@ -8,6 +8,7 @@ from torch import fx
 
 from zcompile.curve import Curve, Memory
 from zcompile.schedule import Slot
+from zcompile.sliced_region import SlicedRegion
 from zcompile.specs import Layout, NodeName, ParamSpec
 
 
@@ -93,6 +94,7 @@ class Plan:
     beside        what is held of the device beside the arena
     cuts          handle -> the most bytes of a tile, of each weight that is to be cut; None as long
                   as that is not decided
+    sliced        regions that run over slices of tokens, in graph order
     slots         fetch node -> its range of the arena
     notes         what was left undone, and why
     activations   what becomes of each value that backward needs, in the order they are made
@@ -105,6 +107,7 @@ class Plan:
     budget_bytes: int | None = None
     beside: Beside = NOTHING_BESIDE
     cuts: Mapping[str, int] | None = None
+    sliced: tuple[SlicedRegion, ...] = ()
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.curve import Memory
+from zcompile.sliced_region import SlicedRegion
 from zcompile.units import show_size
 
 CAPTURED = "captured"
@@ -144,6 +145,7 @@ class PlanRecord:
     activations: tuple[ActivationRecord, ...] = ()
     activation_cost: ActivationCostRecord | None = None
     memory: Memory | None = None
+    sliced: tuple[SlicedRegion, ...] = ()
 
 
 @dataclass(frozen=True)

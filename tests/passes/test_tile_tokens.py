@@ -18,6 +18,7 @@ from zcompile.graph import find
 from zcompile.passes.tile_tokens import TileTokens
 from zcompile.pipeline import pipeline
 from zcompile.token_regions import regions_of
+from zcompile.units import KiB
 
 WIDTH = 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
@@ -211,6 +212,8 @@ def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     assert [n.text for n in sliced.plan.notes] == [
         "up runs over 2 slices of its 192 tokens: 72.0 KiB of values inside become 36.0 KiB"
     ]
+    (region,) = sliced.plan.sliced
+    assert (region.name, region.slices, region.sliced_bytes) == ("up", 2, 36 * KiB)
     after = sliced.through(*LATER).plan
     assert after.beside.nbytes + after.arena_bytes <= budget
     with pytest.raises(BudgetExceeded):

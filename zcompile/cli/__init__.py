@@ -83,7 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     asked = add("timeline", "the last step that was written: measured beside predicted", "RUN")
     asked.set_defaults(command=lambda args: timeline.timeline(args.run))
     asked = add(
-        "explain", "the life of one parameter, or what became of activations", "RUN", "TENSOR"
+        "explain",
+        "the life of one parameter, what became of activations, or slices",
+        "RUN",
+        "TENSOR",
     )
     asked.set_defaults(command=lambda args: explain.explain(args.run, args.graph, args.tensor))
     asked = add("plan", "what training a model would take, here or on a machine one has not")
@@ -116,7 +119,8 @@ _HELP = {
     "A": "a pass, by number or by name",
     "B": "another pass",
     "TENSOR": "dotted name of a parameter, as in layers.3.mlp.up.weight; or of a value that "
-    "backward needs; or activations, for all of these; or memory, for the bytes they take",
+    "backward needs; or activations, for all of these; or memory, for the bytes they take; or "
+    "slices, for the regions that run over slices of tokens",
 }
 
 

@@ -1,6 +1,6 @@
 """`zinf explain`: the life of one parameter, read off the last graph, the plan and the schedules;
 or what became of a value that backward needs, or of all of them ("activations"), with the memory
-that they take ("memory": that alone).
+that they take ("memory": that alone); or which regions run over slices of tokens ("slices").
 
 What a parameter's value is read by is found by following its gathered value: a node that reads it
 and takes no bytes of its own is a view of it, and is followed too; any other node is a reader.
@@ -22,6 +22,7 @@ from zcompile.cli.explain_activations import (
     memories_of,
     memory_text,
 )
+from zcompile.cli.explain_slices import GraphSlices, slices_of, slices_text
 from zcompile.errors import NotInRun
 from zcompile.run_format import InstructionRecord, NodeRecord, ParamRecord, PassRecord, SlotRecord
 from zcompile.runs import Graph, open_run
@@ -94,18 +95,24 @@ def explain(path: Path, graph: int | None, tensor: str) -> Answer:
     lives, known = [], dict[str, None]()
     fates: list[Fate] = []
     memories: list[GraphMemory] = []
+    slices: list[GraphSlices] = []
     for each in run.graphs:
         params = each.plan().params
         fates += fates_of(each, tensor)
         memories += memories_of(each, tensor)
+        slices += slices_of(each, tensor)
         known.update(dict.fromkeys(param.name for param in params))
         named = (param for param in params if param.name == tensor)
         lives += [_life(each, param) for param in named][:1]
-    if not lives and not fates and not memories:
+    if not lives and not fates and not memories and not slices:
         raise NotInRun(run.path, "parameter", tensor, known)
-    text = [*([fate_text(fates)] if fates else []), *(memory_text(row) for row in memories),
-            *(_text(life) for life in lives)]  # fmt: skip
-    return Answer("\n".join(text), [*fates, *memories, *lives])
+    text = [
+        *([fate_text(fates)] if fates else []),
+        *(memory_text(row) for row in memories),
+        *([slices_text(slices)] if slices else []),
+        *(_text(life) for life in lives),
+    ]
+    return Answer("\n".join(text), [*fates, *memories, *slices, *lives])
 
 
 def _life(graph: Graph, param: ParamRecord) -> Life:

@@ -1,6 +1,6 @@
 """Blocks whose hidden values the device cannot hold run over slices of tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -12,6 +12,7 @@ from zcompile.graph import copied
 from zcompile.graph_plan import Note, Plan
 from zcompile.passes.base import Fact, Pass
 from zcompile.slice_choice import ways_to_slice
+from zcompile.sliced_region import SlicedRegion
 from zcompile.token_limits import whole_because
 from zcompile.token_regions import Region, regions_of
 from zcompile.token_slices import rewrite_region
@@ -75,8 +76,7 @@ class TileTokens(Pass):
         if self.slices is not None:
             regions = regions_of(graph)
             written = [self.slices if self.slices in r.demand.counts else 1 for r in regions]
-            _write(graph, regions, written)
-            return plan
+            return replace(plan, sliced=_write(graph, regions, written))
         if plan.budget_bytes is None or self.cutter is None:
             return plan
         roomy = self.cutter.roomy(graph, plan)
@@ -114,17 +114,17 @@ class _Trials:
             if found is None:
                 text = f"slices of tokens do not make it fit {show_size(tried)}"
                 said = [*([text] if self.regions else []), *self.why]
-                return self._noted(self.plan, [Note(TileTokens.name, None, t) for t in said])
+                return self._noted(self.plan, said)
         assert found is not None, "the budget itself is tried out"
         plan = replace(self.plan, cuts=self.cuts)
         if max(found, default=1) == 1:
             return plan
-        notes = [*_notes(self.regions, found),
-                 *(Note(TileTokens.name, None, text) for text in self.why)]  # fmt: skip
-        _write(self.graph, self.regions, found)
-        return self._noted(plan, notes)
+        sliced = _write(self.graph, self.regions, found)
+        said = [*(region.told() for region in sliced), *self.why]
+        return self._noted(replace(plan, sliced=sliced), said)
 
-    def _noted(self, plan: Plan, notes: Sequence[Note]) -> Plan:
+    def _noted(self, plan: Plan, said: Sequence[str]) -> Plan:
+        notes = [Note(TileTokens.name, None, text) for text in said]
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _first(self, budget: int) -> Slices | None:
@@ -151,18 +151,18 @@ class _Trials:
         return True
 
 
-def _write(graph: fx.Graph, regions: Sequence[Region], slices: Sequence[int]) -> None:
-    for region, count in zip(regions, slices, strict=True):
-        if count > 1:
-            rewrite_region(graph, region, count)
+def _write(
+    graph: fx.Graph, regions: Sequence[Region], slices: Sequence[int]
+) -> tuple[SlicedRegion, ...]:
+    """Those that run over slices now."""
+    return tuple(
+        _told(region, count)
+        for region, count in zip(regions, slices, strict=True)
+        if count > 1 and rewrite_region(graph, region, count)
+    )
 
 
-def _notes(regions: Sequence[Region], slices: Slices) -> Iterator[Note]:
-    for region, count in zip(regions, slices, strict=True):
-        if count > 1:
-            inside = region.demand.held(count) - region.demand.whole
-            text = (
-                f"{region.name} runs over {count} slices of its {region.tokens.count} tokens: "
-                f"{show_size(region.demand.sliced)} of values inside become {show_size(inside)}"
-            )
-            yield Note(TileTokens.name, None, text)
+def _told(region: Region, slices: int) -> SlicedRegion:
+    need = region.demand
+    inside = need.held(slices) - need.whole
+    return SlicedRegion(region.name, slices, region.tokens.count, need.whole, need.sliced, inside)

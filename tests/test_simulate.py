@@ -28,6 +28,8 @@ from zcompile.steps import EntryFact, Step, StepCall
 
 ONE = 1000
 """Bytes. A link of the machine below moves 1000 in a second."""
+BLOCK = 4096
+"""Of the staging ring."""
 
 
 def machine(latency_s=0.0, half_duplex=False, **rates):
@@ -76,9 +78,9 @@ def step_of(*calls, home="host", kinds=(Kind.PARAM,) * 4):
     return Step(calls, facts)
 
 
-def first(step, costs=None, **ways):
+def first(step, costs=None, homes=None, **ways):
     """The first step, which finds nothing ahead."""
-    return simulate(step, costs or Costs(machine(), Ways(**ways)), repeats=1)
+    return simulate(step, costs or Costs(machine(), Ways(**ways)), homes, repeats=1)
 
 
 def times(timeline, kind):
@@ -200,6 +202,19 @@ def test_a_second_gradient_on_disk_is_added_to_the_first():
     once = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
     found = simulate(step_of(once, once), Costs(machine()), grads, repeats=1)
     assert (found.nbytes["disk_read"], found.nbytes["disk_write"]) == (1024, 2048)
+
+
+@pytest.mark.parametrize(("home", "begun"), [("disk", [1.0, 2.0, 6.0, 12.0]),
+                                             ("host", [1.0, 2.0, 3.0, 5.0])])  # fmt: skip
+def test_what_is_added_takes_its_bytes_twice_of_the_ring(home, begun):
+    """The ring has room for two gradients that leave, or for one that is added."""
+    rates = dict.fromkeys(("d2h", "disk_read", "disk_write"), BLOCK)
+    ways = Ways(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
+    rows = (computing(1, 0), *(reducing(n, BLOCK, (0,)) for n in range(2)))
+    once = a_call(*rows, phase=Phase.BACKWARD)
+    found = first(step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways),
+                  {-1: home, -2: home})  # fmt: skip
+    assert [sent for sent, _ in travelled(found)] == begun
 
 
 def test_gradients_that_pile_up_make_backward_wait():

@@ -24,7 +24,7 @@ from zcompile.machine import Link
 from zcompile.schedule import Fetch, Slot, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.traffic import MOST_PIECES, Journey, Traffic
+from zcompile.traffic import MOST_PIECES, RING_BLOCK, Journey, Traffic
 
 LANES = 3
 """Slots of an arena that chunks take in turn."""
@@ -176,14 +176,15 @@ def test_two_links_in_a_row_take_the_slower_one_and_a_piece_of_the_other(nbytes,
     assert took <= least + most + chunk * -(-pieces // MOST_PIECES) / min(1000, rate) + CLOSE
 
 
-def last_home(chunk_bytes, ring_bytes, writes, reads=0, nbytes=1000):
-    """When the last of `writes` over two links of 1000 bytes/s is home, beside `reads`."""
-    rows = {name: Link(name, 1000.0) for name in ("disk_read", "h2d", "d2h", "disk_write")}
+def last_home(chunk_bytes, ring_bytes, writes, reads=0, nbytes=1000, adds=False, rate=1000.0):
+    """When the last of `writes` over two links of `rate` bytes/s is home, beside `reads`."""
+    rows = {name: Link(name, rate) for name in ("disk_read", "h2d", "d2h", "disk_write")}
     traffic = Traffic(rows, chunk_bytes, ring_bytes)
     for _ in range(reads):
         traffic.start(Journey(nbytes, (rows["disk_read"], rows["h2d"]), 2), 0.0)
     sent = [Journey(nbytes, (rows["d2h"], rows["disk_write"]), 1) for _ in range(writes)]
     for journey in sent:
+        journey.adds = adds
         traffic.start(journey, 0.0)
     traffic.finish()
     return sent[-1].home_s
@@ -197,3 +198,20 @@ def test_a_small_transfer_takes_a_whole_buffer_of_the_ring():
 def test_reads_leave_writes_one_buffer_of_four():
     assert isclose(last_home(1000, 4000, writes=8), 9.0)
     assert isclose(last_home(1000, 4000, writes=8, reads=100), 8 * 2.0)
+
+
+def test_a_sum_takes_both_halves_of_a_buffer():
+    block, rate = RING_BLOCK, float(RING_BLOCK)
+    for adds, took in ((False, 9.0), (True, 8 * 2.0)):
+        assert isclose(took, last_home(2 * block, 8 * block, 8, 100, block, adds, rate))
+
+
+def test_a_sum_is_cut_at_half_a_buffer():
+    link = Link("d2h", 1000.0, latency_s=100.0)
+    for adds, pieces in ((False, 1), (True, 2)):
+        traffic = Traffic({"d2h": link, "disk_write": link}, 8192, 8192)
+        journey = Journey(8192, (link, link), 1)
+        journey.adds = adds
+        traffic.start(journey, 0.0)
+        took = traffic.finish()
+        assert isclose(took, pieces * (200.0 + 2 * 8.192 / pieces)), "one after the other"

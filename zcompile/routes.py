@@ -106,8 +106,11 @@ class Routes:
         more = (key, begin) in self._came
         self._came.add((key, begin))
         if more and home == DISK:
-            return self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
-        return self._leaving(home, begin, reduce.nbytes)
+            journey = self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
+        else:
+            journey = self._leaving(home, begin, reduce.nbytes)
+        journey.adds = more
+        return journey
 
     def offload(self, call: StepCall, offload: Offload) -> Journey:
         """A value that backward needs, to the entry that it becomes."""

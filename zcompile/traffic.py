@@ -37,15 +37,17 @@ class Journey:
     disk_nbytes what a disk moves for it: whole granules
     unseen      a link that it passes in no time
     seconds     what it takes, if it is compute; it follows other compute by being told so
+    adds        it is added to what rests there: on the host, half of each buffer for either
     """
 
-    __slots__ = ("_after_home", "_after_over", "_blockers", "_home_left", "_over_left", "begin_s",
-                 "disk_nbytes", "home_s", "nbytes", "over_after", "over_s", "queued_s", "route",
-                 "seconds", "unseen")  # fmt: skip
+    __slots__ = ("_after_home", "_after_over", "_blockers", "_home_left", "_over_left", "adds",
+                 "begin_s", "disk_nbytes", "home_s", "nbytes", "over_after", "over_s", "queued_s",
+                 "route", "seconds", "unseen")  # fmt: skip
 
     def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
                  seconds: float = 0.0) -> None:  # fmt: skip
         self.seconds = seconds
+        self.adds = False
         self.nbytes = self.disk_nbytes = nbytes
         self.unseen: str | None = None
         self.route = route
@@ -58,6 +60,21 @@ class Journey:
         self._over_left = self._home_left = 0
         self._after_over: list[Journey] = []
         self._after_home: list[Journey] = []
+
+    @property
+    def staged(self) -> bool:
+        """Whether its pieces lie in the staging ring."""
+        return self.adds or len(self.route) > 1
+
+    @property
+    def cut_in(self) -> int:
+        """Times its bytes that they take of the ring."""
+        return 2 if self.adds else 1
+
+    @property
+    def arrives(self) -> bool:
+        """Whether it goes to the device; else from there."""
+        return self.over_after == len(self.route) and not self.adds
 
 
 class _Piece:
@@ -169,29 +186,31 @@ class Traffic:
         sizes = self._cut(journey)
         journey._over_left = journey._home_left = len(sizes)
         for number, nbytes in enumerate(sizes, 1):
-            piece = _Piece(journey, nbytes, self._buffer(nbytes), number == len(sizes))
-            if len(journey.route) == 1:
+            ring_bytes = self._buffer(nbytes) * journey.cut_in
+            piece = _Piece(journey, nbytes, ring_bytes, number == len(sizes))
+            if not journey.staged:
                 self._queue(piece)
             else:
                 self._pool_of(journey).waiting.append(piece)
                 self._admit()
 
     def _cut(self, journey: Journey) -> list[int]:
-        if len(journey.route) == 1:
+        if not journey.staged:
             return [journey.nbytes]
-        chunks = -(-journey.nbytes // self._chunk_bytes)
-        size = -(-chunks // MOST_PIECES) * self._chunk_bytes
-        size = max(self._chunk_bytes, min(size, self._lane_bytes // 4))
+        chunk = self._chunk_bytes // journey.cut_in
+        chunks = -(-journey.nbytes // chunk)
+        size = -(-chunks // MOST_PIECES) * chunk
+        size = max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
         whole, rest = divmod(journey.nbytes, size)
         return [size] * whole + [rest] * bool(rest)
 
     def _buffer(self, nbytes: int) -> int:
-        """What a piece takes of the ring: whole blocks."""
+        """What so many bytes take of the ring: whole blocks."""
         block = min(RING_BLOCK, self._chunk_bytes)
         return -(-nbytes // block) * block
 
     def _pool_of(self, journey: Journey) -> _Pool:
-        return self._reads if journey.over_after == len(journey.route) else self._writes
+        return self._reads if journey.arrives else self._writes
 
     def _admit(self) -> None:
         """Give what is free of the ring to who waits for it."""
@@ -247,7 +266,7 @@ class Traffic:
         if piece.at < len(journey.route):
             self._queue(piece)
             return
-        if len(journey.route) > 1:
+        if journey.staged:
             self._pool_of(journey).held -= piece.ring_bytes
             self._admit()
         journey._home_left -= 1

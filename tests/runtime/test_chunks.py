@@ -1,4 +1,4 @@
-"""Chunks in the staging ring: their bytes where nothing is aligned, their buffers when one fails."""
+"""Chunks in the staging ring: their bytes at odd offsets, and their buffers when one fails."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,7 +161,7 @@ def peak_of(variant: Variant, ids: Tensor) -> int:
     return alive.peak
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("layers", 12), ("width", 128), ("heads", 4), ("tokens", 64),
                           ("batch", 4), ("vocabulary", 256), ("rounds", 7)):  # fmt: skip
@@ -170,7 +170,30 @@ def main() -> None:
     parser.add_argument("--parts", type=float, nargs="+", default=[1, 2, 4, 8, 12])
     parser.add_argument("--activations", default="auto")
     parser.add_argument("--host-memory", default="1GiB")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def warm_up(variants: Sequence[Variant], ids: Tensor) -> None:
+    for variant in variants:
+        while len(variant.losses) < WARM_UP:
+            variant.step(ids)
+
+
+def show(args: argparse.Namespace, plain: Variant, variants: Sequence[Variant]) -> None:
+    """A table of the rounds that came after the first steps."""
+    print(f"`python -m benchmarks.activations` with {vars(args)}\n")
+    print("| variant | budget | peak | seconds a step | over eager |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    base = statistics.median(plain.seconds[WARM_UP:])
+    for variant in variants:
+        took = statistics.median(variant.seconds[WARM_UP:])
+        budget = "" if variant.budget is None else show_size(variant.budget)
+        print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {took:.4f} | "
+              f"{took / base:.2f} |")  # fmt: skip
+
+
+def main() -> None:
+    args = parsed()
     torch.manual_seed(1)
     ids = torch.randint(0, args.vocabulary, (args.batch, args.tokens))
     plain = eager("eager", args)
@@ -184,26 +207,15 @@ def main() -> None:
     mine = [ours(args, part, int(plain.peak / part)) for part in args.parts]
     for variant in mine:
         torch._dynamo.reset()
-        for _ in range(WARM_UP):
-            variant.step(ids)
-    for variant in (plain, *others):
-        while len(variant.losses) < WARM_UP:
-            variant.step(ids)
+        warm_up([variant], ids)
+    warm_up([plain, *others], ids)
     for _ in range(args.rounds):
         for variant in (plain, *others, *mine):
             variant.step(ids)
     for variant in mine:
         assert all(map(torch.equal, variant.losses, plain.losses)), f"{variant.name}: other losses"
         variant.peak = zcompile.stats(variant.model)["peak"]["together"]
-    print(f"`python -m benchmarks.activations` with {vars(args)}\n")
-    print("| variant | budget | peak | seconds a step | over eager |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    base = statistics.median(plain.seconds[WARM_UP:])
-    for variant in (plain, *others, *mine):
-        took = statistics.median(variant.seconds[WARM_UP:])
-        budget = "" if variant.budget is None else show_size(variant.budget)
-        print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {took:.4f} | "
-              f"{took / base:.2f} |")  # fmt: skip
+    show(args, plain, (plain, *others, *mine))
     for variant in mine:
         session_behind(variant.model).close()
 

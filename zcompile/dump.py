@@ -6,7 +6,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from zcompile.graph_plan import Plan
 from zcompile.liveness import nbytes_of, profile
 from zcompile.regions import structure
 from zcompile.schedule import Instruction, Run, Schedule
-from zcompile.specs import NodeName
+from zcompile.specs import NodeName, ParamSpec
 from zcompile.version import VERSION
 
 log = logging.getLogger("zcompile.passes")
@@ -178,46 +178,16 @@ def _nodes(graph: fx.Graph, plan: Plan) -> list[form.NodeRecord]:
 
 
 def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
-    owners = _owners(graph, plan)
-    lines: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
-        lines.setdefault(phase_of(node).value, []).append(node)
-    slots = []
-    for fetch in find(graph, ops.fetch):
-        slot = plan.slots[NodeName(fetch.name)]
-        phase = phase_of(fetch).value
-        (wait,) = fetch.users
-        last = max(lines[phase].index(user) for user in wait.users)
-        slots.append(
-            form.SlotRecord(
-                fetch.name,
-                owners.get(fetch),
-                phase,
-                slot.address,
-                slot.nbytes,
-                lines[phase].index(fetch),
-                last,
-            )
-        )
     regions: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
             regions.setdefault(region_of(node) or 0, []).append(node)
+    cost = plan.activation_cost
     return form.PlanRecord(
         name=name,
         budget_bytes=plan.budget_bytes,
-        params=tuple(
-            form.ParamRecord(
-                handle,
-                spec.name,
-                spec.layout.size,
-                str(spec.layout.dtype).removeprefix("torch."),
-                spec.nbytes,
-                spec.home,
-            )
-            for handle, spec in plan.params.items()
-        ),
-        slots=tuple(slots),
+        params=tuple(_param(handle, spec) for handle, spec in plan.params.items()),
+        slots=tuple(_slots(graph, plan)),
         regions=len(regions),
         distinct_regions=len({structure(nodes) for nodes in regions.values()}),
         notes=tuple(note.text for note in plan.notes),
@@ -226,15 +196,33 @@ def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
             for a in plan.activations
         ),
         activation_cost=None
-        if plan.activation_cost is None
-        else form.ActivationCostRecord(
-            plan.activation_cost.again_s,
-            plan.activation_cost.exposed_s,
-            plan.activation_cost.least_s,
-        ),
+        if cost is None
+        else form.ActivationCostRecord(cost.again_s, cost.exposed_s, cost.least_s),
         memory=plan.memory,
         sliced=plan.sliced,
     )
+
+
+def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
+    layout = spec.layout
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return form.ParamRecord(handle, spec.name, layout.size, dtype, spec.nbytes, spec.home)
+
+
+def _slots(graph: fx.Graph, plan: Plan) -> Iterator[form.SlotRecord]:
+    """Of each fetch, in graph order; lines count from 0 within its phase."""
+    owners = _owners(graph, plan)
+    lines: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        lines.setdefault(phase_of(node).value, []).append(node)
+    for fetch in find(graph, ops.fetch):
+        slot = plan.slots[NodeName(fetch.name)]
+        phase = phase_of(fetch).value
+        (wait,) = fetch.users
+        first = lines[phase].index(fetch)
+        last = max(lines[phase].index(user) for user in wait.users)
+        owner = owners.get(fetch)
+        yield form.SlotRecord(fetch.name, owner, phase, slot.address, slot.nbytes, first, last)
 
 
 def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord:

@@ -185,24 +185,13 @@ def trace(
     session = _session(terms)
     try:
         copied = copy_on_paper(model, session)
-        trained = [p for p in copied.parameters() if p.requires_grad]
-        if not trained:
-            raise Unsupported("no parameter of the model requires a gradient",
-                              "plan a model that is to be trained")  # fmt: skip
         inputs = trees.tree_map(_input, example_inputs)
         with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
-            made = make(trained)  # alive until its states are told
+            made = make(_trained(copied))  # alive until its states are told
             run_step(copied, inputs, made, micro_batches)
-        step = session.executor.recorder.end()
-        if step is None:
-            raise Unsupported(
-                f"torch.compile captured nothing of {type(model).__name__}, so there is no step to "
-                "plan", "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
-                "before is left out from then on, until torch._dynamo.reset()"
-            )  # fmt: skip
         samples, tokens = _counts(example_inputs)
         return Traced(
-            _settled(step, session),
+            _settled(_recorded(session, model), session),
             sum(p.numel() for p in model.parameters()),
             session.saved_bytes // micro_batches,
             session.split.held_bytes,
@@ -215,6 +204,25 @@ def trace(
         )
     finally:
         session.close()
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    found = [p for p in model.parameters() if p.requires_grad]
+    if not found:
+        raise Unsupported("no parameter of the model requires a gradient",
+                          "plan a model that is to be trained")  # fmt: skip
+    return found
+
+
+def _recorded(session: PaperSession, model: nn.Module) -> Step:
+    step = session.executor.recorder.end()
+    if step is None:
+        raise Unsupported(
+            f"torch.compile captured nothing of {type(model).__name__}, so there is no step to "
+            "plan", "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
+            "before is left out from then on, until torch._dynamo.reset()"
+        )  # fmt: skip
+    return step
 
 
 def _session(terms: Terms) -> PaperSession:

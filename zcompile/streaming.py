@@ -52,14 +52,31 @@ class _Call:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
         leaves: list[Any]
         leaves, spec = trees.tree_flatten((app.args, app.kwargs))
+        columns, plains, places = self._operands(app, leaves, target)
+        kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
+        numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
+        eased = self._ease(columns, plains)
+        narrowed = self._narrow(columns, numel)
+        joins = goes_in_one_call(app) and target is None
+        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
+        compute = Chunked(
+            app.func, spec, places, len(columns), target is not None, eased, narrowed, joins
+        )
+        how = app.func, spec, places, target is None, eased, narrowed, joins
+        self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
+        return Row(numel, tuple(columns), tuple(plains), compute)
+
+    def _operands(
+        self, app: Application, leaves: Sequence[Any], target: "Tensor | None"
+    ) -> tuple[list[Column], list[Register], tuple[int, ...]]:
+        """Tiered operands, plain ones, and which each is: n >= 0 a column, n < 0 plain -(n + 1)."""
         found: list[Any] = [t for t in app.written() if isinstance(t, self._cls)]
         written = {t.entry.key for t in found}
-        places: list[int] = []  # per leaf: >= 0 a column; < 0 plain input -(n + 1)
         columns: list[Column] = []
         plains: list[Register] = []
+        places: list[int] = []
         seen: dict[int, int] = {}  # in p.mul_(p) both operands are one column
-        operands: Sequence[Any] = leaves if target is None else [*leaves, target]
-        for leaf in operands:
+        for leaf in leaves if target is None else (*leaves, target):
             if isinstance(leaf, self._cls):
                 tiered: Any = leaf
                 key = tiered.entry.key
@@ -70,30 +87,7 @@ class _Call:
             else:
                 plains.append(self.input(leaf))
                 places.append(-len(plains))
-        kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
-        numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
-        eased = self._ease(columns, plains)
-        narrowed = self._narrow(columns, numel)
-        joins = goes_in_one_call(app) and target is None
-        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
-        self.signature.append(
-            (
-                app.func,
-                spec,
-                numel,
-                target is None,
-                tuple(places),
-                tuple(shapes),
-                tuple(kinds),
-                eased,
-                narrowed,
-                joins,
-            )
-        )
-        compute = Chunked(
-            app.func, spec, tuple(places), len(columns), target is not None, eased, narrowed, joins
-        )
-        return Row(numel, tuple(columns), tuple(plains), compute)
+        return columns, plains, tuple(places)
 
     def _ease(
         self, columns: Sequence[Column], plains: list[Register]

@@ -8,8 +8,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from zcompile.cli import disk, doctor, explain, machines, plan, stages, timeline
 from zcompile.cli.answer import Answer
@@ -50,26 +52,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zinf", description="Look at a machine, dump or disk.")
     parser.add_argument("--version", action="version", version=f"zcompile {_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def add(name: str, summary: str, *arguments: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("--json", action="store_true", help="the same, for a program")
-        for argument in arguments:
-            command.add_argument(argument.lower(), metavar=argument, help=_HELP[argument],
-                                 type=Path if argument == "RUN" else str)  # fmt: skip
-        if "RUN" in arguments:
-            command.add_argument("--graph", type=int, metavar="K", help="only graph K of the run")
-        return command
-
-    asked = add("doctor", "what this machine offers, and what would stop zcompile from working")
-    asked.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
-                       help="probe a directory for the disk tier; may be repeated")  # fmt: skip
-    asked.add_argument("--measure", action="store_true", help="measure rates anew")
-    asked.add_argument("--machine", metavar="NAME", nargs="?", const="",
-                       help="what a machine that comes along offers, or one of a file; without "
-                       "NAME, which ones there are")  # fmt: skip
-    asked.set_defaults(command=lambda args: doctor.doctor(args.disk, args.measure)
-                       if args.machine is None else machines.described(args.machine))  # fmt: skip
+    add = partial(_add_command, commands)
+    _add_doctor(
+        add("doctor", "what this machine offers, and what would stop zcompile from working")
+    )
     asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
     asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
     asked.set_defaults(command=lambda args: stages.show(args.run, args.graph, args.stage))
@@ -94,6 +80,31 @@ def _parser() -> argparse.ArgumentParser:
     asked.set_defaults(command=plan.plan)
     _add_disk(commands.add_parser("disk", help="what a directory of the disk tier holds"))
     return parser
+
+
+def _add_command(
+    commands: Any, name: str, summary: str, *arguments: str
+) -> argparse.ArgumentParser:
+    """arguments  keys of `_HELP`; a RUN may be narrowed to one of its graphs"""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("--json", action="store_true", help="the same, for a program")
+    for argument in arguments:
+        command.add_argument(argument.lower(), metavar=argument, help=_HELP[argument],
+                             type=Path if argument == "RUN" else str)  # fmt: skip
+    if "RUN" in arguments:
+        command.add_argument("--graph", type=int, metavar="K", help="only graph K of the run")
+    return command
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
+                        help="probe a directory for the disk tier; may be repeated")  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="measure rates anew")
+    parser.add_argument("--machine", metavar="NAME", nargs="?", const="",
+                        help="what a machine that comes along offers, or one of a file; without "
+                        "NAME, which ones there are")  # fmt: skip
+    parser.set_defaults(command=lambda args: doctor.doctor(args.disk, args.measure)
+                        if args.machine is None else machines.described(args.machine))  # fmt: skip
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:

@@ -130,6 +130,13 @@ def test_what_is_no_machine_is_refused(machine):
         Config(machine="h200node")
 
 
+def test_a_config_says_what_makes_entries_stay(tmp_path):
+    assert Config(device="cpu").stays_because == ""
+    durable = Config(device="cpu", disk=tmp_path, durable=True, param_dtype=torch.bfloat16)
+    assert durable.stays_because == "durable=True, param_dtype=torch.bfloat16"
+    assert Config(device="cpu", residency=False).stays_because == "residency=False"
+
+
 def test_build_takes_a_config_or_its_fields():
     assert build(None, {"max_lead": 3}, "zcompile.offload()").max_lead == 3
     config = Config(device="cpu", max_lead=5)

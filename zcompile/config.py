@@ -121,6 +121,14 @@ class Config:
         if self.dump is not None:
             self._set("dump", Path(self.dump))
 
+    @property
+    def stays_because(self) -> str:
+        """What makes entries stay where they are put first, for people; "" if a step that was seen
+        is planned as a whole."""
+        said = {"durable=True": self.durable, "residency=False": not self.residency,
+                f"param_dtype={self.param_dtype}": self.param_dtype is not None}  # fmt: skip
+        return ", ".join(text for text, holds in said.items() if holds)
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 

@@ -140,7 +140,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 def _open(config: Config) -> Session:
     session = furnish(Session(config, TieredTensor.over))
-    if config.residency and not config.durable and config.param_dtype is None:
+    if not config.stays_because:
         session.plan_with(Residency(session))
     return session
 

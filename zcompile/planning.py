@@ -95,9 +95,10 @@ def plan(
     optimizer       "adamw" (also if None), "sgd" (with momentum), or a function of the parameters
     micro_batches   forward and backward passes per optimizer step
     config, fields  as `zcompile.offload`; budgets that are given replace the machine's
-    raises          ConfigInvalid, UnknownOption, Unsupported, BudgetExceeded (the device is too
-                    small for what one region reads), MachineUnknown, MachineInvalid,
-                    UserCodeFailed (the model fails with these inputs; the cause is its error)
+    raises          ConfigInvalid, UnknownOption, Unsupported (also: entries of such a run stay
+                    where they are put first), BudgetExceeded (the device is too small for what
+                    one region reads), MachineUnknown, MachineInvalid, UserCodeFailed (the model
+                    fails with these inputs; the cause is its error)
     """
     terms = terms_of(build(config, fields, "zcompile.plan"), machine)
     traced = trace(model, example_inputs, terms, optimizer, micro_batches)
@@ -126,8 +127,11 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
 def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Terms:
     """What is planned for: the machine with its budgets, and how bytes travel there.
 
-    raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable
+    raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable, Unsupported
     """
+    if why := config.stays_because:
+        raise Unsupported(f"a plan says where entries rest best, and with {why} they stay where "
+                          "they are put first", "leave that out to plan a run without")  # fmt: skip
     if machine is not None:
         config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
     device = torch.device(config.device or "cpu")

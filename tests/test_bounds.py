@@ -10,8 +10,8 @@ from zcompile.demand import Demand, Segment, demand_of
 from zcompile.linear_program import is_available
 from zcompile.loads import Room
 from zcompile.machine import Link
-from zcompile.schedule import SERIALS, Fetch, Reduce, Region, Run, Schedule, Slot, Store
-from zcompile.specs import Kind, Phase
+from zcompile.schedule import SERIALS, Fetch, Reduce, Run, Schedule, Slot, Store
+from zcompile.specs import Kind, Phase, Region
 from zcompile.steps import EntryFact, Step, StepCall
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP

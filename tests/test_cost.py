@@ -18,8 +18,8 @@ from zcompile.cost import (
     replan_pays,
 )
 from zcompile.machine import Compute, Link, Machine
-from zcompile.schedule import NO_WORK, Fetch, Region, Work
-from zcompile.specs import Phase
+from zcompile.schedule import Fetch
+from zcompile.specs import NO_WORK, Phase, Region, Work
 
 COMPUTE = Compute({"float32": 100.0, "bfloat16": 400.0}, 10.0, 0.5)
 MACHINE = Machine("paper", {}, {"h2d": Link("h2d", 1e6), "d2h": Link("d2h", 1e6)}, COMPUTE)

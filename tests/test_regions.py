@@ -10,7 +10,7 @@ import zcompile
 from zcompile.config import Config
 from zcompile.graph import is_compute, region_of
 from zcompile.pipeline import pipeline
-from zcompile.regions import compile_region, inputs_of, outputs_of, structure
+from zcompile.regions import compile_region, inputs_of, is_product, outputs_of, structure
 
 aten = torch.ops.aten
 
@@ -120,3 +120,28 @@ def test_depth_adds_no_distinct_region():
     shallow, deep = distinct_regions(3), distinct_regions(15)
     assert deep["regions"] > 4 * shallow["regions"]
     assert deep["distinct_regions"] == shallow["distinct_regions"]
+
+
+def test_only_a_row_major_product_can_be_placed():
+    (turned, product) = traced(linear, X, W)
+    assert is_product(product)
+    assert not is_product(turned)
+    product.meta["val"] = product.meta["val"].t()
+    assert not is_product(product)
+
+
+def test_a_placed_output_lies_where_it_is_wanted_and_has_the_same_bits():
+    def build(graph, x, w):
+        product = linear(graph, x, w)[0]
+        return [product, graph.call_function(aten.sum.default, (x,))]
+
+    x, w = torch.randn(64, 48), torch.randn(96, 48)
+    compiled = {}
+    region = compile_region(traced(build, x, w), compiled, placed=(0,))
+    plain = compile_region(traced(build, x, w), compiled)
+    assert region.key == plain.key
+    target = torch.full((64, 96), torch.nan)
+    made, total = region.call_into([x, w], [target])
+    assert made.data_ptr() == target.data_ptr()
+    for one, other in zip((made, total), plain.call([x, w]), strict=True):
+        assert torch.equal(one, other)

@@ -14,16 +14,14 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Reduce,
-    Region,
     Register,
     Run,
     Store,
     Ticket,
     Wait,
-    Work,
 )
 from zcompile.simulate import simulate
-from zcompile.specs import Kind, Phase
+from zcompile.specs import Kind, Phase, Region, Work
 from zcompile.steps import EntryFact, Step, StepCall
 
 ONE = 1000

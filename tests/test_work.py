@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zcompile.schedule import NO_WORK, Work
+from zcompile.specs import NO_WORK, Work
 from zcompile.work import work_of
 
 

@@ -12,7 +12,6 @@ from zcompile.schedule import (
     Fetch,
     Free,
     Instruction,
-    Region,
     Register,
     Run,
     Schedule,
@@ -21,7 +20,7 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.specs import Layout, Phase
+from zcompile.specs import Layout, Phase, Region
 
 NOTHING = Region("key", "nothing", lambda *values: ())
 LOW, HIGH = Slot(0, 512), Slot(512, 512)

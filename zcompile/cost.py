@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zcompile.machine import Compute, Link, Machine
-from zcompile.schedule import Fetch, Instruction, Offload, Reduce, Region, Schedule, Store, Work
+from zcompile.schedule import Fetch, Instruction, Offload, Reduce, Schedule, Store
+from zcompile.specs import Region, Work
 from zcompile.units import MiB
 
 NOTHING: Mapping[Any, float] = MappingProxyType({})

@@ -23,6 +23,10 @@ UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 CASTS = frozenset({torch.ops.aten._to_copy.default})
 """Copies that are cheaper to make again from a gathered parameter than to keep."""
 
+TURNS = frozenset({torch.ops.aten.t.default, torch.ops.aten.transpose.int,
+                   torch.ops.aten.permute.default})  # fmt: skip
+"""Views that exchange dimensions."""
+
 
 def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
     """Calls of any of `targets`, in graph order."""

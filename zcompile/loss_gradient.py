@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import CASTS, output_of
-from zcompile.loss_match import TURNS, Loss
+from zcompile.graph import CASTS, TURNS, output_of
+from zcompile.loss_match import Loss
 from zcompile.loss_tiles import Pen, Tiles, gather_of
 from zcompile.specs import NodeName, ParamSpec
 from zcompile.torch_private import gradient_of, handle_input

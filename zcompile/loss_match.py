@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile.graph import CASTS, aliases_of, output_of, positions, root_of
+from zcompile.graph import CASTS, TURNS, aliases_of, output_of, positions, root_of
 
 aten = torch.ops.aten
 
@@ -20,7 +20,6 @@ PICKS = frozenset({aten.slice.Tensor, aten.select.int})
 """Some of the tokens; never of the classes."""
 UNPICKS = frozenset({aten.slice_backward.default, aten.select_backward.default})
 ALIKE = VIEWS | {aten.clone.default} | CASTS
-TURNS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
 LIKELIHOOD = aten.nll_loss_forward.default
 LIKELIHOOD_BACKWARD = aten.nll_loss_backward.default
 SOFTMAX = aten._log_softmax.default

@@ -11,7 +11,7 @@ from zcompile import ops
 from zcompile.device_peaks import peak_of
 from zcompile.graph import is_compute, output_of, positions, region_of
 from zcompile.graph_plan import Plan, fetched
-from zcompile.regions import Compiled, compile_region, inputs_of, outputs_of
+from zcompile.regions import Compiled, compile_region, inputs_of, is_product, outputs_of
 from zcompile.schedule import (
     SERIALS,
     Cast,
@@ -140,15 +140,30 @@ class _Lowering:
             if self.last_reader[n] in inside and n.op != "get_attr" and n.target is not ops.wait
         ]
         self.last_run = len(self.instructions)
+        into = self._into(outputs)
         self.instructions.append(
             Run(
-                compile_region(nodes, self.compiled),
+                compile_region(nodes, self.compiled, tuple(into)),
                 tuple(self.registers[n] for n in inputs),
                 tuple(self._register(n) for n in outputs),
                 tuple(self.registers[n] for n in drops),
                 names=tuple(n.name for n in outputs),
+                into=tuple(into.values()),
             )
         )
+
+    def _into(self, outputs: list[fx.Node]) -> dict[int, EntryIndex]:
+        """The outputs that are products, and whole gradients and nothing else: of which entries."""
+        found: dict[int, EntryIndex] = {}
+        for position, node in enumerate(outputs):
+            (user, *others) = node.users
+            if others or user.target is not ops.reduce_grad or not is_product(node):
+                continue
+            handle = user.args[1]
+            assert isinstance(handle, fx.Node)
+            if self.plan.params[NodeName(handle.name)].layout == Layout.of(node.meta["val"]):
+                found[position] = self.handles[handle]
+        return found
 
     def _mark(self) -> tuple[Ticket, ...]:
         """A ticket for "compute has come this far": of the last run so far, if there is one."""

@@ -27,9 +27,9 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.runtime.ticket import Ready, Ticket
-from zcompile.schedule import CHANGE_HOLDING, Borrow, Reduce, Region, Schedule
+from zcompile.schedule import CHANGE_HOLDING, Borrow, Reduce, Schedule
 from zcompile.schedule import Store as StoreHome
-from zcompile.specs import Kind, Layout, Phase
+from zcompile.specs import Kind, Layout, Phase, Region
 from zcompile.tiered import TieredTensor, own
 from zcompile.torch_private import (
     Dispatched,

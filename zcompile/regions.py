@@ -15,8 +15,10 @@ import torch
 from torch import fx
 
 from zcompile.printer import target_of
-from zcompile.schedule import Region
+from zcompile.specs import Region
 from zcompile.work import work_of
+
+aten = torch.ops.aten
 
 Compiled = MutableMapping[str, Region]
 """Regions compiled so far, by structure."""
@@ -34,12 +36,30 @@ def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def compile_region(nodes: Sequence[fx.Node], compiled: Compiled) -> Region:
-    """The region these nodes form, from `compiled` if one of equal structure is there."""
+def compile_region(
+    nodes: Sequence[fx.Node], compiled: Compiled, placed: Sequence[int] = ()
+) -> Region:
+    """The region these nodes form, from `compiled` if one of equal structure is there.
+
+    placed  outputs, by position, that `Region.call_into` is to make in memory it is given; each
+            a matrix product (`is_product`)
+    """
     key = structure(nodes)
-    if key not in compiled:
-        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True)
-    return compiled[key]
+    known = f"{key} {placed}" if placed else key
+    if known not in compiled:
+        outputs = outputs_of(nodes)
+        compiled[known] = Region(
+            key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True, placed=tuple(placed),
+            call_into=_eager(nodes, [outputs[at] for at in placed]) if placed else None,
+        )  # fmt: skip
+    return compiled[known]
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether it can be made in memory that is given, row-major."""
+    value = node.meta.get("val")
+    product = node.target is aten.mm.default and isinstance(value, torch.Tensor)
+    return product and value.is_contiguous()
 
 
 def structure(nodes: Sequence[fx.Node]) -> str:
@@ -77,11 +97,12 @@ def _summary(nodes: Sequence[fx.Node]) -> str:
     return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
 
 
-def _eager(nodes: Sequence[fx.Node]) -> Any:
+def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
     """The code of these nodes. Each value is let go of after its last reader, inputs too: they
-    come in a list, which is emptied."""
+    come in a list, which is emptied. `products` are made in the tensors of a second list."""
     graph = fx.Graph()
     given = graph.placeholder("given")
+    targets = graph.placeholder("targets") if products else None
     env = {
         node: graph.call_function(getitem, (given, position))
         for position, node in enumerate(inputs_of(nodes))
@@ -89,5 +110,11 @@ def _eager(nodes: Sequence[fx.Node]) -> Any:
     graph.call_method("clear", (given,))
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
+        if node in products:
+            env[node].target = aten.mm.out
+            with graph.inserting_before(env[node]):
+                at = products.index(node)
+                target = graph.call_function(getitem, (targets, at))
+            env[node].kwargs = {"out": target}
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
     return fx.GraphModule(torch.nn.Module(), graph).forward

@@ -7,7 +7,8 @@ that safety can be read off the list alone. Sizes and addresses are bytes; a reg
 into the values of one call.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -16,7 +17,7 @@ from typing import Any, NewType
 import torch
 
 from zcompile.holds import NOTHING_HELD, Holds
-from zcompile.specs import Layout, Phase
+from zcompile.specs import Layout, Phase, Region
 
 Register = NewType("Register", int)
 Ticket = NewType("Ticket", int)
@@ -37,47 +38,6 @@ class Slot:
 
     def overlaps(self, other: "Slot") -> bool:
         return self.address < other.end and other.address < self.end
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a region does, counted and not measured; a dynamic size as it was when traced.
-
-    flops         of its matrix products, convolutions and attention
-    dense_nbytes  read and written by those
-    nbytes        read and written by all other ops; a view touches nothing
-    dtype         that most of `flops` are done in: "float32", "bfloat16", ...
-    ops           kernels: its ops without views
-    """
-
-    flops: int = 0
-    dense_nbytes: int = 0
-    nbytes: int = 0
-    dtype: str = "float32"
-    ops: int = 0
-
-
-NO_WORK = Work()
-
-
-@dataclass(frozen=True)
-class Region:
-    """Compute between our ops, compiled once per structure.
-
-    key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
-    text  its ops, for people
-    call  values in, a tuple of values out
-    work  what it computes and touches, from which its seconds can be predicted
-    like  names those that take as long per byte touched; "": none do
-    owns  the values come in one list, which `call` empties, so that they can die inside
-    """
-
-    key: str
-    text: str
-    call: Callable[..., tuple[Any, ...]]
-    work: Work = NO_WORK
-    like: str = ""
-    owns: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +83,8 @@ class Wait:
 class Run:
     """Compute a region. `drops` are registers nobody reads afterwards.
 
-    `ticket`, if given, is complete once compute has passed this instruction.
+    `ticket`, if given, is complete once compute has passed this instruction. The outputs that its
+    region places are the whole gradients of the entries `into`, and nobody else reads them.
     """
 
     region: Region
@@ -132,6 +93,7 @@ class Run:
     drops: tuple[Register, ...] = ()
     ticket: Ticket | None = None
     names: tuple[str, ...] = ()
+    into: tuple[EntryIndex, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -274,6 +236,13 @@ class Schedule:
         return (i for i in self.instructions if isinstance(i, Fetch))
 
     @cached_property
+    def lone_gradients(self) -> tuple[EntryIndex, ...]:
+        """The entries for which a call makes one gradient, and that whole."""
+        made = [x for x in self.instructions if isinstance(x, Reduce)]
+        times = Counter(reduce.entry for reduce in made)
+        return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
+
+    @cached_property
     def departing_bytes(self) -> int:
         """That gradients on their way home may take anywhere before the oldest is joined: one
         leaves while the next is made. In places they may take more (`Level.departing`)."""
@@ -282,8 +251,7 @@ class Schedule:
     @cached_property
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:
         """The copies in another dtype that it fetches."""
-        found = ((f.entry, f.cast) for f in self.fetches() if f.cast is not None)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys((f.entry, f.cast) for f in self.fetches() if f.cast))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What a parameter is, and what kinds of entry the store holds."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NewType
+from typing import Any, NewType
 
 import torch
 
@@ -147,3 +147,47 @@ class ParamSpec:
     sink: bool
     home: str = "host"
     activation: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a region does, counted and not measured; a dynamic size as it was when traced.
+
+    flops         of its matrix products, convolutions and attention
+    dense_nbytes  read and written by those
+    nbytes        read and written by all other ops; a view touches nothing
+    dtype         that most of `flops` are done in: "float32", "bfloat16", ...
+    ops           kernels: its ops without views
+    """
+
+    flops: int = 0
+    dense_nbytes: int = 0
+    nbytes: int = 0
+    dtype: str = "float32"
+    ops: int = 0
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Compute between our ops, compiled once per structure.
+
+    key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
+    text  its ops, for people
+    call  values in, a tuple of values out
+    work  what it computes and touches, from which its seconds can be predicted
+    like  names those that take as long per byte touched; "": none do
+    owns  the values come in one list, which `call` empties, so that they can die inside
+    placed  outputs that `call_into` makes in the tensors of a second list, in this order
+    """
+
+    key: str
+    text: str
+    call: Callable[..., tuple[Any, ...]]
+    work: Work = NO_WORK
+    like: str = ""
+    owns: bool = False
+    placed: tuple[int, ...] = ()
+    call_into: Callable[..., tuple[Any, ...]] | None = None

@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from zcompile.schedule import EntryIndex, Region, Register, Work
+from zcompile.schedule import EntryIndex, Register
+from zcompile.specs import Region, Work
 
 ChunkFunction = Callable[[int, int, Sequence[Any]], None]
 """(first element, one past the last, operand values): compute, in place, on that range."""

@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zcompile.graph import bases_of
-from zcompile.schedule import Work
+from zcompile.specs import Work
 from zcompile.torch_private import hint
 
 aten = torch.ops.aten

@@ -19,12 +19,12 @@ from zcompile.schedule import (
     Instruction,
     Literal,
     Reduce,
-    Region,
     Run,
     Schedule,
     Store,
     Wait,
 )
+from zcompile.specs import Region
 
 PASSED = Region("passed", "passed", lambda: ())
 Starts = Mapping[int, Sequence[Fetch]]

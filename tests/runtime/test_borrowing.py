@@ -1,10 +1,14 @@
 """Compute reaches bytes where they rest: after what moves them, with zeros where all is blank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from zcompile.errors import ValueUnset
-from zcompile.specs import Kind
+from zcompile.runtime import near
+from zcompile.schedule import Borrow, EntryIndex, Register
+from zcompile.specs import Kind, Layout
 from zcompile.units import KiB, MiB
 
 
@@ -47,3 +51,40 @@ def test_an_entry_without_a_value_is_not_lent(open_store):
     entry = store.create("w", Kind.PARAM, 1 * KiB, unset=True)
     with pytest.raises(ValueUnset, match="'w'"):
         store.borrow(entry, 0, 1 * KiB, writes=True)
+
+
+def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_store):
+    store = open_store()
+    store.homes.device.window_bytes = 1 * MiB
+    layout = Layout((64,), (1,), 0, torch.float32)
+    borrow = Borrow(EntryIndex(0), 0, layout, Register(0), True)
+    schedule = SimpleNamespace(serial=1)
+    entry = near_entry(store, 3.0)
+    lending = near.Lending(store)
+    first = lending.begin(schedule, [entry]).lend(borrow)
+    version = entry.version
+    assert lending.begin(schedule, [entry]).lend(borrow) is first
+    assert entry.version == version + 1
+    other = near_entry(store, 5.0)
+    assert lending.begin(schedule, [other]).lend(borrow).tolist() == [5.0] * 64
+    assert first.tolist() == [3.0] * 64
+
+
+def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
+    store = open_store()
+    store.homes.device.window_bytes = 1 * MiB
+    borrow = Borrow(EntryIndex(0), 0, Layout((64,), (1,), 0, torch.float32), Register(0), False)
+    entry, other = near_entry(store, 3.0), near_entry(store, 5.0)
+    lent = near.Lending(store).begin(SimpleNamespace(serial=1), [entry])
+    assert lent.lend(borrow).tolist() == [3.0] * 64
+    entry.place = other.place
+    assert lent.lend(borrow).tolist() == [5.0] * 64
+
+
+def near_entry(store, value):
+    """An entry of 64 floats with a berth of its own on the device."""
+    count = len(store._entries)
+    assert store.homes.device.plan(-1000 - count, "w", 256)
+    entry = store.create("w.grad", Kind.GRAD, 256, of=1000 + count)
+    near.put(store, entry, torch.full((64,), value).view(torch.uint8), 0, ())
+    return entry

@@ -9,7 +9,8 @@ from pairs import Holder, assert_equal, backward, entries, mlp, on_disk, paramet
 from torch import nn
 
 from zcompile.offloading import session_behind
-from zcompile.runtime.gradients import like, tells_without_gradient
+from zcompile.runtime.gradients import like
+from zcompile.runtime.leaves import tells_without_gradient
 from zcompile.specs import Kind
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from zcompile import ops
-from zcompile.graph import insert, output_of, phase_of, root_of
+from zcompile.graph import TURNS, insert, output_of, phase_of, root_of
 from zcompile.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
-from zcompile.specs import NodeName, Phase
+from zcompile.specs import Layout, NodeName, Phase
 from zcompile.torch_private import gradient_of, handle_input
 
 
@@ -24,9 +24,10 @@ class ReduceGrads(Pass):
         return (%y, %dw)                          ...
                                                   return (%y, %s)
 
-    A gradient whose bytes somebody outside the call holds too is copied first. The sink stays an
-    output until the graph is cut, so that autograd keeps the parameter in its
-    books; backward then returns None in its place.
+    One that was turned and turned back goes as the product that it is, so that both are in one
+    region. A gradient whose bytes somebody outside the call holds too is copied first. The sink
+    stays an output until the graph is cut, so that autograd keeps the parameter in its books;
+    backward then returns None in its place.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -43,13 +44,17 @@ class ReduceGrads(Pass):
             for result, desc in zip(results, descs, strict=False)
             if isinstance(result, fx.Node) and gradient_of(desc) not in handles
         }
+        turned: list[fx.Node] = []
         for position, desc in enumerate(descs):
             source = gradient_of(desc)
             grad = results[position]
             if source in handles and isinstance(grad, fx.Node) and grad.target not in ops.SINKS:
-                grad = _own(graph, grad, kept)
+                turned.append(grad)
+                grad = _own(graph, _unturned(grad), kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
+        for node in turned:
+            _erase_unread(node)
         return plan
 
 
@@ -60,6 +65,22 @@ def sinks(graph: fx.Graph, plan: Plan) -> Mapping[int | None, fx.Node]:
         for node in graph.find_nodes(op="placeholder")
         if node.name in plan.params and plan.params[NodeName(node.name)].sink
     }
+
+
+def _unturned(grad: fx.Node) -> fx.Node:
+    """What `grad` is a transpose of a transpose of, if it lies as that does."""
+    node = grad
+    while node.target in TURNS:
+        (node,) = node.all_input_nodes
+        if Layout.of(node.meta["val"]) == Layout.of(grad.meta["val"]):
+            return node
+    return grad
+
+
+def _erase_unread(node: fx.Node) -> None:
+    while not node.users and node.target in TURNS:
+        unread, (node,) = node, node.all_input_nodes
+        unread.graph.erase_node(unread)
 
 
 def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:

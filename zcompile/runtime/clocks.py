@@ -24,8 +24,8 @@ from zcompile.runtime.meter import Stamp
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.samples import RECENT, Samples
 from zcompile.runtime.store import Entry
-from zcompile.schedule import Borrow, Fetch, Left, Region, Run, Schedule, Wait
-from zcompile.specs import Phase
+from zcompile.schedule import Borrow, Fetch, Left, Run, Schedule, Wait
+from zcompile.specs import Phase, Region
 from zcompile.steps import Step
 
 FIRST = 8

@@ -56,7 +56,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.leaving, self.holding = leaving, holding
-        self.foresight = Foresight(store)
+        self.foresight, self.lending = Foresight(store), near.Lending(store)
         self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
@@ -143,7 +143,7 @@ class _Walk:
         self.entries = entries
         self.tickets: dict[int, Ticket] = {}
         self.call = Call(schedule, tuple(entries))
-        self.foresight = executor.foresight
+        self.foresight, self.lending = executor.foresight, executor.lending
         self.taken: set[Slot] = set()
         self.lent: dict[int, Tensor] = {}
         """What was borrowed, by its id."""
@@ -168,9 +168,13 @@ class _Walk:
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
+            self.ahead = self.lending.begin(self.schedule, self.entries)
+            self.gradients.near.begin(self.schedule, self.entries)
             self._steps()
+            self.gradients.near.end()
         except BaseException:
             self._abandon()
+            self.gradients.near.abandon()
             self.foresight.abandon()
             self.held.abandon()
             self.leaving.abandon()
@@ -193,14 +197,14 @@ class _Walk:
                 self.foresight.passed(self.call, index)
 
     def _borrow(self, borrow: Borrow) -> None:
-        entry = self.entries[borrow.entry]
-        found = near.lend(self.store, entry, borrow.begin, borrow.layout, borrow.writes)
+        found = self.ahead.lend(borrow)
         self.values[borrow.register] = self.lent[id(found)] = found
 
     def _run(self, run: Run) -> None:
         self.held.rises()
-        compute(run, self.values)
-        self.held.ran(run, self.values)
+        targets = self.gradients.near.targets([self.entries[i] for i in run.into])
+        compute(run, self.values, targets)
+        self.held.ran(run, self.values, bool(targets))
         if run.ticket is not None:
             self.tickets[run.ticket] = self.store.device.mark()
 
@@ -246,8 +250,13 @@ class _Walk:
         grad, freed = self.values[reduce.value], NO_ROWS
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
-        offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
-        self.gradients.take(self.entries[reduce.entry], grad, offset, self._after(reduce.after))
+        entry = self.entries[reduce.entry]
+        held = self.gradients.near.receive(entry, grad)
+        if held is not None:
+            leaving.note(held, self.begun)
+        else:
+            offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
+            self.gradients.take(entry, grad, offset, self._after(reduce.after))
         leaving.sent(nbytes, freed)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:

@@ -7,7 +7,7 @@ a parameter are added up first, and only their sum is added to what `.grad` held
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.runtime.gradient_tiles import Arriving, send, takes_tiles, whole_layout
-from zcompile.runtime.leaves import flat, hooked, like, state_of, taker
+from zcompile.runtime.leaves import (
+    flat,
+    hooked,
+    like,
+    state_of,
+    taker,
+    tells_without_gradient,
+)
+from zcompile.runtime.near_gradients import NearGradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
@@ -42,6 +50,7 @@ class Gradients:
         self._expected: dict[int, int] = {}
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._arriving: dict[tuple[int, int], Arriving] = {}
+        self.near = NearGradients(store, wrap, norms, self._lone, self._came)
 
     def expect(self, entries: Iterable[Entry]) -> None:
         if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
@@ -103,6 +112,18 @@ class Gradients:
         if not arriving.left:
             del self._arriving[key]
             self._all_came(key, arriving)
+
+    def _lone(self, entry: Entry) -> Tensor | None:
+        """The parameter of `entry`, if the next contribution is to be its `.grad` as it is."""
+        param = taker(entry) if self._expected.get(entry.key) == 1 else None
+        if param is None or param.grad is not None:
+            return None
+        return None if (current_pass(), entry.key) in self._sums else param
+
+    def _came(self, entry: Entry, param: Tensor, grad: Tensor) -> None:
+        self._expected.pop(entry.key, None)
+        self._become(param, grad)
+        _tell(param)
 
     def _comes_alone(self, key: tuple[int, int], param: Tensor) -> bool:
         """Whether the contribution that begins is all that this pass gives to `param`."""
@@ -269,29 +290,6 @@ def _tell(param: Tensor) -> None:
 def _call_hooks(param: Tensor) -> None:
     for hook in list(hooks_of(param)[1].values()):
         hook(param)
-
-
-@cache
-def tells_without_gradient() -> bool:
-    """Whether autograd calls the post-accumulate hooks of a leaf that it brought no gradient."""
-    told: list[Tensor] = []
-    leaf = torch.zeros((), requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(told.append)
-    with torch.enable_grad():
-        _Nothing.apply(leaf).backward()  # type: ignore[no-untyped-call]  # torch's
-    return bool(told)
-
-
-class _Nothing(torch.autograd.Function):
-    """Has no gradient to give."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        return None
 
 
 __all__ = ["Gradients", "Wrap", "like"]

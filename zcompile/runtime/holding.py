@@ -26,6 +26,11 @@ class Row:
         self.key, self.nbytes, self.holders = key, nbytes, 0
         self.watch: list[weakref.ref[UntypedStorage]] = []
 
+    @classmethod
+    def standing_for(cls, value: Tensor) -> "Row":
+        """Counts as a storage of its own, which `value` would have had elsewhere."""
+        return cls(0, value.nbytes)
+
 
 Rows = Sequence[Row]
 NO_ROWS: Rows = ()
@@ -89,6 +94,8 @@ class Holding:
         """One for each storage of a value."""
         if isinstance(value, Tensor):
             return (self._row(value.untyped_storage()),)
+        if isinstance(value, Row):
+            return (value,)
         if isinstance(value, list | tuple):
             return [row for part in value for row in self._rows_of(part)]
         return NO_ROWS
@@ -137,14 +144,21 @@ class CallHolding:
             self._holding.rise(level.peak - level.before)
         return level
 
-    def ran(self, run: Run, values: Sequence[Any]) -> None:
-        """A region has made its results, and let go of what nobody reads any more."""
+    def ran(self, run: Run, values: Sequence[Any], placed: bool = False) -> None:
+        """A region has made its results, and let go of what nobody reads any more.
+
+        placed  those that it places lie elsewhere: each counts as if it had a storage of its own
+        """
         counted, held = self._holds.registers, self._rows
         if not counted:
             return
         dropped = [held.pop(r) for r in run.drops if r in held]
         made = [r for r in run.outputs if r in counted]
-        rows = self._holding.exchange(dropped, [values[r] for r in made])
+        elsewhere = {run.outputs[at] for at in run.region.placed} if placed else ()
+        rows = self._holding.exchange(
+            dropped,
+            [Row.standing_for(values[r]) if r in elsewhere else values[r] for r in made],
+        )
         held.update(zip(made, rows, strict=True))
 
     def gives(self, register: int) -> Rows:

@@ -1,5 +1,8 @@
 """What autograd knows of a leaf: who takes a gradient, in which layout, past which hooks."""
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,3 +61,26 @@ def _accumulates(param: Tensor) -> bool:
         return will_accumulate(param)
     except RuntimeError:  # what torch says to a leaf inside torch.autograd.grad
         return False
+
+
+@cache
+def tells_without_gradient() -> bool:
+    """Whether autograd calls the post-accumulate hooks of a leaf that it brought no gradient."""
+    told: list[Tensor] = []
+    leaf = torch.zeros((), requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(told.append)
+    with torch.enable_grad():
+        _Nothing.apply(leaf).backward()  # type: ignore[no-untyped-call]  # torch's
+    return bool(told)
+
+
+class _Nothing(torch.autograd.Function):
+    """Has no gradient to give."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None

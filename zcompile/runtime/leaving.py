@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zcompile.runtime.holding import Holding, Rows
+from zcompile.runtime.holding import Holding, Row, Rows
 from zcompile.runtime.ticket import Ticket
 
 
@@ -25,7 +25,7 @@ class _Departure:
 
     nbytes: int
     tickets: Sequence[Ticket]
-    sources: Sequence[Tensor]
+    sources: Sequence[Tensor | Row]
     rows: Rows
 
 
@@ -36,7 +36,7 @@ class Leaving:
         self._holding = holding
         self._departures: deque[_Departure] = deque()
         self._nbytes = 0
-        self._sent: list[tuple[Ticket, Tensor]] | None = None
+        self._sent: list[tuple[Ticket, Tensor | Row]] | None = None
 
     def crowded(self, nbytes: int, most_bytes: int) -> bool:
         """Whether some are to be joined before so many bytes leave."""
@@ -52,7 +52,7 @@ class Leaving:
             self._join()
         self._sent = []
 
-    def note(self, source: Tensor, ticket: Ticket) -> None:
+    def note(self, source: Tensor | Row, ticket: Ticket) -> None:
         """`ticket` is complete once nothing reads `source` any more."""
         if self._sent is not None:
             self._sent.append((ticket, source))

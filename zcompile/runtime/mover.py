@@ -6,7 +6,7 @@ of the mover, which keeps long queues on one entry from nesting.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -100,6 +100,15 @@ class Mover:
         with self._idle:
             self.check(place)
             return not place.under_way and place.written.holds(begin, end)
+
+    def all_still(self, places: Iterable[Place]) -> list[bool]:
+        """Of each whether it `is_still`, from its first byte to its last. raises  as `check`"""
+        with self._idle:
+            found = []
+            for place in places:
+                self.check(place)
+                found.append(not place.under_way and place.written.holds(0, place.nbytes))
+            return found
 
     def blank(self, place: Place) -> None:
         """From here on in the order of submission, the entry holds nothing."""

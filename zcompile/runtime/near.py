@@ -5,13 +5,19 @@ comes after is behind it. The tickets say "compute has come this far".
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ready, Ticket
+from zcompile.runtime.tiers import Extent
+from zcompile.schedule import Borrow, Schedule
 from zcompile.specs import Layout
+
+MOST_KNOWN = 256
+"""Schedules whose borrowed tensors are kept; more are those of plans that were given up."""
 
 
 def is_near(entry: Entry) -> bool:
@@ -50,6 +56,57 @@ def lend(store: Store, entry: Entry, begin: int, layout: Layout, writes: bool) -
     return layout.view(store.borrow(entry, begin, layout.end_bytes, writes))
 
 
+class Lending:
+    """What calls borrow, as found the last time: as long as entries rest where they did, the next
+    call of a schedule borrows the same tensors."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[int, tuple[list[Extent | None], dict[int, Tensor]]] = {}
+
+    def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> "Lent":
+        """Before a call; all its entries are looked at in one go. For who has called
+        `store.enter`. raises  what an earlier transfer of one of them failed with"""
+        still = self._store._mover.all_still(entry.place for entry in entries)
+        extents = [
+            e.place.extent if yes and is_near(e) and not (e.unset or e.deferred) else None
+            for e, yes in zip(entries, still, strict=True)
+        ]
+        known = self._known.get(schedule.serial)
+        if known is None or known[0] != extents:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            known = self._known[schedule.serial] = extents, {}
+        return Lent(self._store, entries, extents, known[1])
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What one call borrows.
+
+    extents  of each entry that rests on the device with a value, and that nothing moves; else None
+    views    id of an instruction, which lives as long as its schedule -> what it borrowed last
+    """
+
+    store: Store
+    entries: Sequence[Entry]
+    extents: Sequence[Extent | None]
+    views: dict[int, Tensor]
+
+    def lend(self, borrow: Borrow) -> Tensor:
+        """A tensor, as `lend` gives it."""
+        entry, extent = self.entries[borrow.entry], self.extents[borrow.entry]
+        if extent is None or entry.place.extent is not extent:
+            return lend(self.store, entry, borrow.begin, borrow.layout, borrow.writes)
+        known = id(borrow)
+        view = self.views.get(known)
+        if view is None:
+            view = self.store.arena.view(extent.offset + borrow.begin, borrow.layout)
+            self.views[known] = view
+        entry.version += borrow.writes
+        return view
+
+
 def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
     """As `Store.add`: `Tensor.add_` on the device."""
     for ticket in after:
@@ -75,4 +132,13 @@ def _copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-__all__ = ["add", "fetch", "is_near", "lend", "put", "read"]
+def copy_dense(target: Tensor, source: Tensor) -> None:
+    """Alike in dtype, size and strides, without gaps; in the order of compute. By one thread
+    between host memories, as `_copy`."""
+    if target.is_cpu and source.is_cpu:
+        copy_bytes(target, source, source.nbytes)
+    else:
+        target.copy_(source)
+
+
+__all__ = ["Lending", "add", "copy_dense", "fetch", "is_near", "lend", "put", "read"]

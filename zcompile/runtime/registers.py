@@ -1,6 +1,9 @@
 """The registers of a call: filled from its arguments, computed with, read for its results."""
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from zcompile.schedule import Literal, Run, Schedule
 
@@ -23,12 +26,16 @@ def registers_of(schedule: Schedule, args: list[Any]) -> list[Any]:
     return values
 
 
-def compute(run: Run, values: list[Any]) -> None:
-    """The results of a region, in their registers."""
+def compute(run: Run, values: list[Any], targets: Sequence[Tensor] = ()) -> None:
+    """The results of a region, in their registers; what it places, in `targets`, if given."""
     given = [values[r] for r in run.inputs]
     for register in run.drops:  # the region owns them: each dies after its last reader inside
         values[register] = None
-    results = run.region.call(given) if run.region.owns else run.region.call(*given)
+    if targets:
+        assert run.region.call_into is not None
+        results = run.region.call_into(given, targets)
+    else:
+        results = run.region.call(given) if run.region.owns else run.region.call(*given)
     for register, result in zip(run.outputs, results, strict=True):
         values[register] = result
 

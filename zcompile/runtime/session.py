@@ -33,8 +33,8 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Region, Schedule
-from zcompile.specs import Layout
+from zcompile.schedule import Schedule
+from zcompile.specs import Layout, Region
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
 from zcompile.verify_schedule import verify_schedule

@@ -1,0 +1,137 @@
+"""Gradients that rest on the device: booked once per call, and still eager's."""
+
+import pytest
+import torch
+from planned_runs import adamw, begun, expected, ids, offloaded, same, train
+from torch import nn
+
+import zcompile
+from zcompile.offloading import session_behind
+from zcompile.runtime import near_gradients
+from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.near_gradients import NearGradients
+from zcompile.specs import Kind
+
+ROOM = {"device_memory": "16MiB"}
+"""All states and gradients rest on the device."""
+
+
+@pytest.fixture
+def came_one_by_one(monkeypatch):
+    """Names of what `Gradients.receive` took."""
+    names, receive = [], Gradients.receive
+
+    def noted(self, entry, grad, after=None):
+        names.append(entry.name)
+        receive(self, entry, grad, after)
+
+    monkeypatch.setattr(Gradients, "receive", noted)
+    return names
+
+
+def backward(model, compiled, number=7):
+    tokens = ids(number)
+    logits = compiled(tokens[:, :-1])
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+
+def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
+    model, compiled, optimizer = begun(4, **ROOM)
+    came_one_by_one.clear()
+    train(model, compiled, optimizer, 4, 5)
+    assert came_one_by_one == []
+    assert same(model, expected())
+
+
+def test_products_are_made_in_their_berths_and_only_the_rest_is_copied(monkeypatch):
+    model, compiled, optimizer = begun(4, **ROOM)
+    copied, copy = [], near_gradients.copy_dense
+
+    def noted(target, source):
+        copied.append(tuple(target.shape))
+        copy(target, source)
+
+    monkeypatch.setattr(near_gradients, "copy_dense", noted)
+    train(model, compiled, optimizer, 4, 5)
+    whole = tuple(model.embed.weight.shape)  # the sum of two
+    small = [tuple(p.shape) for p in model.parameters() if p.dim() == 1]
+    assert sorted(copied) == sorted([whole, *small])
+    assert same(model, expected())
+
+
+def test_what_is_made_in_its_berth_counts_as_it_is_predicted():
+    model, compiled, optimizer = begun(4, **ROOM)
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 4, 5)
+    stats = zcompile.stats(model)
+    assert stats["peak"]["device"] == stats["predicted"]["peak"]["device"]
+    assert session_behind(model).holding.nbytes == 0
+
+
+def test_the_second_batch_of_a_step_is_added_to_what_is_there(came_one_by_one):
+    model, compiled, optimizer = begun(4, batches=2, **ROOM)
+    came_one_by_one.clear()
+    train(model, compiled, optimizer, 4, 5, batches=2)
+    assert len(came_one_by_one) == len(list(model.parameters()))
+    assert same(model, expected(batches=2))
+
+
+def test_a_hook_on_one_parameter_lets_all_come_as_they_are_made(came_one_by_one):
+    model, compiled, optimizer = begun(3, **ROOM)
+    first, *_, last = model.parameters()
+    seen = []
+    last.register_hook(lambda grad: seen.append(first.grad is None))
+    came_one_by_one.clear()
+    train(model, compiled, optimizer, 3, 5)
+    assert len(seen) == 2
+    assert len(came_one_by_one) == 2 * len(list(model.parameters()))
+    assert same(model, expected())
+
+
+def test_who_waits_for_a_gradient_is_told_when_it_is_there():
+    model, compiled, optimizer = begun(4, **ROOM)
+    told = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.cpu().norm() > 0))
+    train(model, compiled, optimizer, 4, 5)
+    assert len(told) == len(list(model.parameters()))
+    assert all(told)
+
+
+def test_after_a_call_that_broke_off_no_gradient_came_and_the_next_is_eagers(monkeypatch):
+    model, compiled, optimizer = begun(4, **ROOM)
+    receive, left = NearGradients.receive, [3]
+
+    def breaks(self, entry, grad):
+        left[0] -= 1
+        if left[0] == 0:
+            raise ZeroDivisionError(entry.name)
+        return receive(self, entry, grad)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NearGradients, "receive", breaks)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, compiled)
+    session = session_behind(model)
+    assert [p.grad for p in model.parameters()] == [None] * len(list(model.parameters()))
+    assert [e.name for e in session.entries() if e.kind is Kind.GRAD] == []
+    train(model, compiled, optimizer, 4, 5)
+    assert same(model, expected())
+
+
+def test_a_gradient_is_measured_for_clipping_where_it_rests():
+    model, compiled = offloaded(**ROOM)
+    train(model, compiled, adamw(model), clip=True)
+    backward(model, compiled)
+    measured = [e.norms for e in session_behind(model).entries() if e.kind is Kind.GRAD]
+    assert len(measured) == len(list(model.parameters()))
+    assert all(measured)
+
+
+def test_torch_autograd_grad_is_refused_and_leaves_no_gradient():
+    model, compiled, _ = begun(4, **ROOM)
+    tokens = ids(7)
+    logits = compiled(tokens[:, :-1])
+    with pytest.raises(Exception, match=r"torch\.autograd\.grad"):
+        torch.autograd.grad(logits.sum(), list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())

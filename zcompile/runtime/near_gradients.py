@@ -1,0 +1,116 @@
+"""Gradients with a berth on the device: made there, or copied, and booked once per call.
+
+Large products drive Python's own code and data out of the caches, so whatever runs between two of
+them takes about ten times as long as in a loop. What has to be done for a gradient is therefore
+done for all of a call at once, before and after it. A matrix product is made in its berth; of
+everything else a copy goes there as soon as it is made.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zcompile.runtime.holding import Row
+from zcompile.runtime.near import copy_dense
+from zcompile.runtime.norms import Norms
+from zcompile.runtime.store import Entry, Store
+from zcompile.schedule import Schedule
+from zcompile.specs import Kind, Layout
+from zcompile.torch_private import hooks_of
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A gradient that a call will make: blank until it ends.
+
+    grad    the tiered tensor over `entry`
+    target  its elements, in the berth
+    """
+
+    param: Tensor
+    entry: Entry
+    grad: Tensor
+    target: Tensor
+
+
+class NearGradients:
+    """Those of one call at a time.
+
+    lone  parameter of an entry, if what the call makes for it becomes its `.grad` as it is
+    came  takes what came for an entry: its parameter, and the tiered gradient
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        wrap: Callable[[Entry, Layout], Tensor],
+        norms: Norms,
+        lone: Callable[[Entry], Tensor | None],
+        came: Callable[[Entry, Tensor, Tensor], None],
+    ) -> None:
+        self._store, self._wrap, self._norms = store, wrap, norms
+        self._lone, self._came = lone, came
+        self._coming: dict[int, _Coming] = {}
+        self._here: list[tuple[Entry, _Coming]] = []
+
+    def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+        """A call begins. One that a user's hook may look into takes each gradient as it comes."""
+        if not schedule.lone_gradients or any(map(_is_hooked, entries)):
+            return
+        device = self._store.homes.device
+        for entry in (entries[index] for index in schedule.lone_gradients):
+            if not device.has_berth(-entry.key, entry.nbytes):
+                continue
+            param = self._lone(entry)
+            if param is None or not (layout := Layout.of(param)).dense:
+                continue
+            name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
+            made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=entry.key)
+            target = self._store.arena.view(made.place.extent.offset, layout)
+            self._coming[entry.key] = _Coming(param, made, self._wrap(made, layout), target)
+
+    def targets(self, entries: Sequence[Entry]) -> Sequence[Tensor]:
+        """Where compute may make the gradients of `entries`; (), if not each has a place."""
+        coming = [self._coming[e.key].target for e in entries if e.key in self._coming]
+        return coming if len(coming) == len(entries) else ()
+
+    def receive(self, entry: Entry, grad: Tensor) -> Tensor | Row | None:
+        """`grad`, computed, is in its berth when this returns; None, if it has none or does not
+        lie as it.
+
+        returns  what counts as held until it would have left, had it gone further
+        """
+        coming = self._coming.pop(entry.key, None)
+        if coming is None:
+            return None
+        target = coming.target
+        if grad.dtype != target.dtype or grad.stride() != target.stride():
+            return None  # the entry dies with what is forgotten here
+        self._here.append((entry, coming))
+        if grad.data_ptr() == target.data_ptr():
+            return Row.standing_for(grad)
+        copy_dense(target, grad)
+        return grad
+
+    def end(self) -> None:
+        """The call is over: what came becomes the gradients of its parameters."""
+        here, self._here = self._here, []
+        self._coming.clear()
+        for entry, coming in here:
+            made = coming.entry
+            self._store.borrow(made, 0, made.nbytes, True, overwrites=True)
+            with torch.no_grad():
+                self._norms.note(made, coming.target)
+            self._came(entry, coming.param, coming.grad)
+
+    def abandon(self) -> None:
+        """After an error: no gradient of this call came."""
+        self._here.clear()
+        self._coming.clear()
+
+
+def _is_hooked(entry: Entry) -> bool:
+    param = entry.owner() if entry.owner is not None else None
+    return param is not None and bool(hooks_of(param)[0])

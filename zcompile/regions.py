@@ -58,8 +58,9 @@ def compile_region(
 def is_product(node: fx.Node) -> bool:
     """Whether it can be made in memory that is given, row-major."""
     value = node.meta.get("val")
-    product = node.target is aten.mm.default and isinstance(value, torch.Tensor)
-    return product and value.is_contiguous()
+    if node.target is not aten.mm.default or not isinstance(value, torch.Tensor):
+        return False
+    return value.is_contiguous()
 
 
 def structure(nodes: Sequence[fx.Node]) -> str:

@@ -1,5 +1,8 @@
 """Gradients that rest on the device: booked once per call, and still eager's."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from planned_runs import adamw, begun, expected, ids, offloaded, same, train
@@ -11,6 +14,7 @@ from zcompile.runtime import near_gradients
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.near_gradients import NearGradients
 from zcompile.specs import Kind
+from zcompile.units import MiB
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""
@@ -128,6 +132,17 @@ def test_a_gradient_is_measured_for_clipping_where_it_rests():
     assert all(measured)
 
 
+def test_memory_that_calls_borrowed_dies_with_the_arena():
+    model, _, _ = begun(4, **ROOM)
+    session = session_behind(model)
+    assert session.arena.borrowed
+    memory = weakref.ref(session.arena._memory.untyped_storage())
+    session.split.hold(session.split.held_bytes + 2 * MiB)
+    assert not session.arena.borrowed
+    gc.collect()
+    assert memory() is None or session.arena._memory is None
+
+
 def test_torch_autograd_grad_is_refused_and_leaves_no_gradient():
     model, compiled, _ = begun(4, **ROOM)
     tokens = ids(7)
@@ -135,3 +150,29 @@ def test_torch_autograd_grad_is_refused_and_leaves_no_gradient():
     with pytest.raises(Exception, match=r"torch\.autograd\.grad"):
         torch.autograd.grad(logits.sum(), list(model.parameters()))
     assert all(p.grad is None for p in model.parameters())
+
+
+class Turning(nn.Module):
+    """A complex weight, used as its conjugate: its gradient comes as a lazy one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x @ self.weight.conj()).abs().sum()
+
+
+def test_a_lazy_conjugate_comes_home_as_the_numbers_that_it_stands_for():
+    torch._dynamo.reset()
+    plain, model = Turning(), zcompile.offload(Turning(), device="cpu", **ROOM)
+    compiled = torch.compile(model, backend="zinf")
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain))
+    for _ in range(5):
+        for run, optimizer in ((compiled, ours), (plain, theirs)):
+            run(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight.on_host(), plain.weight)

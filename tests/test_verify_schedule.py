@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from departing import BROKEN_DEPARTURES, LEAVING
+from placed import BROKEN_PLACES, MADE
 from races import faults
 from test_verify_handover import BROKEN_PAIRS, STEP
 from test_verify_tiles import BROKEN_TILES
@@ -187,8 +188,12 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1), budget=512),
         "the slots end at 1024, the budget is 512",
     ),
-    **BROKEN_DEPARTURES,
+    **BROKEN_PLACES, **BROKEN_DEPARTURES,
 }  # fmt: skip
+
+
+def test_a_gradient_may_be_made_in_its_berth():
+    verify_schedule(schedule(*MADE))
 
 
 @pytest.mark.parametrize("case", BROKEN)

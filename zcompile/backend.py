@@ -172,7 +172,7 @@ class _Graph:
         assert self.plan is not None
         session = self.session()
         regions = session.regions if session is not None else {}
-        known = len(regions)
+        known = len({region.key for region in regions.values()})
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
         given = self.kept if phase is Phase.BACKWARD else {}
         held = footprint(gm.graph, self.plan.params, given)
@@ -186,7 +186,8 @@ class _Graph:
         if session.planner is None or not session.planner.arranges:
             session.homes.plan_device(schedule.peak_bytes)
         meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
-        meter.count("distinct_regions", len(regions) - known)
+        distinct = len({region.key for region in regions.values()})
+        meter.count("distinct_regions", distinct - known)
         return boxed(_bound(self.session, schedule))
 
 

@@ -116,6 +116,6 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
             with graph.inserting_before(env[node]):
                 at = products.index(node)
                 target = graph.call_function(getitem, (targets, at))
-            env[node].kwargs = {"out": target}
+            env[node].kwargs = {**env[node].kwargs, "out": target}
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
     return fx.GraphModule(torch.nn.Module(), graph).forward

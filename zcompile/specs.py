@@ -1,4 +1,4 @@
-"""What a parameter is, and what kinds of entry the store holds."""
+"""What a parameter is, what kinds of entry the store holds, and what a region of compute is."""
 
 import enum
 from collections.abc import Callable, Sequence

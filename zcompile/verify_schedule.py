@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from zcompile.handover import Handover
 from zcompile.proof import Proof
-from zcompile.schedule import Fetch, Schedule, Ticket
+from zcompile.schedule import Fetch, Offload, Reduce, Register, Run, Schedule, Ticket
 from zcompile.walks import Called, Use, Walk
 
 __all__ = ["Called", "verify_handover", "verify_schedule"]
@@ -24,6 +24,7 @@ def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> Non
         proof.step(walk, index)
     proof.end(walk)
     _account(walk, proof.peak)
+    _gradients_are_placed_alone(walk)
 
 
 def verify_handover(now: Called, then: Called, handover: Handover) -> None:
@@ -77,3 +78,37 @@ def _account(walk: Walk, peak: int) -> None:
         raise walk.fail(f"the peak is {peak} bytes, the schedule says {schedule.peak_bytes}")
     if schedule.budget_bytes is not None and end > schedule.budget_bytes:
         raise walk.fail(f"the slots end at {end}, the budget is {schedule.budget_bytes}")
+
+
+def _gradients_are_placed_alone(walk: Walk) -> None:
+    """What a region makes where a gradient rests goes home as that gradient, and is read by nobody
+    else: from then on it may change."""
+    schedule, readers = walk.schedule, _readers(walk.schedule)
+    for run in schedule.instructions:
+        if not isinstance(run, Run) or not (run.into or run.region.placed):
+            continue
+        if len(run.into) != len(run.region.placed):
+            raise walk.fail(f"{run.region.text!r} places another number of outputs than it is told")
+        for at, entry in zip(run.region.placed, run.into, strict=True):
+            match readers.get(run.outputs[at]):
+                case [Reduce(entry=taker, drop=True, of_nbytes=0)] if taker == entry:
+                    pass
+                case _:
+                    name = schedule.names.get(entry, str(entry))
+                    raise walk.fail(f"what is made as the gradient of {name!r} is not that alone")
+
+
+def _readers(schedule: Schedule) -> Mapping[Register, list[object]]:
+    """Of each register, in order; that a result is not dropped is proven elsewhere."""
+    found: dict[Register, list[object]] = {}
+    for x in schedule.instructions:
+        match x:
+            case Run():
+                registers = x.inputs
+            case Reduce() | Offload():
+                registers = (x.value,)
+            case _:
+                registers = ()
+        for register in registers:
+            found.setdefault(register, []).append(x)
+    return found

@@ -1,11 +1,13 @@
 """A gradient of a tiered parameter goes home as soon as it is made."""
 
 import pytest
+import torch
 from joint import captured, catch
 from small_models import SMALL_MODELS, mlp
+from torch import nn
 
 from zcompile import ops, printer
-from zcompile.graph import find, output_of, phase_of
+from zcompile.graph import TURNS, find, output_of, phase_of
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.specs import Phase
@@ -28,8 +30,6 @@ def test_every_parameter_has_one_reduction_and_it_is_backward(model):
 
 
 def test_the_gradient_of_an_input_is_returned_as_ever():
-    import torch
-
     joint = catch(mlp(), torch.randn(3, 8, requires_grad=True))
     reduced = joint.through(GatherParams(), ReduceGrads())
     output = output_of(reduced.graph)
@@ -37,3 +37,30 @@ def test_the_gradient_of_an_input_is_returned_as_ever():
         if gradient_of(desc) is not None:
             tiered = gradient_of(desc) in joint.names
             assert (result.target is ops.reduce_grad) == tiered
+
+
+class Summed(nn.Module):
+    """Two weights that are added: one product is the gradient of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.delta = (nn.Parameter(torch.ones(6, 8)) for _ in range(2))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.base + self.delta)
+
+
+def test_one_product_may_go_home_twice():
+    joint = catch(Summed(), torch.randn(3, 8)).through(GatherParams(), ReduceGrads())
+    reductions = find(joint.graph, ops.reduce_grad)
+    assert len(reductions) == 2
+    assert len({n.args[0] for n in reductions}) == 1
+
+
+def test_what_only_turns_a_gradient_and_back_is_left_out():
+    joint = captured("mlp").through(GatherParams(), ReduceGrads())
+    weights = [
+        n.args[0] for n in find(joint.graph, ops.reduce_grad) if n.args[0].meta["val"].dim() == 2
+    ]
+    assert {n.target for n in weights} == {torch.ops.aten.mm.default}
+    assert all(n.users for n in joint.graph.nodes if n.target in TURNS)

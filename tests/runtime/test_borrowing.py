@@ -60,13 +60,12 @@ def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_st
     borrow = Borrow(EntryIndex(0), 0, layout, Register(0), True)
     schedule = SimpleNamespace(serial=1)
     entry = near_entry(store, 3.0)
-    lending = near.Lending(store)
-    first = lending.begin(schedule, [entry]).lend(borrow)
+    first = near.look_up(store, schedule, [entry]).lend(borrow)
     version = entry.version
-    assert lending.begin(schedule, [entry]).lend(borrow) is first
+    assert near.look_up(store, schedule, [entry]).lend(borrow) is first
     assert entry.version == version + 1
     other = near_entry(store, 5.0)
-    assert lending.begin(schedule, [other]).lend(borrow).tolist() == [5.0] * 64
+    assert near.look_up(store, schedule, [other]).lend(borrow).tolist() == [5.0] * 64
     assert first.tolist() == [3.0] * 64
 
 
@@ -75,7 +74,7 @@ def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
     store.homes.device.window_bytes = 1 * MiB
     borrow = Borrow(EntryIndex(0), 0, Layout((64,), (1,), 0, torch.float32), Register(0), False)
     entry, other = near_entry(store, 3.0), near_entry(store, 5.0)
-    lent = near.Lending(store).begin(SimpleNamespace(serial=1), [entry])
+    lent = near.look_up(store, SimpleNamespace(serial=1), [entry])
     assert lent.lend(borrow).tolist() == [3.0] * 64
     entry.place = other.place
     assert lent.lend(borrow).tolist() == [5.0] * 64

@@ -1,6 +1,6 @@
 """A gradient goes home as soon as it is made; the graph returns nothing in its place."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,8 +53,7 @@ class ReduceGrads(Pass):
                 grad = _own(graph, _unturned(grad), kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
-        for node in turned:
-            _erase_unread(node)
+        _erase_unread(turned)
         return plan
 
 
@@ -77,10 +76,14 @@ def _unturned(grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _erase_unread(node: fx.Node) -> None:
-    while not node.users and node.target in TURNS:
-        unread, (node,) = node, node.all_input_nodes
-        unread.graph.erase_node(unread)
+def _erase_unread(turned: Iterable[fx.Node]) -> None:
+    """What only undid what is undone by now; two gradients may be the same node."""
+    left = dict.fromkeys(turned)
+    while left:
+        node, _ = left.popitem()
+        if not node.users and node.target in TURNS:
+            left.update(dict.fromkeys(node.all_input_nodes))
+            node.graph.erase_node(node)
 
 
 def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:

@@ -56,7 +56,7 @@ class Executor:
         self.store = store
         self.gradients = gradients
         self.leaving, self.holding = leaving, holding
-        self.foresight, self.lending = Foresight(store), near.Lending(store)
+        self.foresight = Foresight(store)
         self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
         self._busy = threading.Lock()
         self._walked: set[int] = set()
@@ -143,7 +143,7 @@ class _Walk:
         self.entries = entries
         self.tickets: dict[int, Ticket] = {}
         self.call = Call(schedule, tuple(entries))
-        self.foresight, self.lending = executor.foresight, executor.lending
+        self.foresight = executor.foresight
         self.taken: set[Slot] = set()
         self.lent: dict[int, Tensor] = {}
         """What was borrowed, by its id."""
@@ -168,13 +168,13 @@ class _Walk:
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
-            self.ahead = self.lending.begin(self.schedule, self.entries)
+            self.ahead = near.look_up(self.store, self.schedule, self.entries)
             self.gradients.near.begin(self.schedule, self.entries)
             self._steps()
             self.gradients.near.end()
         except BaseException:
-            self._abandon()
             self.gradients.near.abandon()
+            self._abandon()
             self.foresight.abandon()
             self.held.abandon()
             self.leaving.abandon()

@@ -34,7 +34,8 @@ def state_of(grad: Tensor | None) -> object:
 
 
 def like(param: Tensor, grad: Tensor) -> Tensor:
-    """`grad` with the strides of `param`: the layout autograd gives to `.grad`."""
+    """`grad` with the strides of `param`, the layout autograd gives to `.grad`; its own bits."""
+    grad = grad.resolve_conj().resolve_neg()
     if not Layout.of(param).dense:
         return grad.contiguous()
     if grad.stride() == param.stride() and grad.dtype == param.dtype:

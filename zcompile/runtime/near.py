@@ -16,8 +16,8 @@ from zcompile.runtime.tiers import Extent
 from zcompile.schedule import Borrow, Schedule
 from zcompile.specs import Layout
 
-MOST_KNOWN = 256
-"""Schedules whose borrowed tensors are kept; more are those of plans that were given up."""
+MOST_KNOWN = 4096
+"""Schedules whose borrowed tensors are kept; the oldest are those of plans that were given up."""
 
 
 def is_near(entry: Entry) -> bool:
@@ -56,28 +56,24 @@ def lend(store: Store, entry: Entry, begin: int, layout: Layout, writes: bool) -
     return layout.view(store.borrow(entry, begin, layout.end_bytes, writes))
 
 
-class Lending:
-    """What calls borrow, as found the last time: as long as entries rest where they did, the next
-    call of a schedule borrows the same tensors."""
+def look_up(store: Store, schedule: Schedule, entries: Sequence[Entry]) -> "Lent":
+    """What a call may borrow, of all its entries in one go. As long as they rest where they did,
+    the next call of a schedule borrows the same tensors. For who has called `store.enter`.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: dict[int, tuple[list[Extent | None], dict[int, Tensor]]] = {}
-
-    def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> "Lent":
-        """Before a call; all its entries are looked at in one go. For who has called
-        `store.enter`. raises  what an earlier transfer of one of them failed with"""
-        still = self._store._mover.all_still(entry.place for entry in entries)
-        extents = [
-            e.place.extent if yes and is_near(e) and not (e.unset or e.deferred) else None
-            for e, yes in zip(entries, still, strict=True)
-        ]
-        known = self._known.get(schedule.serial)
-        if known is None or known[0] != extents:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            known = self._known[schedule.serial] = extents, {}
-        return Lent(self._store, entries, extents, known[1])
+    raises  what an earlier transfer of one of them failed with
+    """
+    still = store._mover.all_still(entry.place for entry in entries)
+    extents = [
+        e.place.extent if yes and is_near(e) and not (e.unset or e.deferred) else None
+        for e, yes in zip(entries, still, strict=True)
+    ]
+    borrowed = store.arena.borrowed
+    known = borrowed.get(schedule.serial)
+    if known is None or known[0] != extents:
+        if known is None and len(borrowed) >= MOST_KNOWN:
+            del borrowed[next(iter(borrowed))]
+        known = borrowed[schedule.serial] = extents, {}
+    return Lent(store, entries, extents, known[1])
 
 
 @dataclass(frozen=True)
@@ -141,4 +137,4 @@ def copy_dense(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-__all__ = ["Lending", "add", "copy_dense", "fetch", "is_near", "lend", "put", "read"]
+__all__ = ["add", "copy_dense", "fetch", "is_near", "lend", "look_up", "put", "read"]

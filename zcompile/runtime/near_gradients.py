@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zcompile.runtime.holding import Row
-from zcompile.runtime.near import copy_dense
+from zcompile.runtime.near import copy_dense, is_near
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.schedule import Schedule
@@ -57,6 +57,7 @@ class NearGradients:
 
     def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call begins. One that a user's hook may look into takes each gradient as it comes."""
+        self.abandon()
         if not schedule.lone_gradients or any(map(_is_hooked, entries)):
             return
         device = self._store.homes.device
@@ -68,6 +69,7 @@ class NearGradients:
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=entry.key)
+            assert is_near(made), "a berth that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._coming[entry.key] = _Coming(param, made, self._wrap(made, layout), target)
 
@@ -86,7 +88,7 @@ class NearGradients:
         if coming is None:
             return None
         target = coming.target
-        if grad.dtype != target.dtype or grad.stride() != target.stride():
+        if not _lie_alike(grad, target):
             return None  # the entry dies with what is forgotten here
         self._here.append((entry, coming))
         if grad.data_ptr() == target.data_ptr():
@@ -109,6 +111,12 @@ class NearGradients:
         """After an error: no gradient of this call came."""
         self._here.clear()
         self._coming.clear()
+
+
+def _lie_alike(grad: Tensor, target: Tensor) -> bool:
+    """Whether the bytes of one are those of the other."""
+    bits = grad.dtype == target.dtype and not (grad.is_conj() or grad.is_neg())
+    return bits and grad.stride() == target.stride()
 
 
 def _is_hooked(entry: Entry) -> bool:

@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,14 +185,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
             meter.forget(results[position])
         return results
 
-    def computed(instruction: Any, values: list[Any]) -> None:
+    def computed(instruction: Any, values: list[Any], targets: Sequence[Tensor] = ()) -> None:
         if not meter.on:
-            compute(instruction, values)
+            compute(instruction, values, targets)
             return
         met: list[int] = []
         found.met.append((running.popleft(), met))
         meter.least, meter.after_op = 0, lambda: met.append(meter.live - found.others)
-        compute(instruction, values)
+        compute(instruction, values, targets)
         meter.least, meter.after_op = NORM_BYTES, lambda: None
 
     monkeypatch.setattr(backend, "lower", lowered)

@@ -9,6 +9,7 @@ from planned_runs import adamw, begun, expected, ids, offloaded, same, train
 from torch import nn
 
 import zcompile
+from zcompile.errors import Unsupported
 from zcompile.offloading import session_behind
 from zcompile.runtime import near_gradients
 from zcompile.runtime.gradients import Gradients
@@ -82,12 +83,12 @@ def test_the_second_batch_of_a_step_is_added_to_what_is_there(came_one_by_one):
 
 def test_a_hook_on_one_parameter_lets_all_come_as_they_are_made(came_one_by_one):
     model, compiled, optimizer = begun(3, **ROOM)
-    first, *_, last = model.parameters()
+    late, early = model.blocks[0].down.bias, model.norm.weight
     seen = []
-    last.register_hook(lambda grad: seen.append(first.grad is None))
+    late.register_hook(lambda grad: seen.append(early.grad is not None))
     came_one_by_one.clear()
     train(model, compiled, optimizer, 3, 5)
-    assert len(seen) == 2
+    assert seen == [True, True]
     assert len(came_one_by_one) == 2 * len(list(model.parameters()))
     assert same(model, expected())
 
@@ -135,19 +136,17 @@ def test_a_gradient_is_measured_for_clipping_where_it_rests():
 def test_memory_that_calls_borrowed_dies_with_the_arena():
     model, _, _ = begun(4, **ROOM)
     session = session_behind(model)
-    assert session.arena.borrowed
     memory = weakref.ref(session.arena._memory.untyped_storage())
     session.split.hold(session.split.held_bytes + 2 * MiB)
-    assert not session.arena.borrowed
     gc.collect()
-    assert memory() is None or session.arena._memory is None
+    assert memory() is None
 
 
 def test_torch_autograd_grad_is_refused_and_leaves_no_gradient():
     model, compiled, _ = begun(4, **ROOM)
     tokens = ids(7)
     logits = compiled(tokens[:, :-1])
-    with pytest.raises(Exception, match=r"torch\.autograd\.grad"):
+    with pytest.raises(Unsupported, match=r"torch\.autograd\.grad"):
         torch.autograd.grad(logits.sum(), list(model.parameters()))
     assert all(p.grad is None for p in model.parameters())
 

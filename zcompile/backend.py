@@ -172,7 +172,7 @@ class _Graph:
         assert self.plan is not None
         session = self.session()
         regions = session.regions if session is not None else {}
-        known = len({region.key for region in regions.values()})
+        known = frozenset(regions)
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
         given = self.kept if phase is Phase.BACKWARD else {}
         held = footprint(gm.graph, self.plan.params, given)
@@ -185,9 +185,9 @@ class _Graph:
         meter = session.meter
         if session.planner is None or not session.planner.arranges:
             session.homes.plan_device(schedule.peak_bytes)
-        meter.count("regions", sum(isinstance(i, Run) for i in schedule.instructions))
-        distinct = len({region.key for region in regions.values()})
-        meter.count("distinct_regions", distinct - known)
+        keys = [i.region.key for i in schedule.instructions if isinstance(i, Run)]
+        meter.count("regions", len(keys))
+        meter.count("distinct_regions", len({*keys} - known))
         return boxed(_bound(self.session, schedule))
 
 

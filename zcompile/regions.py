@@ -8,6 +8,7 @@ compiled once, so that compile time does not grow with depth.
 import hashlib
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -45,13 +46,18 @@ def compile_region(
             a matrix product (`is_product`)
     """
     key = structure(nodes)
-    known = f"{key} {placed}" if placed else key
+    plain = compiled.get(key)
+    if plain is None:
+        plain = compiled[key] = Region(
+            key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True
+        )
+    if not placed:
+        return plain
+    known = f"{key} {tuple(placed)}"
     if known not in compiled:
         outputs = outputs_of(nodes)
-        compiled[known] = Region(
-            key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True, placed=tuple(placed),
-            call_into=_eager(nodes, [outputs[at] for at in placed]) if placed else None,
-        )  # fmt: skip
+        call_into = _eager(nodes, [outputs[at] for at in placed])
+        compiled[known] = replace(plain, placed=tuple(placed), call_into=call_into)
     return compiled[known]
 
 
@@ -109,13 +115,14 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
         for position, node in enumerate(inputs_of(nodes))
     }
     graph.call_method("clear", (given,))
+    place = {
+        node: graph.call_function(getitem, (targets, position))
+        for position, node in enumerate(products)
+    }
     for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        if node in products:
-            env[node].target = aten.mm.out
-            with graph.inserting_before(env[node]):
-                at = products.index(node)
-                target = graph.call_function(getitem, (targets, at))
-            env[node].kwargs = {**env[node].kwargs, "out": target}
+        made = env[node] = graph.node_copy(node, env.__getitem__)
+        if node in place:
+            made.target = aten.mm.out
+            made.kwargs = {**made.kwargs, "out": place[node]}
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
     return fx.GraphModule(torch.nn.Module(), graph).forward

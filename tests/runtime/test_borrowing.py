@@ -1,7 +1,5 @@
 """Compute reaches bytes where they rest: after what moves them, with zeros where all is blank."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -58,14 +56,13 @@ def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_st
     store.homes.device.window_bytes = 1 * MiB
     layout = Layout((64,), (1,), 0, torch.float32)
     borrow = Borrow(EntryIndex(0), 0, layout, Register(0), True)
-    schedule = SimpleNamespace(serial=1)
     entry = near_entry(store, 3.0)
-    first = near.look_up(store, schedule, [entry]).lend(borrow)
+    first = near.look_up(store, [entry]).lend(borrow)
     version = entry.version
-    assert near.look_up(store, schedule, [entry]).lend(borrow) is first
+    assert near.look_up(store, [entry]).lend(borrow) is first
     assert entry.version == version + 1
     other = near_entry(store, 5.0)
-    assert near.look_up(store, schedule, [other]).lend(borrow).tolist() == [5.0] * 64
+    assert near.look_up(store, [other]).lend(borrow).tolist() == [5.0] * 64
     assert first.tolist() == [3.0] * 64
 
 
@@ -74,7 +71,7 @@ def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
     store.homes.device.window_bytes = 1 * MiB
     borrow = Borrow(EntryIndex(0), 0, Layout((64,), (1,), 0, torch.float32), Register(0), False)
     entry, other = near_entry(store, 3.0), near_entry(store, 5.0)
-    lent = near.look_up(store, SimpleNamespace(serial=1), [entry])
+    lent = near.look_up(store, [entry])
     assert lent.lend(borrow).tolist() == [3.0] * 64
     entry.place = other.place
     assert lent.lend(borrow).tolist() == [5.0] * 64

@@ -8,7 +8,7 @@ import gc
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from zcompile.errors import BudgetExceeded
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.tiers import Extent
 from zcompile.specs import Layout
 
 MOST_VIEWS = 1 << 16
@@ -45,8 +44,6 @@ class Arena:
         self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
         self._returned: deque[int] = deque()
         self._views: dict[tuple[int, Layout], Tensor] = {}
-        self.borrowed: dict[int, tuple[Sequence[Extent | None], dict[int, Tensor]]] = {}
-        """For whoever lends what rests here (`near.py`); lets go of the memory with the arena."""
 
     @property
     def peak_bytes(self) -> int:
@@ -258,7 +255,6 @@ class Arena:
         if empty and memory is not None and memory.numel() != self.budget_bytes:
             self._memory = None
             self._views.clear()
-            self.borrowed.clear()
 
 
 def _nobody(nbytes: int) -> bool:

@@ -168,7 +168,7 @@ class _Walk:
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
-            self.ahead = near.look_up(self.store, self.schedule, self.entries)
+            self.ahead = near.look_up(self.store, self.entries)
             self.gradients.near.begin(self.schedule, self.entries)
             self._steps()
             self.gradients.near.end()
@@ -202,7 +202,7 @@ class _Walk:
 
     def _run(self, run: Run) -> None:
         self.held.rises()
-        targets = self.gradients.near.targets([self.entries[i] for i in run.into])
+        targets = self.gradients.near.targets(run.into, self.entries)
         compute(run, self.values, targets)
         self.held.ran(run, self.values, bool(targets))
         if run.ticket is not None:

@@ -13,11 +13,7 @@ from zcompile.runtime.pages import copy_bytes
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.runtime.tiers import Extent
-from zcompile.schedule import Borrow, Schedule
-from zcompile.specs import Layout
-
-MOST_KNOWN = 4096
-"""Schedules whose borrowed tensors are kept; the oldest are those of plans that were given up."""
+from zcompile.schedule import Borrow
 
 
 def is_near(entry: Entry) -> bool:
@@ -30,7 +26,7 @@ def fetch(
     """As `Store.fetch`, from the device to itself."""
     for ticket in after:
         ticket.join_compute()
-    _copy(target, store.borrow(entry, begin, target.numel(), False))
+    copy_dense(target, store.borrow(entry, begin, target.numel(), False))
     return store.device.mark()
 
 
@@ -41,39 +37,21 @@ def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
     if source.numel() == entry.nbytes:
         entry.deferred = ()
         entry.unset = False
-    _copy(store.borrow(entry, begin, source.numel(), True, overwrites=True), source)
+    copy_dense(store.borrow(entry, begin, source.numel(), True, overwrites=True), source)
     return store.device.mark()
 
 
-def lend(store: Store, entry: Entry, begin: int, layout: Layout, writes: bool) -> Tensor:
-    """As `Store.borrow`, a tensor of `layout` to read and write, and not to hand to others: of what
-    rests on the device it may be the same object each time. For who has called `store.enter`."""
-    place, end = entry.place, begin + layout.end_bytes
-    ready = place.tier.on_device and not entry.unset and not entry.deferred
-    if ready and store._mover.is_still(place, begin, end):
-        entry.version += int(writes)
-        return store.arena.view(place.extent.offset + begin, layout)
-    return layout.view(store.borrow(entry, begin, layout.end_bytes, writes))
-
-
-def look_up(store: Store, schedule: Schedule, entries: Sequence[Entry]) -> "Lent":
-    """What a call may borrow, of all its entries in one go. As long as they rest where they did,
-    the next call of a schedule borrows the same tensors. For who has called `store.enter`.
+def look_up(store: Store, entries: Sequence[Entry]) -> "Lent":
+    """What a call may borrow, of all its entries in one go. For who has called `store.enter`.
 
     raises  what an earlier transfer of one of them failed with
     """
-    still = store._mover.all_still(entry.place for entry in entries)
+    still = store._mover.still(entry.place for entry in entries)
     extents = [
         e.place.extent if yes and is_near(e) and not (e.unset or e.deferred) else None
         for e, yes in zip(entries, still, strict=True)
     ]
-    borrowed = store.arena.borrowed
-    known = borrowed.get(schedule.serial)
-    if known is None or known[0] != extents:
-        if known is None and len(borrowed) >= MOST_KNOWN:
-            del borrowed[next(iter(borrowed))]
-        known = borrowed[schedule.serial] = extents, {}
-    return Lent(store, entries, extents, known[1])
+    return Lent(store, entries, extents)
 
 
 @dataclass(frozen=True)
@@ -81,26 +59,21 @@ class Lent:
     """What one call borrows.
 
     extents  of each entry that rests on the device with a value, and that nothing moves; else None
-    views    id of an instruction, which lives as long as its schedule -> what it borrowed last
     """
 
     store: Store
     entries: Sequence[Entry]
     extents: Sequence[Extent | None]
-    views: dict[int, Tensor]
 
     def lend(self, borrow: Borrow) -> Tensor:
-        """A tensor, as `lend` gives it."""
-        entry, extent = self.entries[borrow.entry], self.extents[borrow.entry]
+        """As `Store.borrow`, a tensor to read and write, and not to hand to others: of what rests
+        on the device it is the same object each time."""
+        entry, extent, begin = self.entries[borrow.entry], self.extents[borrow.entry], borrow.begin
         if extent is None or entry.place.extent is not extent:
-            return lend(self.store, entry, borrow.begin, borrow.layout, borrow.writes)
-        known = id(borrow)
-        view = self.views.get(known)
-        if view is None:
-            view = self.store.arena.view(extent.offset + borrow.begin, borrow.layout)
-            self.views[known] = view
+            nbytes = borrow.layout.end_bytes
+            return borrow.layout.view(self.store.borrow(entry, begin, nbytes, borrow.writes))
         entry.version += borrow.writes
-        return view
+        return self.store.arena.view(extent.offset + begin, borrow.layout)
 
 
 def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
@@ -114,27 +87,18 @@ def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
 
 def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
     """As `Store.read`: blocks until compute has come this far."""
-    _copy(target, store.borrow(entry, begin, target.numel(), False))
+    copy_dense(target, store.borrow(entry, begin, target.numel(), False))
     return Ready()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """uint8 [n], contiguous, both. Between host memories by one thread: while the threads of links
-    are busy, a team of OpenMP's takes milliseconds to come together, for what lasts some tens of
-    microseconds."""
-    if target.is_cpu and source.is_cpu:
-        copy_bytes(target, source, source.numel())
-    else:
-        target.copy_(source)
-
-
 def copy_dense(target: Tensor, source: Tensor) -> None:
-    """Alike in dtype, size and strides, without gaps; in the order of compute. By one thread
-    between host memories, as `_copy`."""
+    """Alike in dtype, size and strides, without gaps; in the order of compute. Between host
+    memories by one thread: while the threads of links are busy, a team of OpenMP's takes
+    milliseconds to come together, for what lasts some tens of microseconds."""
     if target.is_cpu and source.is_cpu:
         copy_bytes(target, source, source.nbytes)
     else:
         target.copy_(source)
 
 
-__all__ = ["add", "copy_dense", "fetch", "is_near", "lend", "look_up", "put", "read"]
+__all__ = ["add", "copy_dense", "fetch", "is_near", "look_up", "put", "read"]

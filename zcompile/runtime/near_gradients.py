@@ -73,10 +73,14 @@ class NearGradients:
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._coming[entry.key] = _Coming(param, made, self._wrap(made, layout), target)
 
-    def targets(self, entries: Sequence[Entry]) -> Sequence[Tensor]:
-        """Where compute may make the gradients of `entries`; (), if not each has a place."""
-        coming = [self._coming[e.key].target for e in entries if e.key in self._coming]
-        return coming if len(coming) == len(entries) else ()
+    def targets(self, into: Sequence[int], entries: Sequence[Entry]) -> Sequence[Tensor]:
+        """Where compute may make the gradients of those of `entries` that `into` names; (), if
+        not each has a place."""
+        if not (into and self._coming):
+            return ()
+        coming = [self._coming.get(entries[index].key) for index in into]
+        places = [c.target for c in coming if c is not None]
+        return places if len(places) == len(coming) else ()
 
     def receive(self, entry: Entry, grad: Tensor) -> Tensor | Row | None:
         """`grad`, computed, is in its berth when this returns; None, if it has none or does not

@@ -29,7 +29,7 @@ from zcompile.machine_file import find
 from zcompile.offloading import session_behind
 from zcompile.runtime.probe import probed
 from zcompile.steps import Step
-from zcompile.units import MiB, show_rate, show_size
+from zcompile.units import GiB, MiB, show_rate, show_size
 
 FRACTIONS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 12)
 SHARES: Mapping[str, Mapping[str, float]] = {
@@ -40,6 +40,8 @@ SHARES: Mapping[str, Mapping[str, float]] = {
 }
 WARM_UP = 7
 """Two steps as the passes planned them, four under the first plan, one after its review."""
+MOST_HELD_BYTES = 8 * GiB
+"""Of values of graphs, while they are counted."""
 HOST_SHARE = 0.7
 """Of all states: the host holds so much, the disk the rest."""
 
@@ -107,7 +109,7 @@ def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.
 
 def held_bytes(args: argparse.Namespace, whole: int) -> int:
     """What the graphs of a step hold of the device beside the arena."""
-    model, step = offloaded(args, 64 * whole, host_memory="4GiB")
+    model, step = offloaded(args, whole + MOST_HELD_BYTES, host_memory="4GiB")
     step(*data(args, 0))
     held = session_behind(model).split.held_bytes
     zcompile.close(model)

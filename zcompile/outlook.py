@@ -14,7 +14,7 @@ from zcompile.loads import Room, group, totals
 from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
 from zcompile.passes.place_states import place
-from zcompile.runtime.staging import staging_size
+from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
@@ -58,9 +58,10 @@ class Terms:
 
     def on(self, machine: Machine) -> "Terms":
         """The same for another machine, whose host has room for another staging ring."""
-        ring = staging_size(machine.tiers["host"], "disk" in machine.tiers, self.emulates)
+        host = machine.tiers["host"]
+        ring = staging_size(host, self.emulates)
         ways = replace(self.ways, chunk_bytes=ring.chunk_bytes, ring_bytes=ring.nbytes,
-                       backlog_bytes=ring.nbytes)  # fmt: skip
+                       backlog_bytes=backlog_bytes(host, self.emulates))  # fmt: skip
         return replace(self, machine=machine, ways=ways)
 
     def costs(self) -> Costs:

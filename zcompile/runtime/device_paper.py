@@ -205,7 +205,7 @@ def open_paper(
     """
     mover = Mover()
     device = PaperDevice(NO_LIMIT, emulates)
-    size = staging_size(256 * KiB, has_disk=False)
+    size = staging_size(256 * KiB)
     ring = Staging(torch.empty(size.nbytes, dtype=torch.uint8), size, Gauge())
     means = Means(device, ring, Workers("zinf-paper", 1, mover.abandon))
     tiers = [PaperTier("host", in_memory=True, in_use=meter.host)]

@@ -92,17 +92,11 @@ class Mover:
             if writes:
                 place.written.add(begin, end)
 
-    def is_still(self, place: Place, begin: int, end: int) -> bool:
-        """Nothing is under way on the entry, and its bytes [begin, end) hold a value.
+    def still(self, places: Iterable[Place]) -> list[bool]:
+        """Of each, whether nothing is under way on the entry, and all of it holds a value.
 
         raises  as `check`
         """
-        with self._idle:
-            self.check(place)
-            return not place.under_way and place.written.holds(begin, end)
-
-    def all_still(self, places: Iterable[Place]) -> list[bool]:
-        """Of each whether it `is_still`, from its first byte to its last. raises  as `check`"""
         with self._idle:
             found = []
             for place in places:
@@ -180,16 +174,16 @@ class Backlog:
 
     def __init__(self, most_bytes: int) -> None:
         self.waited_s = 0.0
-        self._most = most_bytes
+        self.most_bytes = most_bytes
         self._now = 0
         self._less = threading.Condition()
 
     def enter(self, nbytes: int) -> None:
         """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
         with self._less:
-            if self._now and self._now + nbytes > self._most:
+            if self._now and self._now + nbytes > self.most_bytes:
                 since = time.perf_counter()
-                self._less.wait_for(lambda: not self._now or self._now + nbytes <= self._most)
+                self._less.wait_for(lambda: not self._now or self._now + nbytes <= self.most_bytes)
                 self.waited_s += time.perf_counter() - since
             self._now += nbytes
 

@@ -20,7 +20,7 @@ from zcompile.runtime.durable_files import DurableFiles
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
-from zcompile.runtime.staging import Staging, staging_size
+from zcompile.runtime.staging import Staging, backlog_bytes, staging_size
 from zcompile.runtime.tier_durable import DurableTier
 from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tier_nvme import DiskTier
@@ -34,12 +34,14 @@ SHARE_OF_MACHINE = 8
 
 @dataclass(frozen=True)
 class Plant:
-    """tiers  in the order in which entries are offered to them"""
+    """tiers          in the order in which entries are offered to them
+    backlog_bytes  of gradients on their way, at most
+    """
 
     pid: int
     device_budget: int
     host_budget: int
-    staging_bytes: int
+    backlog_bytes: int
     mover: Mover
     means: Means
     tiers: tuple[TierIO, ...]
@@ -63,7 +65,7 @@ def open_plant(config: Config, meter: Meter) -> Plant:
     device = _open_device(config, meter, mover)
     try:
         straight = device.torch_device.type == "cpu" and device.straight("h2d")
-        size = staging_size(host_budget, bool(config.disk), straight)
+        size = staging_size(host_budget, straight)
         device_budget = _device_budget(config, device)
         on_host = device.torch_device.type == "cpu"
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)
@@ -75,7 +77,8 @@ def open_plant(config: Config, meter: Meter) -> Plant:
         raise
     meter.planned_host.change(size.nbytes)
     means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
-    return Plant(os.getpid(), device_budget, host_budget, size.nbytes, mover, means, tiers)
+    backlog = backlog_bytes(host_budget, straight)
+    return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers)
 
 
 def shut(plant: Plant) -> None:

@@ -184,7 +184,7 @@ class Session(Store):
             straight_write=emulated and device.straight("d2h"),
             chunk_bytes=ring.chunk_bytes,
             ring_bytes=ring.nbytes,
-            backlog_bytes=ring.nbytes,
+            backlog_bytes=self._backlog.most_bytes,
         )
 
     def note_whole(self, op: str) -> None:

@@ -28,6 +28,13 @@ MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
 MOST_BESIDE_BYTES = 32 * MiB
 """Where most transfers go straight between disk and arena, and the ring serves the others."""
+RING_PART = 64
+"""Such a part of the host is the ring. Nothing rests in it: a byte more of it is a byte more that
+is read from disk and written there in every step."""
+SMALL_RING_BYTES = 1 * MiB
+"""Up to so many an eighth of the host may be: with less, chunks are mostly overhead."""
+BACKLOG_PART = 4
+"""Of the host: gradients on their way take at most as much, and no more than the largest ring."""
 
 
 class StagingSize(NamedTuple):
@@ -41,8 +48,8 @@ class StagingSize(NamedTuple):
         return self.chunk_bytes * self.chunks
 
 
-def staging_size(host_budget: int, has_disk: bool, straight: bool = False) -> StagingSize:
-    """How much of the host budget is the ring: about a quarter, and less without a disk.
+def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
+    """How much of the host budget is the ring.
 
     straight  most transfers do not need it
 
@@ -52,12 +59,21 @@ def staging_size(host_budget: int, has_disk: bool, straight: bool = False) -> St
     if host_budget < least:
         raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
                             f"least {show_size(least)}; give that or more")  # fmt: skip
-    most = MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
-    target = min(host_budget // (4 if has_disk else 16), most)
+    small = min(host_budget // 8, SMALL_RING_BYTES)
+    target = min(max(host_budget // RING_PART, small), _most(straight))
     chunk = MOST_CHUNK_BYTES
     while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
         chunk //= 2
     return StagingSize(chunk, max(LEAST_CHUNKS, target // chunk))
+
+
+def backlog_bytes(host_budget: int, straight: bool = False) -> int:
+    """Of gradients on their way home, at most, before the next waits for one to arrive."""
+    return min(host_budget // BACKLOG_PART, _most(straight))
+
+
+def _most(straight: bool) -> int:
+    return MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
 
 
 class Staged(Protocol):

@@ -112,7 +112,7 @@ class Store:
         self._mover = plant.mover
         self.durable = plant.durable
         self.homes = Homes(plant.tiers, DeviceTier(self.arena), self.meter)
-        self._backlog = Backlog(plant.staging_bytes)
+        self._backlog = Backlog(plant.backlog_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[int] = deque()
         self.deferrals: Deferrals[Entry] = Deferrals()

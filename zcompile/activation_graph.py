@@ -80,7 +80,7 @@ class _Reading:
         clock = tuple(self._clock())
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
-        streams = Streams(compute, weights_s, weight_bytes)
+        streams = Streams(compute, weights_s, weight_bytes, len(self.gathers))
         return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:

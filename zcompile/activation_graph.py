@@ -26,10 +26,12 @@ LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_re
 class Surroundings:
     """machine  rates of compute and links
     rooms       tier -> bytes that activations may take there
+    beside      compute runs beside the host, which starts transfers meanwhile (CUDA)
     """
 
     machine: Machine
     rooms: Mapping[str, int]
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class _Reading:
         clock = tuple(self._clock())
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
-        streams = Streams(compute, weights_s, weight_bytes, len(self.gathers))
+        started = 0 if self.around.beside else len(self.gathers)
+        streams = Streams(compute, weights_s, weight_bytes, started)
         return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:

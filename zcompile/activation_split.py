@@ -28,7 +28,7 @@ class Streams:
     """compute_s  seconds of forward and of backward
     weights_s    for which links are busy with weights and gradients in each, if none rest
     nbytes       of all weights
-    count        of weights
+    count        of weights whose transfers the host starts in compute's stead
     """
 
     compute_s: tuple[float, float]

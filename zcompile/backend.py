@@ -206,7 +206,7 @@ def surroundings(session: Session) -> Surroundings:
     rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
     with without_modes():  # what is measured must be done, and not traced
         machine = machine_for(session.config, session.device)
-    return Surroundings(machine, rooms)
+    return Surroundings(machine, rooms, session.ways().asynchronous)
 
 
 def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:

@@ -150,7 +150,8 @@ class _Builder:
         self._tickets = 0
         self._taken = 0
         self._waiting: list[_Chunk | _Joint] = []
-        self._busy: list[tuple[Slot, tuple[Ticket, ...]]] = []
+        self._busy: dict[int, list[tuple[int, int, tuple[Ticket, ...]]]] = {}
+        """Lane -> (begin, end, tickets) of what its bytes last served."""
 
     def add(self, row: Row, first: int, last: int) -> None:
         self._make_room()
@@ -203,13 +204,14 @@ class _Builder:
     def _after(self, slot: Slot) -> tuple[Ticket, ...]:
         """What must be over before `slot` is overwritten: the last computes and stores over it."""
         tickets: dict[Ticket, None] = {}
-        kept = []
-        for old, busy in self._busy:
-            if old.overlaps(slot):
+        kept, low, high = [], slot.address, slot.end
+        lane = low // max(1, self._lane_bytes)
+        for begin, end, busy in self._busy.get(lane, ()):
+            if begin < high and low < end:
                 tickets |= dict.fromkeys(busy)
-            if not (slot.address <= old.address and old.end <= slot.end):
-                kept.append((old, busy))
-        self._busy = kept
+            if not (low <= begin and end <= high):
+                kept.append((begin, end, busy))
+        self._busy[lane] = kept
         return tuple(tickets)
 
     def _compute(self, chunk: _Chunk | _Joint) -> None:
@@ -275,7 +277,9 @@ class _Builder:
                     column.name,
                 )
             )
-        self._busy.append((fetch.slot, busy))
+        slot = fetch.slot
+        lane = slot.address // max(1, self._lane_bytes)
+        self._busy.setdefault(lane, []).append((slot.address, slot.end, busy))
         self.instructions.append(Free(fetch.slot, register, column.name))
         self._taken -= fetch.slot.nbytes
 

@@ -78,13 +78,16 @@ class Journey:
 
 
 class _Piece:
-    __slots__ = ("at", "journey", "last", "nbytes", "ring_bytes")
+    """`pool`: that holds `ring_bytes` for it; None, if it is not staged."""
 
-    def __init__(self, journey: Journey, nbytes: int, ring_bytes: int, last: bool) -> None:
+    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes")
+
+    def __init__(self, journey: Journey, nbytes: int, last: bool, pool: "_Pool | None",
+                 ring_bytes: int) -> None:  # fmt: skip
         self.journey = journey
         self.nbytes = nbytes
-        self.ring_bytes = ring_bytes
         self.last = last
+        self.pool, self.ring_bytes = pool, ring_bytes
         self.at = 0
 
 
@@ -146,25 +149,24 @@ class Traffic:
         """Let everything happen until then."""
         events = self._events
         while events and events[0][0] <= to_s:
-            self._next()
+            self.now, _, act, what = heappop(events)
+            act(what)
         self.now = max(self.now, to_s)
-
-    def until(self, journey: Journey, moment: str) -> float:
-        """Let things happen until `journey` has that one of its times; which it is."""
-        while (time_s := getattr(journey, moment)) is None:
-            assert self._events, "what is waited for was never started"
-            self._next()
-        return float(time_s)
 
     def finish(self) -> float:
         """Let everything happen; the time it is then."""
         while self._events:
-            self._next()
+            self.advance(self._events[0][0])
         return self.now
 
-    def _next(self) -> None:
-        self.now, _, act, what = heappop(self._events)
-        act(what)
+    def until(self, journey: Journey, moment: str) -> float:
+        """Let things happen until `journey` has that one of its times; which it is."""
+        events = self._events
+        while (time_s := getattr(journey, moment)) is None:
+            assert events, "what is waited for was never started"
+            self.now, _, act, what = heappop(events)
+            act(what)
+        return float(time_s)
 
     def _at(self, time_s: float, act: Callable[[Any], None], what: object) -> None:
         self._count += 1
@@ -185,14 +187,14 @@ class Traffic:
             return
         sizes = self._cut(journey)
         journey._over_left = journey._home_left = len(sizes)
+        if not journey.staged:
+            self._queue(_Piece(journey, sizes[0], True, None, 0))
+            return
+        pool = self._reads if journey.arrives else self._writes
         for number, nbytes in enumerate(sizes, 1):
             ring_bytes = self._buffer(nbytes) * journey.cut_in
-            piece = _Piece(journey, nbytes, ring_bytes, number == len(sizes))
-            if not journey.staged:
-                self._queue(piece)
-            else:
-                self._pool_of(journey).waiting.append(piece)
-                self._admit()
+            pool.waiting.append(_Piece(journey, nbytes, number == len(sizes), pool, ring_bytes))
+        self._admit()
 
     def _cut(self, journey: Journey) -> list[int]:
         if not journey.staged:
@@ -208,9 +210,6 @@ class Traffic:
         """What so many bytes take of the ring: whole blocks."""
         block = min(RING_BLOCK, self._chunk_bytes)
         return -(-nbytes // block) * block
-
-    def _pool_of(self, journey: Journey) -> _Pool:
-        return self._reads if journey.arrives else self._writes
 
     def _admit(self) -> None:
         """Give what is free of the ring to who waits for it."""
@@ -266,9 +265,10 @@ class Traffic:
         if piece.at < len(journey.route):
             self._queue(piece)
             return
-        if journey.staged:
-            self._pool_of(journey).held -= piece.ring_bytes
-            self._admit()
+        if (pool := piece.pool) is not None:
+            pool.held -= piece.ring_bytes
+            if self._reads.waiting or self._writes.waiting:
+                self._admit()
         journey._home_left -= 1
         if not journey._home_left:
             self._home(journey)

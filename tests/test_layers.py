@@ -17,7 +17,7 @@ FLOORS = (
     {"zcompile.planning"},
     {"zcompile.paper_step", "zcompile.report"},
     {"zcompile.paper"},
-    {"zcompile.report_rows"},
+    {"zcompile.report_rows", "zcompile.paper_regions"},
     {"zcompile.outlook"},
     {"zcompile.backend", "zcompile.offloading", "zcompile.checkpoint"},
     {"zcompile.checkpoint_source"},

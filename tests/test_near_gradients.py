@@ -136,6 +136,7 @@ def test_a_gradient_is_measured_for_clipping_where_it_rests():
 def test_memory_that_calls_borrowed_dies_with_the_arena():
     model, _, _ = begun(4, **ROOM)
     session = session_behind(model)
+    assert session.arena._views
     memory = weakref.ref(session.arena._memory.untyped_storage())
     session.split.hold(session.split.held_bytes + 2 * MiB)
     gc.collect()

@@ -11,6 +11,7 @@ from torch import nn
 
 import zcompile
 from zcompile import planning
+from zcompile.backend import surroundings
 from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.machine import Compute, Link, Machine, with_tier
@@ -64,6 +65,12 @@ def within(terms, machine):
     """A step that was traced for the device of `machine`, which bounds all, and the terms."""
     at = replace(terms.on(machine), bounded=True)
     return planning.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
+
+
+@pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])
+def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
+    session = planning._session(planning.terms_of(Config(device="cpu"), machine))
+    assert surroundings(session).beside is beside
 
 
 def test_a_step_on_paper_has_the_calls_of_a_real_one(traced):

@@ -9,8 +9,10 @@ from torch import fx
 import zcompile
 from zcompile.config import Config
 from zcompile.graph import is_compute, region_of
+from zcompile.paper_regions import PaperRegions
 from zcompile.pipeline import pipeline
 from zcompile.regions import compile_region, inputs_of, is_product, outputs_of, structure
+from zcompile.runtime.device_paper import is_blank
 
 aten = torch.ops.aten
 
@@ -90,6 +92,28 @@ def test_a_region_is_compiled_once():
         traced(linear, X, W), compiled
     )
     assert len(compiled) == 1
+
+
+def test_a_variant_that_makes_its_results_elsewhere_shares_what_is_compiled():
+    compiled = {}
+    nodes = traced(linear, X, W)
+    plain, placed = compile_region(nodes, compiled), compile_region(nodes, compiled, (0,))
+    assert placed.call is plain.call
+    assert placed.key == plain.key
+    target = torch.empty(2, 4)
+    (made,) = placed.call_into([n.meta["val"] for n in inputs_of(nodes)], [target])
+    assert made is target
+    assert torch.equal(target, outputs_of(nodes)[0].meta["val"])
+
+
+def test_on_paper_each_region_makes_blanks_and_so_do_its_variants():
+    compiled = PaperRegions()
+    nodes = traced(linear, X, W)
+    plain, placed = compile_region(nodes, compiled), compile_region(nodes, compiled, (0,))
+    assert compile_region(nodes, compiled) is plain
+    for region in (plain, placed):
+        (result,) = region.call([n.meta["val"] for n in inputs_of(nodes)])
+        assert is_blank(result)
 
 
 def test_every_region_of_a_graph_computes_alone_what_it_computes_in_the_graph():

@@ -204,8 +204,7 @@ class _Builder:
     def _after(self, slot: Slot) -> tuple[Ticket, ...]:
         """What must be over before `slot` is overwritten: the last computes and stores over it."""
         tickets: dict[Ticket, None] = {}
-        kept, low, high = [], slot.address, slot.end
-        lane = low // max(1, self._lane_bytes)
+        kept, low, high, lane = [], slot.address, slot.end, self._lane(slot)
         for begin, end, busy in self._busy.get(lane, ()):
             if begin < high and low < end:
                 tickets |= dict.fromkeys(busy)
@@ -213,6 +212,11 @@ class _Builder:
                 kept.append((begin, end, busy))
         self._busy[lane] = kept
         return tuple(tickets)
+
+    def _lane(self, slot: Slot) -> int:
+        lane = slot.address // max(1, self._lane_bytes)
+        assert slot.end <= (lane + 1) * self._lane_bytes, "a slot lies in one lane"
+        return lane
 
     def _compute(self, chunk: _Chunk | _Joint) -> None:
         if isinstance(chunk, _Joint):
@@ -278,8 +282,7 @@ class _Builder:
                 )
             )
         slot = fetch.slot
-        lane = slot.address // max(1, self._lane_bytes)
-        self._busy.setdefault(lane, []).append((slot.address, slot.end, busy))
+        self._busy.setdefault(self._lane(slot), []).append((slot.address, slot.end, busy))
         self.instructions.append(Free(fetch.slot, register, column.name))
         self._taken -= fetch.slot.nbytes
 

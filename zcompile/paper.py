@@ -5,8 +5,7 @@ What is recorded is what a real step would record. The caller's model is not tou
 """
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,12 @@ from torch import Tensor, nn
 
 from zcompile.backend import zinf
 from zcompile.config import Config
+from zcompile.cost import Ways
 from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.held_walk import HeldWalk
 from zcompile.offloading import furnish
+from zcompile.paper_regions import PaperRegions
 from zcompile.runtime.defaults import has_room
 from zcompile.runtime.device_paper import blank, blank_like, is_blank, open_paper
 from zcompile.runtime.executor import Executor
@@ -29,12 +30,11 @@ from zcompile.runtime.store import Entry
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.schedule import CHANGE_HOLDING, Borrow, Reduce, Schedule
 from zcompile.schedule import Store as StoreHome
-from zcompile.specs import Kind, Layout, Phase, Region
+from zcompile.specs import Kind, Layout, Phase
 from zcompile.tiered import TieredTensor, own
 from zcompile.torch_private import (
     Dispatched,
     DispatchMode,
-    hint,
     is_compiling_now,
     trees,
     without_modes,
@@ -47,12 +47,14 @@ class PaperSession(Session):
     config        with a machine, so that nothing is measured
     device_bytes  of the device that graphs and schedules are planned for
     beside        tier but the device -> bytes of it for entries
+    ways          how bytes travel on the machine that is asked about
     """
 
     def __init__(
-        self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int]
-    ) -> None:
-        self._beside = beside
+        self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int],
+        ways: Ways,
+    ) -> None:  # fmt: skip
+        self._beside, self._ways = beside, ways
         self.memories: list[Memory] = []
         """What the values of each graph that was compiled hold of the device, in that order."""
         opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates,
@@ -64,9 +66,12 @@ class PaperSession(Session):
         self.executor: _PaperExecutor = _PaperExecutor(
             self, self.gradients, self.leaving, self.holding
         )
-        self.regions = _PaperRegions()
+        self.regions = PaperRegions()
         furnish(self)
         self.executor.recorder.on = True
+
+    def ways(self) -> Ways:
+        return self._ways
         self.executor.hold = self.split.hold
 
     def compiled(self, memory: Memory) -> None:
@@ -247,33 +252,6 @@ class _NoNorms(Norms):
 
     def note_whole(self, entry: Entry, layout: Layout) -> None:
         return
-
-
-class _PaperRegions(dict[str, Region], MutableMapping[str, Region]):
-    """Regions that are compiled here make blanks of what the traced ones make."""
-
-    def __setitem__(self, key: str, region: Region) -> None:
-        super().__setitem__(key, replace(region, call=_BlankResults(region)))
-
-
-class _BlankResults:
-    """Stands in for the call of a region; the results are those that tracing saw."""
-
-    def __init__(self, region: Region) -> None:
-        traced: Any = region.call
-        (output,) = traced.__self__.graph.find_nodes(op="output")
-        self._results = tuple(node.meta["val"] for node in output.args[0])
-
-    def __call__(self, values: list[Any]) -> tuple[Any, ...]:
-        values.clear()
-        return tuple(trees.tree_map(_blank, result) for result in self._results)
-
-
-def _blank(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return blank([hint(n) for n in value.size()], [hint(n) for n in value.stride()],
-                     value.dtype)  # fmt: skip
-    return hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def copy_on_paper(model: nn.Module, session: PaperSession) -> nn.Module:

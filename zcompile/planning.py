@@ -237,7 +237,7 @@ def _session(terms: Terms) -> PaperSession:
     config = Config(device="cpu", machine=machine, activations=terms.activations,
                     tile_bytes=terms.tile_bytes)  # fmt: skip
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
-    return PaperSession(config, device, terms.emulates, tiers)
+    return PaperSession(config, device, terms.emulates, tiers, terms.ways)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:

@@ -46,11 +46,9 @@ def compile_region(
             a matrix product (`is_product`)
     """
     key = structure(nodes)
-    plain = compiled.get(key)
-    if plain is None:
-        plain = compiled[key] = Region(
-            key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True
-        )
+    if key not in compiled:
+        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True)
+    plain = compiled[key]
     if not placed:
         return plain
     known = f"{key} {tuple(placed)}"

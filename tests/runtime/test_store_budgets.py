@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
-from zcompile.runtime.staging import staging_size
+from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.specs import Kind
 from zcompile.units import GiB, KiB, MiB
 
@@ -228,3 +228,9 @@ def test_without_a_disk_no_room_is_kept(open_store):
 def test_the_ring_is_small_where_transfers_go_past_it():
     assert staging_size(16 * GiB, straight=True).nbytes == 32 * MiB
     assert staging_size(16 * GiB, straight=False).nbytes == 256 * MiB
+
+
+def test_gradients_on_their_way_are_bounded_by_the_host_and_the_largest_ring():
+    assert backlog_bytes(64 * MiB) == 16 * MiB
+    assert backlog_bytes(64 * GiB) == 256 * MiB
+    assert backlog_bytes(64 * GiB, straight=True) == 32 * MiB

@@ -32,7 +32,7 @@ RING_PART = 64
 """Such a part of the host is the ring. Nothing rests in it: a byte more of it is a byte more that
 is read from disk and written there in every step."""
 SMALL_RING_BYTES = 1 * MiB
-"""Up to so many an eighth of the host may be: with less, chunks are mostly overhead."""
+"""An eighth of the host, up to this, where a 64th is less: small chunks are mostly overhead."""
 BACKLOG_PART = 4
 """Of the host: gradients on their way take at most as much, and no more than the largest ring."""
 

@@ -178,8 +178,8 @@ class Store:
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         """Start moving `source` to the bytes of `entry` from `begin` on.
 
-        Returns at once, unless sources outside the arena pile up: their memory is bounded by the
-        staging ring, so then it waits for earlier ones to leave.
+        Returns at once, unless sources outside the arena pile up: their memory is bounded
+        (`Plant.backlog_bytes`), so then it waits for earlier ones to leave.
 
         source  uint8 [n], contiguous, on the compute device or in host memory; kept alive, and
                 must not be changed before the ticket's `join_compute`

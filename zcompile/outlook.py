@@ -59,7 +59,7 @@ class Terms:
     def on(self, machine: Machine) -> "Terms":
         """The same for another machine, whose host has room for another staging ring."""
         host = machine.tiers["host"]
-        ring = staging_size(host, self.emulates)
+        ring = staging_size(host, self.emulates and "disk" in machine.tiers)
         ways = replace(self.ways, chunk_bytes=ring.chunk_bytes, ring_bytes=ring.nbytes,
                        backlog_bytes=backlog_bytes(host, self.emulates))  # fmt: skip
         return replace(self, machine=machine, ways=ways)

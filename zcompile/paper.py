@@ -69,10 +69,10 @@ class PaperSession(Session):
         self.regions = PaperRegions()
         furnish(self)
         self.executor.recorder.on = True
+        self.executor.hold = self.split.hold
 
     def ways(self) -> Ways:
         return self._ways
-        self.executor.hold = self.split.hold
 
     def compiled(self, memory: Memory) -> None:
         self.memories.append(memory)

@@ -227,6 +227,7 @@ def test_without_a_disk_no_room_is_kept(open_store):
 
 def test_the_ring_is_small_where_transfers_go_past_it():
     assert staging_size(16 * GiB, straight=True).nbytes == 32 * MiB
+    assert staging_size(16 * MiB, straight=True).nbytes == 4 * MiB
     assert staging_size(16 * GiB, straight=False).nbytes == 256 * MiB
 
 

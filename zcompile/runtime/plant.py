@@ -65,7 +65,7 @@ def open_plant(config: Config, meter: Meter) -> Plant:
     device = _open_device(config, meter, mover)
     try:
         straight = device.torch_device.type == "cpu" and device.straight("h2d")
-        size = staging_size(host_budget, straight)
+        size = staging_size(host_budget, straight and bool(config.disk))
         device_budget = _device_budget(config, device)
         on_host = device.torch_device.type == "cpu"
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)

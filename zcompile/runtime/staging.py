@@ -51,7 +51,8 @@ class StagingSize(NamedTuple):
 def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
     """How much of the host budget is the ring.
 
-    straight  most transfers do not need it
+    straight  most transfers between disk and device do not need it: the disk may be as fast as it
+              is, and what does need it is moved in larger chunks, a quarter of a small host
 
     raises  ConfigInvalid if the budget is smaller than the least ring
     """
@@ -60,7 +61,8 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
         raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
                             f"least {show_size(least)}; give that or more")  # fmt: skip
     small = min(host_budget // 8, SMALL_RING_BYTES)
-    target = min(max(host_budget // RING_PART, small), _most(straight))
+    part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
+    target = min(part, _most(straight))
     chunk = MOST_CHUNK_BYTES
     while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
         chunk //= 2

@@ -208,7 +208,7 @@ def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
 
 def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store):
     store = open_store(host_memory="2MiB", disk=True)
-    store.homes.keep_for_gradients(1280 * KiB)
+    store.homes.keep_for_gradients(1 * MiB)
     homes = [store.create(f"w{n}", Kind.PARAM, 300 * KiB).home for n in range(3)]
     assert homes == ["host", "disk", "disk"]
     assert store.create("bias", Kind.PARAM, 1 * KiB).home == "host"

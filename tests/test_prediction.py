@@ -18,8 +18,6 @@ the links, so that a busy machine does not matter."""
 STEPS = 4
 DEVICE = {False: "4MiB", True: "1MiB"}
 """With residency a fifth of all states, so that links are most of a step then too."""
-TRIALS = 3
-"""Of a real run: on a busy machine all steps of one may take longer than they need."""
 FACTOR = 1.5
 """How far the time may be off, here, where others use the processors too: 0.94 to 1.22 was seen on
 a quiet machine, 0.73 with two busy loops beside."""
@@ -69,21 +67,15 @@ def costs_of(session, throttle):
     (("disk_read", "disk_write", "h2d", "d2h"), "256KiB"),
 ])  # fmt: skip
 def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
-    for number in range(TRIALS):
-        disk = tmp_path / str(number)
-        disk.mkdir()
-        stats, session, _model, seconds = trained(disk, throttle, host, residency=residency)
-        clocks = session.executor.clocks
-        found = predicted(clocks.last_step, costs_of(session, throttle))
-        moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
-        assert {link: found["bytes"][link] for link in moved} == moved
-        assert found["peak"] == {what: stats["peak"][what] for what in found["peak"]}
-        assert found["bound_s"] <= found["step_s"]
-        # Of the shortest: others can make a step longer than it is, and never shorter.
-        ratio = found["step_s"] / min(seconds)
-        if 1 / FACTOR < ratio < FACTOR:
-            break
-    assert 1 / FACTOR < ratio < FACTOR
+    stats, session, _model, seconds = trained(tmp_path, throttle, host, residency=residency)
+    clocks = session.executor.clocks
+    found = predicted(clocks.last_step, costs_of(session, throttle))
+    moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
+    assert {link: found["bytes"][link] for link in moved} == moved
+    assert found["peak"] == {what: stats["peak"][what] for what in found["peak"]}
+    # Of the shortest: others can make a step longer than it is, and never shorter.
+    assert 1 / FACTOR < found["step_s"] / min(seconds) < FACTOR
+    assert found["bound_s"] <= found["step_s"]
 
 
 def test_a_prediction_is_plain_numbers_that_add_up(tmp_path):

@@ -232,6 +232,7 @@ def test_the_ring_is_small_where_transfers_go_past_it():
 
 
 def test_gradients_on_their_way_are_bounded_by_the_host_and_the_largest_ring():
+    assert backlog_bytes(256 * KiB) == 256 * KiB
     assert backlog_bytes(64 * MiB) == 16 * MiB
     assert backlog_bytes(64 * GiB) == 256 * MiB
     assert backlog_bytes(64 * GiB, straight=True) == 32 * MiB

@@ -24,6 +24,7 @@ from zcompile.units import KiB, MiB, show_size
 MOST_CHUNK_BYTES = 4 * MiB
 LEAST_CHUNK_BYTES = 64 * KiB
 LEAST_CHUNKS = 4
+LEAST_BYTES = LEAST_CHUNKS * LEAST_CHUNK_BYTES
 MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
 MOST_BESIDE_BYTES = 32 * MiB
@@ -34,7 +35,8 @@ is read from disk and written there in every step."""
 SMALL_RING_BYTES = 1 * MiB
 """An eighth of the host, up to this, where a 64th is less: small chunks are mostly overhead."""
 BACKLOG_PART = 4
-"""Of the host: gradients on their way take at most as much, and no more than the largest ring."""
+"""Of the host: gradients on their way take at most as much, though never less than the least ring
+and never more than the largest."""
 
 
 class StagingSize(NamedTuple):
@@ -56,10 +58,9 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
 
     raises  ConfigInvalid if the budget is smaller than the least ring
     """
-    least = LEAST_CHUNKS * LEAST_CHUNK_BYTES
-    if host_budget < least:
+    if host_budget < LEAST_BYTES:
         raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
-                            f"least {show_size(least)}; give that or more")  # fmt: skip
+                            f"least {show_size(LEAST_BYTES)}; give that or more")  # fmt: skip
     small = min(host_budget // 8, SMALL_RING_BYTES)
     part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
     target = min(part, _most(straight))
@@ -71,7 +72,7 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
 
 def backlog_bytes(host_budget: int, straight: bool = False) -> int:
     """Of gradients on their way home, at most, before the next waits for one to arrive."""
-    return min(host_budget // BACKLOG_PART, _most(straight))
+    return max(LEAST_BYTES, min(host_budget // BACKLOG_PART, _most(straight)))
 
 
 def _most(straight: bool) -> int:

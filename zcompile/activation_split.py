@@ -18,9 +18,9 @@ RESTING = (0.5, 1.0, 2.0, 4.0)
 """Others have room for so many times all parameters, beside twice the smallest: 2 with their
 gradients, 4 with two states of each as well, or with what is read back."""
 STREAMED_S = 0.5e-3
-"""Of the host, for a parameter that is fetched twice and whose gradient leaves. A step of 86 took
-0.15 to 0.19 s longer when all streamed, in an hour in which all took 1.6 times as long as in others
-(benchmarks/RESULTS.md); some of that was for values that travelled. So this is a cautious third."""
+"""Of the host, for a parameter that is fetched twice and whose gradient leaves. Of the order of what
+the host takes for it on two cores; the same everywhere, so that a plan does not hang on the hour in
+which it was made."""
 
 
 @dataclass(frozen=True)

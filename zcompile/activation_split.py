@@ -18,9 +18,8 @@ RESTING = (0.5, 1.0, 2.0, 4.0)
 """Others have room for so many times all parameters, beside twice the smallest: 2 with their
 gradients, 4 with two states of each as well, or with what is read back."""
 STREAMED_S = 0.5e-3
-"""Of the host, for a parameter that is fetched twice and whose gradient leaves. Of the order of what
-the host takes for it on two cores; the same everywhere, so that a plan does not hang on the hour in
-which it was made."""
+"""Of the host, for a parameter fetched twice and whose gradient leaves: the order of what it
+takes on two cores. The same everywhere, so that a plan does not hang on the hour it was made in."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
-from zcompile.lower_step import DEPTH, lower_step
+from zcompile.lower_step import lower_step
 from zcompile.packing import Block, aligned, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
@@ -39,6 +39,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Phase
+from zcompile.step_chunks import DEPTH, NO_ROOM, StepRoom
 from zcompile.step_rows import Column
 from zcompile.steps import Step
 
@@ -111,6 +112,7 @@ class ArenaShare:
     max_lead      runs that a fetch may start ahead
     chunk_bytes   most bytes per operand and chunk of the optimizer's step
     depth         most chunks of that step in the arena at once
+    annex         beside the arena, where no graph holds it: for that step, if it is larger
     reach         that step computes with what rests on the host where it lies
     """
 
@@ -119,6 +121,13 @@ class ArenaShare:
     chunk_bytes: int
     reach: bool = False
     depth: int = DEPTH
+    annex: StepRoom = NO_ROOM
+
+    @property
+    def step_room(self) -> StepRoom:
+        """What the optimizer's step streams through."""
+        window = StepRoom(0, self.window_bytes, self.chunk_bytes, self.depth)
+        return self.annex if self.annex.nbytes > window.nbytes else window
 
 
 def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
@@ -149,8 +158,9 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Sc
         replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
         for row in schedule.rows
     ]
-    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names),
-                      arena.window_bytes, arena.chunk_bytes, arena.depth)  # fmt: skip
+    room = arena.step_room
+    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), room.nbytes,
+                      room.chunk_bytes, room.depth, room.begin)  # fmt: skip
 
 
 def _rests(column: Column, home: str, still: set[str]) -> Column:

@@ -74,6 +74,8 @@ def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
 
 def _opening(schedule: Schedule) -> Sequence[Fetch]:
     opening: list[Fetch] = []
+    if schedule.annex_at:
+        return opening  # which the call before it may hold
     for instruction in schedule.instructions:
         if isinstance(instruction, Run):
             break

@@ -6,10 +6,12 @@ runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 
 from zcompile.holds import Level
-from zcompile.schedule import Reduce, Schedule
+from zcompile.schedule import CHANGE_HOLDING, Reduce, Schedule
 from zcompile.specs import Phase
+from zcompile.steps import StepCall
 
 
 def most_inherited(schedule: Schedule) -> int:
@@ -84,3 +86,21 @@ class HeldWalk:
     @property
     def _under_way(self) -> int:
         return sum(self._inherited) + sum(self._own)
+
+
+def held_in_steps(calls: Sequence[StepCall]) -> int:
+    """The most that is held beside the arena when an optimizer goes on; `calls` come again and
+    again. That is gradients on their way, and what a backward that never came would need."""
+    walk, most = HeldWalk(), 0
+    for number in range(-len(calls), len(calls)):
+        call, after = calls[number], calls[(number + 1) % len(calls)]
+        walk.begin(call.schedule)
+        if call.phase is Phase.STEP:
+            most = max(most, walk.now)
+        for x in call.schedule.instructions:
+            if isinstance(x, CHANGE_HOLDING):
+                walk.rise()
+            if isinstance(x, Reduce):
+                walk.leave(x)
+        walk.end(after.phase)
+    return most

@@ -27,7 +27,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, Phase
-from zcompile.step_chunks import CHUNK_ELEMENTS, chunk_elements, set_bytes
+from zcompile.step_chunks import CHUNK_BYTES, CHUNK_ELEMENTS, DEPTH, chunk_elements, set_bytes
 from zcompile.step_rows import (
     ChunkFunction,
     Column,
@@ -37,15 +37,6 @@ from zcompile.step_rows import (
     spread,
     together,
 )
-from zcompile.units import MiB
-
-CHUNK_BYTES = 32 * MiB
-"""Per operand and chunk, unless the device says otherwise. Small arenas lead to smaller chunks by
-themselves."""
-DEPTH = 3
-"""Chunks in the arena at once: one arrives, one computes, one leaves."""
-DEEP = 8
-"""Where operands come over links of different speed, more chunks on their way even them out."""
 
 
 def lower_step(
@@ -56,6 +47,7 @@ def lower_step(
     budget_bytes: int,
     chunk_bytes: int = CHUNK_BYTES,
     depth: int = DEPTH,
+    annex_at: int = 0,
 ) -> Schedule:
     """The schedule that computes `rows`, the chunks of each in order.
 
@@ -63,11 +55,12 @@ def lower_step(
     entries      how many entries the call names
     chunk_bytes  most bytes of a chunk of one operand
     depth        most chunks in the arena at once
+    annex_at     where the budget begins, if it is not the arena's
     raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
     """
     depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
     lane_bytes = max(set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
-    builder = _Builder(name, inputs, depth, lane_bytes)
+    builder = _Builder(name, inputs, depth, lane_bytes, annex_at)
     for group in together(spread(rows, sizes)):
         if len(group) > 1:
             builder.add_joint([row for row, _, _ in group])
@@ -87,9 +80,10 @@ def lower_step(
         serial=next(SERIALS),
         arena_bytes=builder.arena_bytes,
         peak_bytes=builder.peak_bytes,
-        budget_bytes=budget_bytes,
+        budget_bytes=annex_at + budget_bytes,
         names=_names(rows, entries),
         rows=tuple(rows),
+        annex_at=annex_at,
     )
 
 
@@ -139,8 +133,8 @@ class _Joint:
 class _Builder:
     """Emits chunks as a software pipeline over `depth` lanes of the arena, taken in turn."""
 
-    def __init__(self, name: str, inputs: int, depth: int, lane_bytes: int) -> None:
-        self._name = name
+    def __init__(self, name: str, inputs: int, depth: int, lane_bytes: int, begin: int) -> None:
+        self._name, self._begin = name, begin
         self._depth = depth
         self._lane_bytes = lane_bytes
         self._chunks = 0
@@ -174,7 +168,7 @@ class _Builder:
         return Ticket(self._tickets - 1)
 
     def _fetch(self, row: Row, first: int, last: int) -> _Chunk:
-        address = self._chunks % self._depth * self._lane_bytes
+        address = self._begin + self._chunks % self._depth * self._lane_bytes
         self._chunks += any(not column.resident for column in row.columns)
         fetches: list[Fetch | None] = []
         for column in row.columns:
@@ -214,8 +208,8 @@ class _Builder:
         return tuple(tickets)
 
     def _lane(self, slot: Slot) -> int:
-        lane = slot.address // max(1, self._lane_bytes)
-        assert slot.end <= (lane + 1) * self._lane_bytes, "a slot lies in one lane"
+        lane = (slot.address - self._begin) // max(1, self._lane_bytes)
+        assert slot.end <= self._begin + (lane + 1) * self._lane_bytes, "a slot lies in one lane"
         return lane
 
     def _compute(self, chunk: _Chunk | _Joint) -> None:
@@ -287,4 +281,4 @@ class _Builder:
         self._taken -= fetch.slot.nbytes
 
 
-__all__ = ["CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]
+__all__ = ["CHUNK_BYTES", "CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]

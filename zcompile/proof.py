@@ -125,8 +125,9 @@ class Proof:
                 f"the slot of {fetch.name!r} begins at {slot.address}, between two multiples "
                 f"of {ALIGNMENT}"
             )
-        if slot.end > walk.schedule.arena_bytes and use.walk == walk.number:
-            raise walk.fail(f"the slot of {fetch.name!r} ends beyond the arena")
+        low, high = walk.schedule.annex_at, walk.schedule.arena_bytes
+        if use.walk == walk.number and not (low <= slot.address and slot.end <= high):
+            raise walk.fail(f"the slot of {fetch.name!r} lies beyond the arena")
         for old in self._arena.over(slot.address, slot.end):
             self._may_overwrite(walk, use, old)
         self._arena.put(slot.address, slot.end, use)

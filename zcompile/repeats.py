@@ -3,8 +3,8 @@
 An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
 gradients and another learning rate. What its rows and their schedule depend on is compared with
 what it was when they were made: how each tensor lies, in which kind of entry, and where that rests;
-dtype, device and shape of plain tensors; the type of everything else. If any of it has changed, or
-something is deferred, the rows are made anew.
+dtype, device and shape of plain tensors; the type of everything else; what there is to stream
+through. If any of it has changed, or something is deferred, the rows are made anew.
 """
 
 from collections.abc import Sequence
@@ -120,4 +120,5 @@ def list_call(
     if len(keys) < len(entries) or len(stores) != 1:
         return None
     session = session_of(next(iter(stores.values())))
+    said.append(session.step_room)
     return ListCall(session, (func, counts, tuple(kwargs)), counts, leaves, entries, tuple(said))

@@ -18,9 +18,8 @@ from zcompile.cost import Costs, replan_pays
 from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.loads import Room
-from zcompile.lower_step import DEPTH
 from zcompile.prediction import predicted
-from zcompile.refitting import lead_of, refitted, refusal
+from zcompile.refitting import annex_of, lead_of, refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moves import resettle, resting, send_away
 from zcompile.runtime.probe import machine_for
@@ -30,6 +29,7 @@ from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
+from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import (
     Seconds,
     StepPlan,
@@ -148,7 +148,8 @@ class Residency:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
         window = min(self._least_window, session.arena.budget_bytes)
-        arena = ArenaShare(window, lead_of(session), session.device.chunk_bytes, room.reach)
+        arena = ArenaShare(window, lead_of(session), session.device.chunk_bytes, room.reach,
+                           annex=annex_of(session, step, costs.machine))  # fmt: skip
         compute = compute_seconds(step, costs.region_seconds)
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
@@ -194,6 +195,7 @@ class Residency:
         plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
+        session.annex(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
         log.info(
@@ -213,6 +215,7 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             self.plan, session.depth = None, DEPTH
+            session.annex(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()

@@ -212,6 +212,7 @@ class Schedule:
     trains       a forward that a backward follows
     rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
     holds        what its calls hold of the device beside the arena
+    annex_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
     """
 
     phase: Phase
@@ -231,6 +232,7 @@ class Schedule:
     trains: bool = False
     rows: tuple[Any, ...] = ()
     holds: Holds = NOTHING_HELD
+    annex_at: int = 0
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))

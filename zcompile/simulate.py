@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from zcompile.cost import Costs
-from zcompile.flying import Flying
+from zcompile.flying import Departing, Flying
 from zcompile.held_walk import HeldWalk
 from zcompile.packing import aligned
 from zcompile.routes import Routes
@@ -24,7 +24,6 @@ from zcompile.schedule import (
     Offload,
     Reduce,
     Run,
-    Slot,
     Store,
     Ticket,
     Wait,
@@ -76,8 +75,7 @@ class _Steps:
         self._done: dict[Ticket, Journey] = {}
         self._given: dict[Ticket, Journey] = {}
         self._traffic.start(self._compute, 0.0)
-        self._flying = Flying()
-        self._leaving: list[tuple[Slot, Journey]] = []
+        self._flying, self._leaving = Flying(), Departing()
         self._backlog: list[Journey] = []
         self._taken = sum(map(aligned, self._routes.resident("device")))
         self._held = HeldWalk()
@@ -135,7 +133,9 @@ class _Steps:
 
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
-        self._join_between(self._held.begin(call.schedule))
+        if call.phase is not Phase.STEP and (beside := self._leaving.beside()):
+            self._told_between(partial(self._work, 0.0, *beside))
+        self._told_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
         for index, x in enumerate(call.schedule.instructions):
@@ -144,7 +144,8 @@ class _Steps:
             self._told.append(Told(number, index, x, begin, self._host, self._waited, task, sent))
             for fetch in starts.get(index, ()):
                 self._given[fetch.ticket] = self._bring(then or call, fetch, self._compute)
-        self._join_between(self._held.end(self._calls[(number + 1) % len(self._calls)].phase))
+        after = self._calls[(number + 1) % len(self._calls)].phase
+        self._told_between(partial(self._join, self._held.end(after)))
 
     def _work(self, seconds: float, *after: Journey) -> Task:
         """Compute goes on for so long, after all before it and `after`."""
@@ -177,8 +178,7 @@ class _Steps:
         """Start a fetch: after `mark` of compute, and after whatever still leaves its slot."""
         self._issue(fetch, fetch.nbytes)
         journey = self._routes.fetch(call, fetch)
-        self._leaving = [row for row in self._leaving if row[1].over_s is None]
-        under = [j for slot, j in self._leaving if slot.overlaps(fetch.slot)]
+        under = self._leaving.under(fetch.slot)
         key = self._routes.source(call, fetch)
         self._start(journey, key, fetch.begin, fetch.nbytes, False, after, (mark, *under))
         self._taken += fetch.slot.nbytes
@@ -218,11 +218,11 @@ class _Steps:
         self._departing.append(self._routes.reduce(self._call, reduce))
         return self._leaves(reduce, key, self._departing[-1])
 
-    def _join_between(self, departures: int) -> None:
+    def _told_between(self, wait: Callable[[], object]) -> None:
         """The host waits while no instruction does."""
-        begin = self._host
-        self._join(departures)
-        self._between.append((self._compute, begin, self._host))
+        task, begin = self._compute, self._host
+        wait()
+        self._between.append((task, begin, self._host))
 
     def _join(self, departures: int) -> None:
         for _ in range(departures):
@@ -256,7 +256,7 @@ class _Steps:
         key, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
         self._start(journey, key, store.begin, store.nbytes, True, store.after)
         self._done[store.ticket] = journey
-        self._leaving.append((store.slot, journey))
+        self._leaving.leave(self._call.schedule, store.slot, journey)
         return None, journey
 
     def _borrow(self, borrow: Borrow) -> Done:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from zcompile.arrange import ArenaShare, arranged, window_bytes
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
-from zcompile.lower_step import DEEP, DEPTH
 from zcompile.machine import Machine
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
 from zcompile.specs import Phase
+from zcompile.step_chunks import DEEP, DEEPER, DEPTH
 from zcompile.steps import Step
 from zcompile.units import KiB
 
@@ -27,7 +27,7 @@ PARTS = (64, 32, 16, 8, 2)
 HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
-DEEPER = 2
+BEST = 2
 """Of the fastest plans, how many are tried with more chunks in flight: it changes which is the best
 only among those that are nearly equal, and each costs a simulation."""
 ROUNDS = 4
@@ -105,10 +105,12 @@ def plan_step(
 
 def _deeper(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
     """The fastest of the plans once more, with more chunks of an optimizer's step in flight."""
-    for plan in sorted(made, key=lambda plan: plan.seconds)[:DEEPER]:
+    for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:
         if plan.arena.window_bytes:
+            annex = replace(plan.arena.annex, depth=DEEPER)
+            deeper = replace(plan.arena, depth=DEEP, annex=annex)
             with suppress(BudgetExceeded):
-                yield _planned(step, plan.placement, replace(plan.arena, depth=DEEP), seconds)
+                yield _planned(step, plan.placement, deeper, seconds)
 
 
 def at_rest(

@@ -154,10 +154,11 @@ def stream(
     call = _Call(cls)
     rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
     session = session_of(call.entries[0])
-    key = tuple(call.signature)
+    room = session.step_room
+    key = (room, *call.signature)
     name = func._schema.name.removeprefix("aten::")
-    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries),
-                    session.window_bytes, session.device.chunk_bytes, session.depth)  # fmt: skip
+    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries), room.nbytes,
+                    room.chunk_bytes, room.depth, room.begin)  # fmt: skip
     try:
         schedule = session.step(key, build)
     except BudgetExceeded as error:

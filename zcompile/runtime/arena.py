@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded
 from zcompile.packing import ALIGNMENT, aligned
+from zcompile.runtime.annex import Annex
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Gauge
 from zcompile.specs import Layout
@@ -33,6 +34,7 @@ class Arena:
     def __init__(self, device: Device, budget_bytes: int, in_use: Gauge,
                  transfers_over: Callable[[], None]) -> None:  # fmt: skip
         self.budget_bytes, self.beside_bytes = budget_bytes, 0
+        self.annex = Annex(device)
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
@@ -66,7 +68,10 @@ class Arena:
             self._exchange()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the arena."""
+        """Whether a tensor lies in the arena, or in its annex."""
+        return self._has(tensor) or self.annex.holds(tensor)
+
+    def _has(self, tensor: Tensor) -> bool:
         if self._memory is None:
             return False
         begin = self._memory.data_ptr()
@@ -78,7 +83,7 @@ class Arena:
 
         tensor  uint8 [n], contiguous
         """
-        if self._memory is None or not self.holds(tensor):
+        if self._memory is None or not self._has(tensor):
             return tensor
         begin = tensor.data_ptr() - self._memory.data_ptr()
         return self._memory[begin : begin + tensor.numel()]
@@ -86,8 +91,7 @@ class Arena:
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
-            raise BudgetExceeded("device", self.budget_bytes, address + nbytes,
-                                 "a planned slot", (), "raise device_memory")  # fmt: skip
+            return self.annex.slot(address, nbytes)
         memory = self._memory if self._memory is not None else self._whole()
         return memory[address : address + nbytes]
 

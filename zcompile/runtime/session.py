@@ -20,7 +20,6 @@ from zcompile.cost import Ways
 from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
-from zcompile.lower_step import DEPTH
 from zcompile.runtime import activations, near
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
@@ -35,6 +34,7 @@ from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Schedule
 from zcompile.specs import Layout, Region
+from zcompile.step_chunks import DEPTH, StepRoom
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass
 from zcompile.verify_schedule import verify_schedule
@@ -85,7 +85,7 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
-        self.executor.make_room = self.split.hold
+        self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._told: set[str] = set()
@@ -99,7 +99,7 @@ class Session(Store):
         self.planner: Planner | None = None
         """Decides what rests on the device; none leaves entries where they were put first."""
         self.depth = DEPTH
-        """Most chunks of a step in the arena at once."""
+        """Most chunks of a step on the device at once."""
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
@@ -108,9 +108,11 @@ class Session(Store):
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
         if key not in self.steps:
-            self.steps[key] = build()
-            verify_schedule(self.steps[key])
-            self.homes.plan_device(self.steps[key].peak_bytes)
+            made = self.steps[key] = build()
+            verify_schedule(made)
+            self.homes.plan_device(made.peak_bytes)
+            if made.annex_at and not self.arena.annex.need(made.arena_bytes):
+                self._leave_annex()
         return self.steps[key]
 
     def forget_steps(self) -> None:
@@ -173,6 +175,37 @@ class Session(Store):
     def window_bytes(self) -> int:
         """Of the arena, for what streams through: all but what rests there."""
         return self.homes.device.streamed_bytes
+
+    @property
+    def step_room(self) -> StepRoom:
+        """What an optimizer's step streams through now: the annex, if one is planned, is larger,
+        and is not held by anybody."""
+        window = StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
+        annex = self.arena.annex.room
+        if annex.nbytes <= window.nbytes or self.executor.is_running:
+            return window
+        return annex if annex.nbytes <= self.beside_bytes else window
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of the device, set aside for compiled graphs, that none of them holds now."""
+        return max(0, self.split.held_bytes - self.holding.nbytes)
+
+    def annex(self, room: StepRoom) -> None:
+        """From here on an optimizer's step may use this room beside the arena."""
+        self._leave_annex()
+        self.arena.annex.plan(room)
+
+    def _leave_annex(self) -> None:
+        memory = self.arena.annex.memory
+        if memory is not None:
+            self.await_departures(memory)
+            self.arena.annex.close()
+
+    def _make_room(self, nbytes: int) -> None:
+        """Compiled graphs are about to hold so much."""
+        self._leave_annex()
+        self.split.hold(nbytes)
 
     def ways(self) -> Ways:
         """How bytes travel here, for who predicts it."""

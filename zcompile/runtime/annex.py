@@ -1,0 +1,57 @@
+"""Device memory beside the arena, while no graph holds it: chunks of an optimizer's step lie there.
+
+Between backward and the next forward, activations are gone. What they took is as good for streaming
+as the arena's window is, and larger by far where that is small.
+"""
+
+from torch import Tensor
+
+from zcompile.errors import BudgetExceeded
+from zcompile.runtime.device import Device
+from zcompile.step_chunks import NO_ROOM, StepRoom
+
+
+class Annex:
+    """Its addresses go on beyond the arena's; allocated at the first use.
+
+    room    what may be used; no bytes: nothing
+    memory  while somebody may use it
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.room = NO_ROOM
+        self.memory: Tensor | None = None
+        self._needed = 0
+
+    def plan(self, room: StepRoom) -> None:
+        """From here on this may be used."""
+        assert self.memory is None, "somebody is in it"
+        self.room, self._needed = room, 0
+
+    def need(self, end: int) -> bool:
+        """Slots of a schedule end at this address. False, if that is more than is allocated."""
+        self._needed = max(self._needed, end - self.room.begin)
+        return self.memory is None or self._needed <= self.memory.numel()
+
+    def slot(self, address: int, nbytes: int) -> Tensor:
+        """The bytes of a planned slot: uint8 [nbytes]. raises  BudgetExceeded, DeviceTooSmall"""
+        at, end = address - self.room.begin, self.room.begin + self._needed
+        if at < 0 or address + nbytes > end:
+            raise BudgetExceeded("device", end, address + nbytes, "a planned slot", (),
+                                 "raise device_memory")  # fmt: skip
+        if self.memory is None:
+            self.memory = self._device.allocate(self._needed)
+        return self.memory[at : at + nbytes]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        memory = self.memory
+        if memory is None or tensor.device != memory.device:
+            return False
+        begin = memory.data_ptr()
+        return begin <= tensor.data_ptr() < begin + memory.numel()
+
+    def close(self) -> None:
+        """Give the memory back; for who knows that nothing uses it."""
+        self.memory = None

@@ -17,7 +17,7 @@ from zcompile.passes.place_states import place
 from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, compute_seconds, plan_step
+from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, annex_of, compute_seconds, plan_step
 from zcompile.steps import Step
 from zcompile.timeline import Timeline
 from zcompile.units import GiB
@@ -133,7 +133,11 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     demand = demand_of(step, costs.region_seconds)
     compute_s = compute_seconds(step, costs.region_seconds)
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
-    arena = ArenaShare(0, lead, max(chunk_bytes, terms.chunk_bytes), room.reach)
+    chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
+    arena_bytes = room.nbytes["device"]
+    beside = terms.machine.tiers["device"] - arena_bytes
+    annex = annex_of(step, terms.machine, arena_bytes, beside, chunk_bytes)
+    arena = ArenaShare(0, lead, chunk_bytes, room.reach, annex=annex)
 
     def seconds(made: Step, homes: Mapping[int, str]) -> float:
         return simulate(made, costs, homes, COMPARED).step_s

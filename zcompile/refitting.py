@@ -5,35 +5,17 @@ from collections.abc import Sequence
 
 from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
-from zcompile.held_walk import held_in_steps
-from zcompile.machine import Machine
-from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
 from zcompile.specs import Phase
-from zcompile.step_chunks import DEEP, StepRoom, paced_bytes
 from zcompile.step_plan import UNBOUNDED_LEAD
-from zcompile.steps import Step
 from zcompile.verify_schedule import verify_schedule
-
-MOST_CHUNKS = 16
-"""Times the largest chunk: more memory than that is allocated in vain."""
 
 
 def lead_of(session: Session) -> int:
     """Runs that a fetch may start ahead, where bytes alone decide."""
     return UNBOUNDED_LEAD if session.config.max_lead else 0
-
-
-def annex_of(session: Session, step: Step, machine: Machine) -> StepRoom:
-    """What the optimizer of a step may stream through beside the arena, if it is more than its
-    window: what no graph holds then."""
-    begin, most = aligned(session.arena.budget_bytes), session.device.chunk_bytes
-    beside = max(0, session.split.held_bytes - held_in_steps(step.calls))
-    chunk_bytes = paced_bytes((link.bytes_per_s for link in machine.links.values()), most)
-    nbytes = min(beside, MOST_CHUNKS * most) // ALIGNMENT * ALIGNMENT
-    return StepRoom(begin, nbytes, chunk_bytes, DEEP)
 
 
 def refitted(

@@ -36,6 +36,8 @@ class Report:
     hiding_samples     per micro-batch: the smallest batch whose forward and backward hide what
                        moves, since compute grows with the batch and what moves does not
     shadows            what one more GiB of a tier saves
+    peak_device_bytes  of the arena, with what rests there
+    annex_bytes        beside it, for the optimizer's step, while no graph holds them
     """
 
     machine: str
@@ -63,6 +65,7 @@ class Report:
     hiding_samples: int
     shadows: tuple[Shadow, ...]
     peak_device_bytes: int
+    annex_bytes: int
 
     @classmethod
     def of(cls, found: Outlook, terms: Terms, facts: Facts) -> "Report":
@@ -97,6 +100,7 @@ class Report:
             hiding_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
             shadows=found.shadows,
             peak_device_bytes=found.plan.peak_bytes,
+            annex_bytes=found.plan.annex_bytes,
         )  # fmt: skip
 
     @property
@@ -164,6 +168,9 @@ def _lines(report: Report) -> Iterator[str]:
     )  # fmt: skip
     if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
+    if report.annex_bytes:
+        yield (f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
+               "no graph holds then")  # fmt: skip
     if report.fullest is not None:
         yield f"  graphs hold {report.fullest.told()}"
     yield ""

@@ -19,7 +19,7 @@ from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.loads import Room
 from zcompile.prediction import predicted
-from zcompile.refitting import annex_of, lead_of, refitted, refusal
+from zcompile.refitting import lead_of, refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moves import resettle, resting, send_away
 from zcompile.runtime.probe import machine_for
@@ -33,6 +33,7 @@ from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import (
     Seconds,
     StepPlan,
+    annex_of,
     at_rest,
     compute_seconds,
     plan_step,
@@ -147,9 +148,10 @@ class Residency:
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
         session, room, costs = self.session, self._room(step), self.costs()
-        window = min(self._least_window, session.arena.budget_bytes)
-        arena = ArenaShare(window, lead_of(session), session.device.chunk_bytes, room.reach,
-                           annex=annex_of(session, step, costs.machine))  # fmt: skip
+        chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
+        annex = annex_of(step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes)
+        window = min(self._least_window, arena_bytes)
+        arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
         compute = compute_seconds(step, costs.region_seconds)
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 from zcompile.arrange import ArenaShare, arranged, window_bytes
 from zcompile.errors import BudgetExceeded
+from zcompile.held_walk import held_in_steps
 from zcompile.loads import Room
 from zcompile.machine import Machine
+from zcompile.packing import ALIGNMENT, aligned
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
 from zcompile.specs import Phase
-from zcompile.step_chunks import DEEP, DEEPER, DEPTH
+from zcompile.step_chunks import DEEP, DEEPER, DEPTH, StepRoom, paced_bytes
 from zcompile.steps import Step
 from zcompile.units import KiB
 
@@ -35,6 +37,8 @@ ROUNDS = 4
 LEAST_WINDOW = 256 * KiB
 """Of an arena that has room for it: with less, an optimizer's step crawls in chunks that are mostly
 overhead, and what its ops make for themselves pushes the plan out."""
+ANNEX_CHUNKS = 16
+"""Times the largest chunk: more room for an optimizer's step is allocated in vain."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
@@ -62,7 +66,14 @@ class StepPlan:
     @property
     def peak_bytes(self) -> int:
         """Of the arena: what rests there, and the most that a schedule takes beside it."""
-        return self.resident_bytes + max(c.schedule.peak_bytes for c in self.step.calls)
+        inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.annex_at)
+        return self.resident_bytes + max(inside, default=0)
+
+    @property
+    def annex_bytes(self) -> int:
+        """Of the device beside the arena, for chunks of the optimizer's step."""
+        annexed = (c.schedule for c in self.step.calls if c.schedule.annex_at)
+        return max((made.arena_bytes - made.annex_at for made in annexed), default=0)
 
 
 def plan_step(
@@ -141,6 +152,20 @@ def at_rest(
 def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Seconds) -> StepPlan:
     made = arranged(step, placement.homes, arena)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
+
+
+def annex_of(
+    step: Step, machine: Machine, arena_bytes: int, beside_bytes: int, chunk_bytes: int
+) -> StepRoom:
+    """What the optimizer of a step may stream through beside the arena: what no graph holds then.
+
+    beside_bytes  of the device, set aside for graphs
+    chunk_bytes   of one operand, at most
+    """
+    free = max(0, beside_bytes - held_in_steps(step.calls))
+    nbytes = min(free, ANNEX_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
+    paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
+    return StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 
 
 def _windows(

@@ -41,7 +41,7 @@ class Timeline:
     stall_s         that compute waited for transfers
     phases          seconds by phase, what lies between two calls counted to the later one
     nbytes, busy_s  over each link: bytes, and seconds in which it was in use
-    peak_bytes      of the arena, with what rests there
+    peak_bytes      of what rests on the device, and of slots
     held_bytes      of the device, at most, by values between ops, which lie beside the arena
     together_bytes  of both, at most at once
     """

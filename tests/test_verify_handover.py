@@ -19,6 +19,7 @@ FIRST, LASTS = schedule(*ONE_USE), schedule(*STEP, phase=Phase.STEP)
 (BRINGS,) = FIRST.fetches()
 PASSING = schedule(replace(ONE_USE[0], lasting=False), *ONE_USE[1:])
 IN_PLACE = schedule(borrow(1), run(1), phase=Phase.STEP)
+BESIDE = replace(schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1)), annex_at=512)
 HIGHER = schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1, out=(2,)), free(HIGH, 1))
 
 BROKEN_PAIRS: dict[str, tuple[tuple[Schedule, Schedule], Handover, str]] = {
@@ -49,6 +50,10 @@ BROKEN_PAIRS: dict[str, tuple[tuple[Schedule, Schedule], Handover, str]] = {
         (replace(LASTS, budget_bytes=1000), HIGHER), Handover({5: list(HIGHER.fetches())}, 1024),
         "1024 bytes are taken at once, the budget is 1000",
     ),
+    "into the annex": (
+        (FIRST, BESIDE), Handover({3: list(BESIDE.fetches())}, 1024),
+        "fetches are handed over into memory that graphs hold until then",
+    ),
     "what is stored afterwards": (
         (LASTS, HIGHER), Handover({7: list(HIGHER.fetches())}, 1024),
         "'w' was brought before what earlier compute made of it",
@@ -70,8 +75,8 @@ def test_a_broken_handover_earns_its_sentence(case):
     assert caught.value.why == sentence
 
 
-@pytest.mark.parametrize("then", [FIRST, PASSING, LASTS, IN_PLACE, HIGHER])
-@pytest.mark.parametrize("now", [FIRST, PASSING, LASTS, IN_PLACE, HIGHER])
+@pytest.mark.parametrize("then", [FIRST, PASSING, LASTS, IN_PLACE, HIGHER, BESIDE])
+@pytest.mark.parametrize("now", [FIRST, PASSING, LASTS, IN_PLACE, HIGHER, BESIDE])
 def test_what_is_planned_between_two_is_safe(now, then):
     written = last_writes(now, int)
     tickets = {f.ticket: written[0] for f in then.fetches() if 0 in written}

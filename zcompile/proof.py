@@ -125,9 +125,10 @@ class Proof:
                 f"the slot of {fetch.name!r} begins at {slot.address}, between two multiples "
                 f"of {ALIGNMENT}"
             )
-        low, high = walk.schedule.annex_at, walk.schedule.arena_bytes
-        if use.walk == walk.number and not (low <= slot.address and slot.end <= high):
-            raise walk.fail(f"the slot of {fetch.name!r} lies beyond the arena")
+        if use.walk == walk.number and slot.end > walk.schedule.arena_bytes:
+            raise walk.fail(f"the slot of {fetch.name!r} ends beyond the arena")
+        if use.walk == walk.number and slot.address < walk.schedule.annex_at:
+            raise walk.fail(f"the slot of {fetch.name!r} begins before the annex")
         for old in self._arena.over(slot.address, slot.end):
             self._may_overwrite(walk, use, old)
         self._arena.put(slot.address, slot.end, use)

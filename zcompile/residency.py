@@ -53,8 +53,9 @@ PREDICTED_FOR = 4
 """Steps for which a prediction is not made anew."""
 MOST_RELIEFS = 4
 """After so many, what needs the room has it for good."""
-HOLES = 128
-"""Such a part of the host is left over for holes, and the largest entry at least."""
+HOLES = 512
+"""Such a part of the host is left over for holes. An entry that finds none large enough goes to
+disk, which costs no more than to leave its size over for good."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -167,8 +168,7 @@ class Residency:
             if key_of(entry) not in step.facts and entry.home in nbytes:
                 nbytes[entry.home] -= entry.place.extent.nbytes
         if holes:  # between entries of different sizes; what finds none goes to disk
-            largest = max((fact.nbytes for fact in step.facts.values()), default=0)
-            nbytes["host"] = max(0, nbytes["host"] - max(largest, nbytes["host"] // HOLES))
+            nbytes["host"] -= nbytes["host"] // HOLES
         reach, ring = session.reaches_host, session.ways().ring_bytes
         return Room(nbytes, reach, reach, ring, session.split.held_bytes)
 

@@ -38,6 +38,8 @@ def verify_handover(now: Called, then: Called, handover: Handover) -> None:
     for index in handover.starts:
         if not 0 <= index < len(now.schedule.instructions):
             raise first.fail(f"fetches are handed over after instruction {index}, which it has not")
+    if handover.starts and then.schedule.annex_at:
+        raise first.fail("fetches are handed over into memory that graphs hold until then")
     given: dict[Ticket, Use] = {}
     fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}
     spans = then.spans()

@@ -29,11 +29,11 @@ MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
 MOST_BESIDE_BYTES = 32 * MiB
 """Where most transfers go straight between disk and arena, and the ring serves the others."""
-RING_PART = 64
+RING_PART = 128
 """Such a part of the host is the ring. Nothing rests in it: a byte more of it is a byte more that
 is read from disk and written there in every step."""
 SMALL_RING_BYTES = 1 * MiB
-"""An eighth of the host, up to this, where a 64th is less: small chunks are mostly overhead."""
+"""An eighth of the host, up to this, where a 128th is less: small chunks are mostly overhead."""
 BACKLOG_PART = 4
 """Of the host: gradients on their way take at most as much, though never less than the least ring
 and never more than the largest."""

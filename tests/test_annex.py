@@ -1,0 +1,230 @@
+"""What activations leave of the device serves an optimizer's step, and only that."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from planned_runs import GPT, adamw, values
+from torch import nn
+
+import zcompile
+from zcompile.errors import BudgetExceeded, ScheduleInvalid
+from zcompile.flying import Departing
+from zcompile.handover import handover
+from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.offloading import session_behind
+from zcompile.packing import ALIGNMENT
+from zcompile.runtime.annex import Annex
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.meter import Meter
+from zcompile.schedule import EntryIndex, Slot
+from zcompile.specs import Phase
+from zcompile.step_chunks import LEAST_PACED, NO_ROOM, StepRoom, paced_bytes
+from zcompile.traffic import Journey
+from zcompile.units import KiB, MiB
+from zcompile.verify_schedule import verify_schedule
+
+WIDTH, VOCABULARY, STEPS = 32, 64, 6
+THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
+AT = 64 * KiB
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(2, WIDTH, VOCABULARY)
+
+
+WEIGHTS = sum(p.nbytes for p in gpt().parameters())
+
+
+def loss_of(forward, number):
+    """Of so many tokens that activations take many times what gradients do."""
+    tokens = torch.randint(0, VOCABULARY, (16, 33),
+                           generator=torch.Generator().manual_seed(number))  # fmt: skip
+    logits = forward(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(forward, optimizer, begin, end):
+    for number in range(begin, end):
+        loss_of(forward, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def held_bytes():
+    model = zcompile.offload(gpt(), device="cpu", device_memory="64MiB", host_memory="64MiB")
+    compiled = torch.compile(model, backend="zinf")
+    train(compiled, adamw(model), 0, 1)
+    return session_behind(model).split.held_bytes
+
+
+@pytest.fixture(scope="module")
+def budget():
+    """Of a device whose arena holds the weights, and that only."""
+    return held_bytes() + WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def expected():
+    model = gpt()
+    train(model, adamw(model), 0, STEPS)
+    return values(model)
+
+
+def begun(budget, steps):
+    torch._dynamo.reset()
+    model = zcompile.offload(gpt(), device="cpu", device_memory=budget, host_memory="64MiB",
+                             throttle=THROTTLE)  # fmt: skip
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = adamw(model)
+    train(compiled, optimizer, 0, steps)
+    return model, compiled, optimizer
+
+
+def step_schedules(session):
+    return [made for made in session.steps.values() if made.phase is Phase.STEP]
+
+
+def test_a_step_streams_beside_the_arena_and_takes_what_was_predicted(budget, expected):
+    model, compiled, optimizer = begun(budget, 4)
+    session = session_behind(model)
+    zcompile.stats(model, reset=True)
+    train(compiled, optimizer, 4, STEPS)
+    (made,) = step_schedules(session)
+    assert made.annex_at >= session.arena.budget_bytes
+    assert all(fetch.slot.address >= made.annex_at for fetch in made.fetches())
+    stats = zcompile.stats(model)
+    peak, predicted = stats["peak"], stats["predicted"]["peak"]
+    assert peak == {**peak, **predicted}
+    assert peak["device"] == stats["planned_peak"]["device"] > session.arena.budget_bytes
+    assert peak["together"] <= budget
+    assert all(map(torch.equal, values(model), expected))
+
+
+def test_graphs_have_all_of_it_back(budget, monkeypatch):
+    model, compiled, optimizer = begun(budget, 4)
+    session = session_behind(model)
+    annex = session.arena.annex
+    assert annex.memory is not None
+    seen = []
+    enter = session.executor.make_room
+
+    def make_room(nbytes):
+        enter(nbytes)
+        seen.append(annex.memory is None and not session._departures.under(lately))
+
+    monkeypatch.setattr(session.executor, "make_room", make_room)
+    for number in (4, 5):
+        lately = annex.memory
+        train(compiled, optimizer, number, number + 1)
+    assert seen == [True] * 4
+
+
+def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
+    """Its values fill the device until its backward comes: the step goes through the window."""
+    model, compiled, optimizer = begun(budget, 4)
+    session = session_behind(model)
+    loss_of(compiled, 4).backward()
+    kept = loss_of(compiled, 99)
+    assert session.holding.nbytes > session.beside_bytes
+    zcompile.stats(model, reset=True)
+    optimizer.step()
+    assert session.step_room.begin == 0
+    assert zcompile.stats(model)["peak"]["together"] <= budget
+    assert any(made.annex_at == 0 for made in step_schedules(session))
+    del kept
+    optimizer.zero_grad()
+    train(compiled, optimizer, 5, STEPS)
+    assert session.step_room.begin
+    assert all(map(torch.equal, values(model), expected))
+
+
+def test_a_step_that_broke_off_leaves_nothing_behind(budget, monkeypatch):
+    model, compiled, optimizer = begun(budget, 4)
+    session = session_behind(model)
+    loss_of(compiled, 4).backward()
+    put = session.put
+
+    def fail(*args, **how):
+        raise OSError("the bus is on strike")
+
+    monkeypatch.setattr(session, "put", fail)
+    with pytest.raises(OSError, match="on strike"):
+        optimizer.step()
+    monkeypatch.setattr(session, "put", put)
+    optimizer.zero_grad()
+    train(compiled, optimizer, 5, STEPS)
+    session.executor.foresight.abandon()
+    assert session.arena.used_bytes == session.homes.device.planned_bytes
+
+
+def made_at(begin: int, nbytes: int = MiB):
+    columns = tuple(Column(EntryIndex(n), 0, torch.float32, n < 1, True, f"e{n}") for n in range(2))
+    rows = [Row(8 * CHUNK_ELEMENTS, columns, (), lambda first, last, values: None)]
+    return lower_step("step", rows, 0, 2, nbytes, annex_at=begin)
+
+
+def test_nothing_is_handed_over_into_it():
+    assert handover(made_at(0), made_at(0)).starts
+    assert not handover(made_at(0), made_at(AT)).starts
+
+
+def test_a_slot_before_it_is_not_proven():
+    made = made_at(AT)
+    verify_schedule(made)
+    with pytest.raises(ScheduleInvalid, match="before the annex"):
+        verify_schedule(replace(made, annex_at=AT + ALIGNMENT))
+
+
+def test_the_same_chunks_lie_elsewhere():
+    here, there = made_at(0), made_at(AT)
+    moved = [(f.slot.address + AT, f.slot.nbytes, f.begin) for f in here.fetches()]
+    assert moved == [(f.slot.address, f.slot.nbytes, f.begin) for f in there.fetches()]
+    assert (there.arena_bytes, there.budget_bytes) == (here.arena_bytes + AT, MiB + AT)
+    assert there.peak_bytes == here.peak_bytes
+
+
+def test_memory_is_allocated_as_much_as_schedules_need():
+    device = CpuDevice({}, Meter(), lambda error: None)
+    annex = Annex(device)
+    annex.plan(StepRoom(AT, MiB))
+    assert annex.need(AT + 4 * KiB)
+    annex.slot(AT + KiB, KiB).fill_(7)
+    assert annex.memory.numel() == 4 * KiB
+    assert annex.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
+    assert annex.holds(annex.slot(AT, 1))
+    assert not annex.holds(torch.empty(1))
+    for address in (AT - 1, AT + 4 * KiB):
+        with pytest.raises(BudgetExceeded, match="raise device_memory"):
+            annex.slot(address, 1)
+    assert not annex.need(AT + 8 * KiB)
+    annex.close()
+    annex.slot(AT + 7 * KiB, KiB)
+    annex.close()
+    annex.plan(NO_ROOM)
+    with pytest.raises(BudgetExceeded):
+        annex.slot(AT, 1)
+    device.close()
+
+
+def test_what_leaves_it_is_waited_for():
+    leaving = Departing()
+    here, there = Journey(1), Journey(1)
+    leaving.leave(made_at(0), Slot(0, 512), here)
+    leaving.leave(made_at(AT), Slot(AT, 512), there)
+    assert leaving.beside() == [there]
+    assert leaving.under(Slot(0, 1024)) == [here]
+    there.over_s = 1.0
+    assert leaving.beside() == []
+
+
+@pytest.mark.parametrize(("links", "most", "chunk"), [
+    ((22e6, 187e6), 16 * MiB, 440_000),
+    ((6e9, 50e9), 32 * MiB, 32 * MiB),
+    ((1e3,), 16 * MiB, LEAST_PACED),
+    ((1e3,), 4 * KiB, 4 * KiB),
+    ((), 16 * MiB, 16 * MiB),
+])  # fmt: skip
+def test_a_chunk_suits_the_slowest_link(links, most, chunk):
+    assert paced_bytes(links, most) == chunk

@@ -26,6 +26,7 @@ from zcompile import residency
 from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.offloading import session_behind
 from zcompile.runtime import moves
+from zcompile.runtime.homes import Homes
 from zcompile.runtime.moves import move
 from zcompile.specs import Kind, Phase
 from zcompile.step_plan import StepPlan
@@ -224,6 +225,24 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
         host_memory="600KiB", disk=tmp_path,
     )  # fmt: skip
     assert others[0].home == "host"
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp_path, closes):
+    """What the plan wants there has room enough, but not in one piece, before entries move."""
+    if not closes:
+        monkeypatch.setattr(Homes, "compact", lambda homes, places: False)
+    made = crowded(monkeypatch, lambda session: None)
+    model, compiled = offloaded(
+        throttle=THROTTLE, device_memory=WEIGHT_BYTES // 2 + held_bytes(), host_memory="650KiB",
+        disk=tmp_path,
+    )  # fmt: skip
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, 0, 4, clip=False)
+    plan = session_behind(model).planner.plan
+    assert (plan.placement.homes == made[-1].placement.homes) is closes
+    train(model, compiled, optimizer, 4, 7, clip=False)
+    assert same(model, expected(end=7, clip=False))
 
 
 def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():

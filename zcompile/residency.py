@@ -21,7 +21,7 @@ from zcompile.loads import Room
 from zcompile.prediction import predicted
 from zcompile.refitting import lead_of, refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.moves import resettle, resting, send_away
+from zcompile.runtime.moves import send_away, settle
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
@@ -192,13 +192,14 @@ class Residency:
                         key=lambda key: -plan.step.facts[key].nbytes)  # fmt: skip
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
-        left += resettle(session, {key: h for key, h in homes.items() if key not in set(crowded)})
-        rests = resting(session, self._base)
+        homes = {key: home for key, home in homes.items() if key not in set(crowded)}
+        astray, rests = settle(session, homes, self._base)
         plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
         session.annex(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
+        lost = len(left) + len(crowded) + len(astray)
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
         log.info(
             "a step was planned: %s rest on the device, %s are left to stream through; "
@@ -207,8 +208,7 @@ class Residency:
             show_size(session.window_bytes),
             plan.seconds,
             ", ".join(binding),
-            f"; {len(left) + len(crowded)} entries found no room where they should rest"
-            if left or crowded else "",
+            f"; {lost} entries found no room where they should rest" if lost else "",
         )  # fmt: skip
 
     def withdraw(self) -> None:

@@ -1,5 +1,6 @@
 """One suite over every tier: what is written is read, wherever it rests."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,44 @@ def test_an_entry_of_the_host_tier_may_cross_blocks(monkeypatch):
     assert torch.equal(into.memory, values[5 * KiB : 17 * KiB])
     assert [n for _, m in tier.pieces(extent, 0, 20 * KiB) for n in [m.numel()]] == [
         2 * KiB, 8 * KiB, 8 * KiB, 2 * KiB]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [8 * KiB, 1 * MiB])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_rests_on_the_host_moves_together_and_stays_what_it_is(monkeypatch, block, seed):
+    monkeypatch.setattr("zcompile.runtime.tier_host.BLOCK_BYTES", block)
+    draw, in_use = random.Random(seed), Gauge()
+    tier = HostTier(256 * KiB, host_pages, in_use)
+    held = {}
+    for _ in range(200):
+        try:
+            extent = tier.reserve(draw.choice((1, 100, 5 * KiB, 11 * KiB)), "w")
+        except TierFull:
+            continue
+        values = random_bytes(extent.nbytes)
+        tier.write(extent, 0, buffer(extent.nbytes, values)).wait()
+        held[extent] = values
+        if draw.random() < 0.6:
+            gone = draw.choice(list(held))
+            del held[gone]
+            tier.release(gone)
+    used = tier.usage()[1]
+    made = tier.compact(list(held))
+    assert sum(extent.nbytes for extent in made) == used == tier.usage()[1] == in_use.now
+    for extent, values in zip(made, held.values(), strict=True):
+        into = buffer(extent.nbytes)
+        tier.read(extent, 0, into).wait()
+        assert torch.equal(into.memory, values)
+    free = tier.reserve(256 * KiB - used, "all that is left")
+    assert free.offset == used
+    tier.release(free)
+    for extent in made:
+        tier.release(extent)
+    assert tier.usage()[1] == in_use.now == 0
+
+
+def test_nothing_moves_on_a_host_that_others_use_too():
+    tier = HostTier(64 * KiB, host_pages, Gauge())
+    _, mine = tier.reserve(KiB, "another's"), tier.reserve(KiB, "mine")
+    assert tier.compact([mine]) is None
+    assert tier.reserve(KiB, "next").offset == 2 * KiB

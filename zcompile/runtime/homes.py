@@ -11,6 +11,7 @@ from zcompile.errors import TierFull
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.place import Place
 from zcompile.runtime.tier_device import DeviceTier
+from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tiers import Extent, TierIO
 from zcompile.specs import SMALL_BYTES, Kind
 
@@ -89,6 +90,18 @@ class Homes:
             self._account(place.tier, kind, extent, 1)
         self._account(old, kind, before, -1)
         return old
+
+    def compact(self, places: Sequence[Place]) -> bool:
+        """What rests on the host moves together, so that what is free there is one hole; `places`
+        are all entries', and nothing is under way. False, if the host has others' too."""
+        host = self._tiers[0]
+        mine = [place for place in places if place.tier is host]
+        made = host.compact([p.extent for p in mine]) if isinstance(host, HostTier) else None
+        if made is None:
+            return False
+        for place, extent in zip(mine, made, strict=True):
+            place.extent = extent
+        return True
 
     def _order(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
         """The tiers in the order in which an entry is offered to them."""

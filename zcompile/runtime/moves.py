@@ -17,6 +17,24 @@ from zcompile.steps import Step
 log = logging.getLogger(__name__)
 
 
+def settle(
+    session: Session, homes: Mapping[int, str], step: Step
+) -> tuple[list[Entry], dict[int, str]]:
+    """Every entry goes where `homes` says. Where holes of the host are too small for what is to
+    rest there, what rests there already moves together.
+
+    Returns  the entries that found no room, and where each one rests, as `resting` says
+    """
+    left, rests = resettle(session, homes), resting(session, step)
+    if any(homes.get(key) == "host" != home for key, home in rests.items()):
+        with deferred_interrupts():
+            places = [entry.place for entry in session.entries()]
+            moved = session.homes.compact(places)
+        if moved:
+            left, rests = resettle(session, homes), resting(session, step)
+    return left, rests
+
+
 def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     """Every entry that `homes` knows goes where it says; returns those that found no room there.
 

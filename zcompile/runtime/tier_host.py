@@ -52,13 +52,16 @@ class HostTier:
             if offset is None:
                 raise TierFull(name, nbytes, [self.usage()])
             size = self._extents.aligned(nbytes)
-            unit = self._block_bytes
-            for block in range(offset // unit, -(-(offset + size) // unit)):
-                if block not in self._blocks:
-                    left = self._extents.capacity - block * self._block_bytes
-                    self._blocks[block] = self._make_block(min(self._block_bytes, left))
+            self._make_blocks(offset, offset + size)
         self._in_use.change(size)
         return Extent(0, offset, size, name)
+
+    def _make_blocks(self, begin: int, end: int) -> None:
+        unit = self._block_bytes
+        for block in range(begin // unit, -(-end // unit)):
+            if block not in self._blocks:
+                left = self._extents.capacity - block * unit
+                self._blocks[block] = self._make_block(min(unit, left))
 
     def release(self, extent: Extent) -> None:
         with self._lock:
@@ -72,6 +75,37 @@ class HostTier:
             n = min(end - begin, self._block_bytes - inside)
             yield begin, self._blocks[block][inside : inside + n]
             begin += n
+
+    def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
+        """Bytes of all extents move together, to the beginning, so that what is free is one hole.
+
+        extents  all that are reserved; nothing reads or writes them
+        Returns  where each is then; None, if others are reserved too: then nothing moved
+        """
+        with self._lock:
+            if sum(extent.nbytes for extent in extents) != self._extents.used_bytes:
+                return None
+            made, end = list(extents), 0
+            for at in sorted(range(len(made)), key=lambda at: made[at].offset):
+                old = made[at]
+                made[at] = Extent(old.file, end, old.nbytes, old.name)
+                self._make_blocks(end, end + old.nbytes)
+                self._shift(old.offset, end, old.nbytes)
+                end += old.nbytes
+            self._extents = Extents(self.alignment, self._extents.capacity)
+            taken = self._extents.take_at(0, end)
+            assert taken, "nothing lies there yet"
+            return made
+
+    def _shift(self, begin: int, to: int, nbytes: int) -> None:
+        """Bytes from `begin` on go to lower addresses, the lowest first: none is overwritten that
+        is yet to go."""
+        unit = self._block_bytes
+        while nbytes and begin != to:
+            n = min(nbytes, unit - begin % unit, unit - to % unit)
+            source, target = self._blocks[begin // unit], self._blocks[to // unit]
+            copy_bytes(target[to % unit :], source[begin % unit :], n)
+            begin, to, nbytes = begin + n, to + n, nbytes - n
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         for at, memory in self.pieces(extent, begin, begin + into.nbytes):

@@ -1,4 +1,4 @@
-"""The step schedule: elementwise updates of entries, streamed through the arena chunk by chunk.
+"""The step schedule: elementwise updates of entries, streamed through the device by chunks.
 
 An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a
 row (one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
@@ -83,7 +83,7 @@ def lower_step(
         budget_bytes=annex_at + budget_bytes,
         names=_names(rows, entries),
         rows=tuple(rows),
-        annex_at=annex_at,
+        annex_at=annex_at if builder.arena_bytes else 0,
     )
 
 

@@ -21,7 +21,7 @@ from zcompile.loads import Room
 from zcompile.prediction import predicted
 from zcompile.refitting import lead_of, refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.moves import send_away, settle
+from zcompile.runtime.moves import rehome, send_away
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
@@ -55,7 +55,7 @@ MOST_RELIEFS = 4
 """After so many, what needs the room has it for good."""
 HOLES = 512
 """Such a part of the host is left over for holes. An entry that finds none large enough goes to
-disk, which costs no more than to leave its size over for good."""
+the disk, if there is one; that costs no more than to leave its size over for good."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -193,11 +193,11 @@ class Residency:
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         homes = {key: home for key, home in homes.items() if key not in set(crowded)}
-        astray, rests = settle(session, homes, self._base)
+        astray, rests = rehome(session, homes, self._base)
         plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
-        session.annex(plan.arena.annex)
+        session.beside.plan(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
@@ -217,7 +217,7 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             self.plan, session.depth = None, DEPTH
-            session.annex(NO_ROOM)
+            session.beside.plan(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()

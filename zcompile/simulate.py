@@ -134,7 +134,7 @@ class _Steps:
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
         if call.phase is not Phase.STEP and (beside := self._leaving.beside()):
-            self._told_between(partial(self._work, 0.0, *beside))
+            self._told_between(partial(self._await, beside))
         self._told_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
@@ -225,8 +225,11 @@ class _Steps:
         self._between.append((task, begin, self._host))
 
     def _join(self, departures: int) -> None:
-        for _ in range(departures):
-            self._host = max(self._host, self._traffic.until(self._departing.popleft(), "over_s"))
+        self._await([self._departing.popleft() for _ in range(departures)])
+
+    def _await(self, journeys: Sequence[Journey]) -> None:
+        for journey in journeys:
+            self._host = max(self._host, self._traffic.until(journey, "over_s"))
 
     def _offload(self, offload: Offload) -> Done:
         key = self._call.made[offload.made]

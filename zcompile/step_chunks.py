@@ -1,4 +1,4 @@
-"""How large a chunk of a row of an optimizer's step is: what fits the arena and suits a link."""
+"""Where chunks of an optimizer's step lie, and how large they are: what fits, and suits a link."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DEEP = 8
 """Where operands come over links of different speed, more chunks on their way even them out."""
 DEEPER = 16
 """In the annex, where bytes are plenty."""
-LEAST_PACED = 128 * KiB
+LEAST_PACED_BYTES = 128 * KiB
 PACE_S = 0.02
 """What the slowest link does in this time is a chunk that costs little to start and little to wait
 for, when the first arrives and the last leaves."""
@@ -46,7 +46,7 @@ NO_ROOM = StepRoom()
 def paced_bytes(bytes_per_s: Iterable[float], most: int) -> int:
     """Of a chunk that suits links of these speeds, and `most` at most."""
     slowest = min(bytes_per_s, default=most / PACE_S)
-    return min(most, max(LEAST_PACED, int(slowest * PACE_S)))
+    return min(most, max(LEAST_PACED_BYTES, int(slowest * PACE_S)))
 
 
 def set_bytes(row: Row, elements: int) -> int:

@@ -18,7 +18,7 @@ from zcompile.packing import ALIGNMENT, aligned
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Run
 from zcompile.specs import Phase
-from zcompile.step_chunks import DEEP, DEEPER, DEPTH, StepRoom, paced_bytes
+from zcompile.step_chunks import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.steps import Step
 from zcompile.units import KiB
 
@@ -38,7 +38,8 @@ LEAST_WINDOW = 256 * KiB
 """Of an arena that has room for it: with less, an optimizer's step crawls in chunks that are mostly
 overhead, and what its ops make for themselves pushes the plan out."""
 ANNEX_CHUNKS = 16
-"""Times the largest chunk: more room for an optimizer's step is allocated in vain."""
+"""Times the largest chunk of an operand is the most of an annex: 16 chunks of four operands have a
+quarter of it each."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
@@ -115,13 +116,16 @@ def plan_step(
 
 
 def _deeper(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
-    """The fastest of the plans once more, with more chunks of an optimizer's step in flight."""
+    """The fastest of the plans once more, with more chunks of an optimizer's step in flight, and
+    without an annex, into which nothing is handed over."""
     for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:
         if plan.arena.window_bytes:
             annex = replace(plan.arena.annex, depth=DEEPER)
-            deeper = replace(plan.arena, depth=DEEP, annex=annex)
-            with suppress(BudgetExceeded):
-                yield _planned(step, plan.placement, deeper, seconds)
+            rooms = (annex, NO_ROOM) if plan.annex_bytes else (NO_ROOM,)
+            for room in rooms:
+                with suppress(BudgetExceeded):
+                    deeper = replace(plan.arena, depth=DEEP, annex=room)
+                    yield _planned(step, plan.placement, deeper, seconds)
 
 
 def at_rest(

@@ -166,6 +166,9 @@ def stream(
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
+    if not session.beside.open(schedule):
+        stream(func, apps, targets, cls)  # anew, through the window
+        return
     if learn is not None and not call.easing and not call.copying:
         learn(schedule, call.entries, call.inputs)
     _run_easing(session, schedule, call.inputs, call.entries, call.easing)
@@ -191,14 +194,18 @@ def apply_deferred(entry: Entry) -> None:
     column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient", here)
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
-    build = partial(lower_step, "what was deferred", [row], len(operands), 1,
-                    session.window_bytes, session.device.chunk_bytes, session.depth)  # fmt: skip
+    room = session.step_room
+    build = partial(lower_step, "what was deferred", [row], len(operands), 1, room.nbytes,
+                    room.chunk_bytes, room.depth, room.begin)  # fmt: skip
     try:
-        schedule = session.step(("deferred", changes, here), build)
+        schedule = session.step(("deferred", room, changes, here), build)
     except BudgetExceeded as error:
         if not session.relieve(error.needed_bytes):
             raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
+        return
+    if not session.beside.open(schedule):
+        apply_deferred(entry)  # anew, through the window
         return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 

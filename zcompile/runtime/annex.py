@@ -6,13 +6,12 @@ as the arena's window is, and larger by far where that is small.
 
 from torch import Tensor
 
-from zcompile.errors import BudgetExceeded
 from zcompile.runtime.device import Device
 from zcompile.step_chunks import NO_ROOM, StepRoom
 
 
 class Annex:
-    """Its addresses go on beyond the arena's; allocated at the first use.
+    """Its addresses go on beyond the arena's.
 
     room    what may be used; no bytes: nothing
     memory  while somebody may use it
@@ -34,15 +33,17 @@ class Annex:
         self._needed = max(self._needed, end - self.room.begin)
         return self.memory is None or self._needed <= self.memory.numel()
 
-    def slot(self, address: int, nbytes: int) -> Tensor:
-        """The bytes of a planned slot: uint8 [nbytes]. raises  BudgetExceeded, DeviceTooSmall"""
-        at, end = address - self.room.begin, self.room.begin + self._needed
-        if at < 0 or address + nbytes > end:
-            raise BudgetExceeded("device", end, address + nbytes, "a planned slot", (),
-                                 "raise device_memory")  # fmt: skip
+    def open(self) -> None:
+        """Allocate what schedules need. raises  DeviceTooSmall"""
         if self.memory is None:
             self.memory = self._device.allocate(self._needed)
-        return self.memory[at : at + nbytes]
+
+    def slot(self, address: int, nbytes: int) -> Tensor | None:
+        """The bytes of a planned slot: uint8 [nbytes]; None, if they do not lie in what is open."""
+        memory, at = self.memory, address - self.room.begin
+        if memory is None or at < 0 or at + nbytes > memory.numel():
+            return None
+        return memory[at : at + nbytes]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in it."""

@@ -91,7 +91,10 @@ class Arena:
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
-            return self.annex.slot(address, nbytes)
+            if (beside := self.annex.slot(address, nbytes)) is not None:
+                return beside
+            raise BudgetExceeded("device", self.budget_bytes, address + nbytes,
+                                 "a planned slot", (), "raise device_memory")  # fmt: skip
         memory = self._memory if self._memory is not None else self._whole()
         return memory[address : address + nbytes]
 

@@ -112,6 +112,11 @@ class Clocks:
             return HostWatch(self, schedule)
         return DeviceWatch(self, schedule, self._stamp)
 
+    def waited_between(self, seconds: float) -> None:
+        """The host waited for a transfer since the last walk: that is no part of the gap."""
+        if self._last is not None:
+            self._last = self._last[0], self._last[1] + seconds
+
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""
         self._stepping = True

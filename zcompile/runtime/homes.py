@@ -11,8 +11,7 @@ from zcompile.errors import TierFull
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.place import Place
 from zcompile.runtime.tier_device import DeviceTier
-from zcompile.runtime.tier_host import HostTier
-from zcompile.runtime.tiers import Extent, TierIO
+from zcompile.runtime.tiers import Compacting, Extent, TierIO
 from zcompile.specs import SMALL_BYTES, Kind
 
 
@@ -96,7 +95,7 @@ class Homes:
         are all entries', and nothing is under way. False, if the host has others' too."""
         host = self._tiers[0]
         mine = [place for place in places if place.tier is host]
-        made = host.compact([p.extent for p in mine]) if isinstance(host, HostTier) else None
+        made = host.compact([p.extent for p in mine]) if isinstance(host, Compacting) else None
         if made is None:
             return False
         for place, extent in zip(mine, made, strict=True):

@@ -17,7 +17,7 @@ from zcompile.steps import Step
 log = logging.getLogger(__name__)
 
 
-def settle(
+def rehome(
     session: Session, homes: Mapping[int, str], step: Step
 ) -> tuple[list[Entry], dict[int, str]]:
     """Every entry goes where `homes` says. Where holes of the host are too small for what is to
@@ -26,7 +26,9 @@ def settle(
     Returns  the entries that found no room, and where each one rests, as `resting` says
     """
     left, rests = resettle(session, homes), resting(session, step)
-    if any(homes.get(key) == "host" != home for key, home in rests.items()):
+    free = session.homes.free()["host"]
+    astray = [key for key, home in rests.items() if homes.get(key) == "host" != home]
+    if any(step.facts[key].nbytes <= free for key in astray):
         with deferred_interrupts():
             places = [entry.place for entry in session.entries()]
             moved = session.homes.compact(places)

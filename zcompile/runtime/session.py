@@ -21,6 +21,7 @@ from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime import activations, near
+from zcompile.runtime.beside import Beside
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.device_split import DeviceSplit
@@ -85,6 +86,7 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
+        self.beside = Beside(self, self.split, self.executor, self._departures)
         self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -108,11 +110,11 @@ class Session(Store):
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
         if key not in self.steps:
-            made = self.steps[key] = build()
+            made = build()
             verify_schedule(made)
             self.homes.plan_device(made.peak_bytes)
-            if made.annex_at and not self.arena.annex.need(made.arena_bytes):
-                self._leave_annex()
+            self.beside.need(made)
+            self.steps[key] = made
         return self.steps[key]
 
     def forget_steps(self) -> None:
@@ -178,33 +180,13 @@ class Session(Store):
 
     @property
     def step_room(self) -> StepRoom:
-        """What an optimizer's step streams through now: the annex, if one is planned, is larger,
-        and is not held by anybody."""
+        """What an optimizer's step streams through now."""
         window = StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
-        annex = self.arena.annex.room
-        if annex.nbytes <= window.nbytes or self.executor.is_running:
-            return window
-        return annex if annex.nbytes <= self.beside_bytes else window
-
-    @property
-    def beside_bytes(self) -> int:
-        """Of the device, set aside for compiled graphs, that none of them holds now."""
-        return max(0, self.split.held_bytes - self.holding.nbytes)
-
-    def annex(self, room: StepRoom) -> None:
-        """From here on an optimizer's step may use this room beside the arena."""
-        self._leave_annex()
-        self.arena.annex.plan(room)
-
-    def _leave_annex(self) -> None:
-        memory = self.arena.annex.memory
-        if memory is not None:
-            self.await_departures(memory)
-            self.arena.annex.close()
+        return self.beside.room(window)
 
     def _make_room(self, nbytes: int) -> None:
         """Compiled graphs are about to hold so much."""
-        self._leave_annex()
+        self.beside.leave()
         self.split.hold(nbytes)
 
     def ways(self) -> Ways:

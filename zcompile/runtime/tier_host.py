@@ -77,19 +77,16 @@ class HostTier:
             begin += n
 
     def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
-        """Bytes of all extents move together, to the beginning, so that what is free is one hole.
-
-        extents  all that are reserved; nothing reads or writes them
-        Returns  where each is then; None, if others are reserved too: then nothing moved
-        """
+        """As `Compacting.compact`."""
         with self._lock:
-            if sum(extent.nbytes for extent in extents) != self._extents.used_bytes:
+            used = sum(extent.nbytes for extent in extents)
+            if used != self._extents.used_bytes:
                 return None
+            self._make_blocks(0, used)
             made, end = list(extents), 0
             for at in sorted(range(len(made)), key=lambda at: made[at].offset):
                 old = made[at]
                 made[at] = Extent(old.file, end, old.nbytes, old.name)
-                self._make_blocks(end, end + old.nbytes)
                 self._shift(old.offset, end, old.nbytes)
                 end += old.nbytes
             self._extents = Extents(self.alignment, self._extents.capacity)

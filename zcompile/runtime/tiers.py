@@ -7,7 +7,7 @@ order things happen, and how bytes reach the device is known to others.
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -58,6 +58,18 @@ class Stretch(NamedTuple):
     fd: int
     offset: int
     nbytes: int
+
+
+@runtime_checkable
+class Compacting(Protocol):
+    """A tier that can close its holes."""
+
+    def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
+        """Bytes of all extents move together, to the beginning, so that what is free is one hole.
+
+        extents  all that are reserved; nothing reads or writes them
+        Returns  where each is then; None, if others are reserved too: then nothing moved
+        """
 
 
 class TierIO(Protocol):

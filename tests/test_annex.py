@@ -39,8 +39,9 @@ WEIGHTS = sum(p.nbytes for p in gpt().parameters())
 
 def loss_of(forward, number):
     """Of so many tokens that activations take many times what gradients do."""
-    tokens = torch.randint(0, VOCABULARY, (16, 33),
+    tokens = torch.randint(0, VOCABULARY, (16, 33), device="cpu",
                            generator=torch.Generator().manual_seed(number))  # fmt: skip
+    tokens = tokens.to(torch.get_default_device())
     logits = forward(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -53,8 +54,8 @@ def train(forward, optimizer, begin, end, batches=1):
         optimizer.zero_grad()
 
 
-def held_bytes():
-    model = zcompile.offload(gpt(), device="cpu", device_memory="64MiB", host_memory="64MiB")
+def held_bytes(device="cpu"):
+    model = zcompile.offload(gpt().cpu(), device=device, device_memory="64MiB", host_memory="64MiB")
     compiled = torch.compile(model, backend="zinf")
     train(compiled, adamw(model), 0, 1)
     return session_behind(model).split.held_bytes
@@ -125,6 +126,24 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
     assert session_behind(model).arena.annex.memory is not None
     train(compiled, optimizer, 4, STEPS, batches)
     assert all(map(torch.equal, values(model), values(plain)))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too_the_bits_are_those_of_eager_there():
+    torch.set_default_device("cuda")
+    try:
+        plain = gpt().cuda()
+        train(plain, adamw(plain), 0, STEPS)
+        torch._dynamo.reset()
+        room = {"host_memory": "64MiB", "device_memory": held_bytes("cuda") + WEIGHTS}
+        torch._dynamo.reset()
+        model = zcompile.offload(gpt().cpu(), device="cuda", **room)
+        train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
+        for mine, theirs in zip(values(model), plain.parameters(), strict=True):
+            assert torch.equal(mine.cpu(), theirs.cpu())
+        assert zcompile.stats(model)["peak"]["together"] <= room["device_memory"]
+    finally:
+        torch.set_default_device(None)
 
 
 def test_graphs_have_all_of_it_back(budget, monkeypatch):

@@ -144,7 +144,7 @@ def test_many_threads_may_use_one_store(open_store):
     (1 * MiB, 64 * KiB, 4),
     (4 * MiB, 64 * KiB, 8),
     (16 * MiB, 128 * KiB, 8),
-    (1 * GiB, 2 * MiB, 8),
+    (1 * GiB, 1 * MiB, 8),
     (64 * GiB, 4 * MiB, 64),
 ])  # fmt: skip
 def test_the_ring_is_a_small_part_of_the_host_budget(budget, chunk, chunks):
@@ -228,7 +228,8 @@ def test_without_a_disk_no_room_is_kept(open_store):
 def test_the_ring_is_small_where_transfers_go_past_it():
     assert staging_size(16 * GiB, straight=True).nbytes == 32 * MiB
     assert staging_size(16 * MiB, straight=True).nbytes == 4 * MiB
-    assert staging_size(16 * GiB, straight=False).nbytes == 256 * MiB
+    assert staging_size(16 * GiB, straight=False).nbytes == 128 * MiB
+    assert staging_size(32 * GiB, straight=False).nbytes == 256 * MiB
 
 
 def test_gradients_on_their_way_are_bounded_by_the_host_and_the_largest_ring():

@@ -15,11 +15,9 @@ from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
 from zcompile.offloading import session_behind
 from zcompile.packing import ALIGNMENT
 from zcompile.runtime.annex import Annex
-from zcompile.runtime.device_cpu import CpuDevice
-from zcompile.runtime.meter import Meter
 from zcompile.schedule import EntryIndex, Slot
 from zcompile.specs import Phase
-from zcompile.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
+from zcompile.step_chunks import LEAST_PACED_BYTES, paced_bytes
 from zcompile.traffic import Journey
 from zcompile.units import KiB, MiB
 from zcompile.verify_schedule import verify_schedule
@@ -228,29 +226,6 @@ def test_the_same_chunks_lie_elsewhere():
     assert moved == [(f.slot.address, f.slot.nbytes, f.begin) for f in there.fetches()]
     assert (there.arena_bytes, there.budget_bytes) == (here.arena_bytes + AT, MiB + AT)
     assert there.peak_bytes == here.peak_bytes
-
-
-def test_memory_is_allocated_as_much_as_schedules_need():
-    device = CpuDevice({}, Meter(), lambda error: None)
-    annex = Annex(device)
-    annex.plan(StepRoom(AT, MiB))
-    assert annex.need(AT + 4 * KiB)
-    assert annex.slot(AT, 1) is None
-    annex.open()
-    annex.slot(AT + KiB, KiB).fill_(7)
-    assert annex.memory.numel() == 4 * KiB
-    assert annex.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
-    assert annex.holds(annex.slot(AT, 1))
-    assert not annex.holds(torch.empty(1))
-    assert annex.slot(AT - 1, 1) is None
-    assert annex.slot(AT + 4 * KiB, 1) is None
-    assert not annex.need(AT + 8 * KiB)
-    annex.close()
-    annex.open()
-    assert annex.slot(AT + 7 * KiB, KiB).numel() == KiB
-    annex.close()
-    assert annex.slot(AT, 1) is None
-    device.close()
 
 
 def test_without_a_fetch_there_is_no_annex():

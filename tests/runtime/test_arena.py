@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded
+from zcompile.runtime.annex import Annex
 from zcompile.runtime.arena import ALIGNMENT, Arena
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.meter import Gauge, Meter
-from zcompile.units import KiB
+from zcompile.step_chunks import StepRoom
+from zcompile.units import KiB, MiB
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +162,25 @@ def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
 
 def slot_ranges(slots):
     return [(a, a + n) for a, n in slots]
+
+
+def test_an_annex_is_as_large_as_schedules_need(device):
+    at = 64 * KiB
+    annex = Annex(device)
+    annex.plan(StepRoom(at, MiB))
+    assert annex.need(at + 4 * KiB)
+    assert annex.slot(at, 1) is None
+    annex.open()
+    annex.slot(at + KiB, KiB).fill_(7)
+    assert annex.memory.numel() == 4 * KiB
+    assert annex.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
+    assert annex.holds(annex.slot(at, 1))
+    assert not annex.holds(torch.empty(1))
+    assert annex.slot(at - 1, 1) is None
+    assert annex.slot(at + 4 * KiB, 1) is None
+    assert not annex.need(at + 8 * KiB)
+    annex.close()
+    annex.open()
+    assert annex.slot(at + 7 * KiB, KiB).numel() == KiB
+    annex.close()
+    assert annex.slot(at, 1) is None

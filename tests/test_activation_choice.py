@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zcompile import activation_bound
@@ -134,6 +134,30 @@ def problems(draw):
     return replace(problem, budget=draw(st.integers(max(1, most // 3), most)))
 
 
+def hosted(leave_s, back_s, slack_s, budget):
+    away = {"host": Away(leave_s, back_s, 99)}
+    return {"tiers": away, "slack_s": slack_s, "budget": budget}
+
+
+FOUND = (
+    fixed(chain(7, 2, 1, 1, 4, seconds=(7.8, 0.7, 1.5, 8.2, 3.1), **hosted(1.8, 1.5, (2.4, 0), 12)),
+          3),
+    fixed(chain(3, 1, 9, 9, 1, seconds=(1.0, 1.0, 6.3, 9.0, 6.3), **hosted(1.8, 1.5, (5, 5), 19)),
+          3),
+    chain(2, 4, 2, 1, 9, seconds=(6.5, 2.3, 6.5, 8.2, 3.1), **hosted(0.25, 0.6, (4.0, 4.2), 13)),
+    fixed(chain(4, 6, 8, 6, 2, seconds=(7.2, 2.0, 0.1, 8.4, 5.9), read_back=False,
+                **hosted(0.25, 0.4, (2.2, 5.0), 19)), 3),
+    fixed(chain(4, 2, 1, 3, 4, seconds=(2.3, 0.5, 0.25, 1.1, 8.5), read_back=False,
+                **hosted(0.46, 0.61, (0.44, 2.3), 11)), 4),
+)  # fmt: skip
+"""What greed alone answered with more than three times the least seconds."""
+
+
+@example(FOUND[0])
+@example(FOUND[1])
+@example(FOUND[2])
+@example(FOUND[3])
+@example(FOUND[4])
 @settings(deadline=None, max_examples=150)
 @given(problems())
 def test_it_fits_where_something_does_and_is_near_the_best(problem):

@@ -62,7 +62,7 @@ FLOORS = (
     {"zcompile.token_halves"},
     {"zcompile.activation_split", "zcompile.saved_values"},
     {"zcompile.activation_choice", "zcompile.token_rules", "zcompile.slice_choice"},
-    {"zcompile.activation_bound"},
+    {"zcompile.activation_bound", "zcompile.activation_search"},
     {"zcompile.activation_problem"},
     {
         "zcompile.liveness",

@@ -29,12 +29,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def train(model, forward, optimizer, begin=0, end=STEPS, batches=1, clip=True):
+def loss_of(forward, tokens: Tensor) -> Tensor:
+    logits = forward(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(model, forward, optimizer, begin=0, end=STEPS, batches=1, clip=True, ids=ids):
     for number in range(begin, end):
         for batch in range(batches):
-            tokens = ids(10 * number + batch)
-            logits = forward(tokens[:, :-1])
-            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            loss_of(forward, ids(10 * number + batch)).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded
-from zcompile.lower_step import CHUNK_BYTES, CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
 from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
 from zcompile.specs import Phase
+from zcompile.step_chunks import CHUNK_BYTES, StepRoom
 from zcompile.units import GiB, MiB
 from zcompile.verify_schedule import verify_schedule
 
@@ -31,7 +32,7 @@ F32, BF16 = (torch.float32, True), (torch.bfloat16, False)
 
 
 def step(rows: list[Row], budget: int) -> Schedule:
-    made = lower_step("step", rows, 0, sum(len(r.columns) for r in rows), budget)
+    made = lower_step("step", rows, 0, sum(len(r.columns) for r in rows), StepRoom(0, budget))
     verify_schedule(made)
     assert made.phase is Phase.STEP
     assert made.arena_bytes <= budget
@@ -148,7 +149,7 @@ def test_a_budget_too_small_says_which_bytes_do(rows):
 
 def test_plain_operands_come_after_the_columns():
     one = Row(10, row(10, F32).columns, (Register(0),), nothing)
-    schedule = lower_step("step", [one], 1, 1, 4096)
+    schedule = lower_step("step", [one], 1, 1, StepRoom(0, 4096))
     (run,) = [r for r in schedule.instructions if isinstance(r, Run)]
     (wait,) = [r for r in schedule.instructions if isinstance(r, Wait)]
     assert run.inputs == (wait.register, Register(0))
@@ -170,7 +171,7 @@ def test_chunks_from_afar_are_spread_among_the_others():
     near = row(8 * CHUNK_ELEMENTS, F32, F32)
     far = row(4 * CHUNK_ELEMENTS, F32, F32, first=2)
     far = replace(far, columns=(far.columns[0], replace(far.columns[1], far=True)))
-    made = lower_step("step", [far, near], 0, 4, 3 * 2 * CHUNK_ELEMENTS * 4)
+    made = lower_step("step", [far, near], 0, 4, StepRoom(0, 3 * 2 * CHUNK_ELEMENTS * 4))
     verify_schedule(made)
     order = ["far" if s.name == "e2" else "near" for s in made.instructions
              if isinstance(s, Store) and s.name in ("e0", "e2")]  # fmt: skip

@@ -24,7 +24,7 @@ from zcompile.schedule import (
     Slot,
 )
 from zcompile.specs import Layout, Phase
-from zcompile.step_chunks import DEPTH
+from zcompile.step_chunks import DEPTH, StepRoom
 from zcompile.units import MiB
 from zcompile.verify_schedule import verify_schedule
 
@@ -89,9 +89,9 @@ def step_schedules(draw: st.DrawFn) -> Schedule:
         rows.append(Row(draw(st.integers(1, 9 * CHUNK_ELEMENTS)), tuple(columns), (), element_wise))
     budget, begin = draw(st.integers(1, 300_000)), draw(st.sampled_from((0, MiB)))
     try:
-        return lower_step("step", rows, 0, entry, budget, annex_at=begin)
+        return lower_step("step", rows, 0, entry, StepRoom(begin, budget))
     except BudgetExceeded as error:
-        return lower_step("step", rows, 0, entry, error.needed_bytes, annex_at=begin)
+        return lower_step("step", rows, 0, entry, StepRoom(begin, error.needed_bytes))
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -181,7 +181,7 @@ def test_the_chunks_of_a_step_are_a_pipeline():
     """While one chunk computes another arrives: its fetch stands before that compute."""
     columns = tuple(Column(EntryIndex(i), 0, torch.float32, i < 1, True, f"e{i}") for i in range(2))
     rows = [Row(8 * CHUNK_ELEMENTS, columns, (), element_wise)]
-    made = lower_step("step", rows, 0, 2, DEPTH * 3 * 2 * 4 * CHUNK_ELEMENTS)
+    made = lower_step("step", rows, 0, 2, StepRoom(0, DEPTH * 3 * 2 * 4 * CHUNK_ELEMENTS))
     kinds = [type(row).__name__ for row in made.instructions]
     first_run = kinds.index("Run")
     assert kinds[:first_run].count("Fetch") > len(columns)

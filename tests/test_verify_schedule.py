@@ -31,6 +31,7 @@ from zcompile.schedule import (
     Ticket,
 )
 from zcompile.specs import Layout, Phase
+from zcompile.step_chunks import StepRoom
 from zcompile.step_rows import Column, Row
 from zcompile.verify_schedule import verify_schedule
 
@@ -284,7 +285,7 @@ def test_a_long_schedule_is_proven_in_seconds():
     columns = [Column(EntryIndex(n), 0, torch.float32, n < 3, n < 3, f"e{n}") for n in range(4)]
     chunks = 20_000 // 16
     row = Row(chunks * CHUNK_ELEMENTS, tuple(columns), (), lambda first, last, values: None)
-    made = lower_step("adam", [row], 0, 4, 3 * 4 * 4 * CHUNK_ELEMENTS)
+    made = lower_step("adam", [row], 0, 4, StepRoom(0, 3 * 4 * 4 * CHUNK_ELEMENTS))
     assert len(made.instructions) == chunks * 16
     begun = time.process_time()
     verify_schedule(made)

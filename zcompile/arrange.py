@@ -158,9 +158,7 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Sc
         replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
         for row in schedule.rows
     ]
-    room = arena.step_room
-    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), room.nbytes,
-                      room.chunk_bytes, room.depth, room.begin)  # fmt: skip
+    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), arena.step_room)
 
 
 def _rests(column: Column, home: str, still: set[str]) -> Column:

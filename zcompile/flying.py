@@ -50,6 +50,6 @@ class Departing:
         self._rows = [row for row in self._rows if row[1].over_s is None]
         return [journey for other, journey, _ in self._rows if other.overlaps(slot)]
 
-    def beside(self) -> list[Journey]:
+    def from_annex(self) -> list[Journey]:
         """What must have left the annex before it is given back."""
         return [journey for _, journey, annexed in self._rows if annexed and journey.over_s is None]

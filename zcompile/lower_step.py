@@ -27,7 +27,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, Phase
-from zcompile.step_chunks import CHUNK_BYTES, CHUNK_ELEMENTS, DEPTH, chunk_elements, set_bytes
+from zcompile.step_chunks import CHUNK_ELEMENTS, StepRoom, chunk_elements, set_bytes
 from zcompile.step_rows import (
     ChunkFunction,
     Column,
@@ -44,23 +44,18 @@ def lower_step(
     rows: Sequence[Row],
     inputs: int,
     entries: int,
-    budget_bytes: int,
-    chunk_bytes: int = CHUNK_BYTES,
-    depth: int = DEPTH,
-    annex_at: int = 0,
+    room: StepRoom,
 ) -> Schedule:
     """The schedule that computes `rows`, the chunks of each in order.
 
-    inputs       how many registers the call fills
-    entries      how many entries the call names
-    chunk_bytes  most bytes of a chunk of one operand
-    depth        most chunks in the arena at once
-    annex_at     where the budget begins, if it is not the arena's
-    raises   BudgetExceeded, if not even the smallest chunk of a row fits the arena
+    inputs   how many registers the call fills
+    entries  how many entries the call names
+    room     where chunks lie: in the arena, or in the annex, which begins beyond it
+    raises   BudgetExceeded, if not even the smallest chunk of a row fits
     """
-    depth, sizes = _sizes(rows, budget_bytes, chunk_bytes, name, depth)
+    depth, sizes = _sizes(rows, room, name)
     lane_bytes = max(set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
-    builder = _Builder(name, inputs, depth, lane_bytes, annex_at)
+    builder = _Builder(name, inputs, depth, lane_bytes, room.begin)
     for group in together(spread(rows, sizes)):
         if len(group) > 1:
             builder.add_joint([row for row, _, _ in group])
@@ -80,10 +75,10 @@ def lower_step(
         serial=next(SERIALS),
         arena_bytes=builder.arena_bytes,
         peak_bytes=builder.peak_bytes,
-        budget_bytes=annex_at + budget_bytes,
+        budget_bytes=room.begin + room.nbytes,
         names=_names(rows, entries),
         rows=tuple(rows),
-        annex_at=annex_at if builder.arena_bytes else 0,
+        annex_at=room.begin if builder.arena_bytes else 0,
     )
 
 
@@ -92,12 +87,11 @@ def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
     return {index: names.get(index, "") for index in range(entries)}
 
 
-def _sizes(
-    rows: Sequence[Row], budget_bytes: int, chunk_bytes: int, name: str, most: int
-) -> tuple[int, list[int]]:
-    """How many chunks are in the arena at once, and the elements of a chunk of each row."""
-    for depth in range(most, 0, -1):
-        sizes = [chunk_elements(row, budget_bytes // depth, chunk_bytes) for row in rows]
+def _sizes(rows: Sequence[Row], room: StepRoom, name: str) -> tuple[int, list[int]]:
+    """How many chunks are there at once, and the elements of a chunk of each row."""
+    for depth in range(room.depth, 0, -1):
+        share = room.nbytes // depth
+        sizes = [chunk_elements(row, share, room.chunk_bytes) for row in rows]
         if None not in sizes:
             return depth, [n or 1 for n in sizes]
     smallest = [min(row.numel, CHUNK_ELEMENTS) for row in rows]
@@ -105,7 +99,7 @@ def _sizes(
     least = set_bytes(row, elements)
     raise BudgetExceeded(
         "device",
-        budget_bytes,
+        room.nbytes,
         least,
         f"one chunk of {name}",
         [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns if not c.resident],
@@ -281,4 +275,4 @@ class _Builder:
         self._taken -= fetch.slot.nbytes
 
 
-__all__ = ["CHUNK_BYTES", "CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]
+__all__ = ["CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]

@@ -37,8 +37,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         column_of(copy, EntryIndex(1), cast.narrow, writes=True),
     )
     row = Row(numel, columns, (), Narrowing(((0, 1),)))
-    build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_bytes,
-                    session.device.chunk_bytes, session.depth)  # fmt: skip
+    build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_room)
     kind = ("copy", numel, cast, tuple(column.resident for column in columns))
     try:
         schedule = session.step(kind, build)

@@ -133,8 +133,8 @@ class _Steps:
 
     def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
-        if call.phase is not Phase.STEP and (beside := self._leaving.beside()):
-            self._told_between(partial(self._await, beside))
+        if call.phase is not Phase.STEP and (leaving := self._leaving.from_annex()):
+            self._told_between(partial(self._await, leaving))
         self._told_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})

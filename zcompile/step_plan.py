@@ -112,10 +112,10 @@ def plan_step(
     if not made:
         assert refused is not None
         raise refused[1]
-    return min((*made, *_deeper(step, made, seconds)), key=lambda plan: plan.seconds)
+    return min((*made, *_refined(step, made, seconds)), key=lambda plan: plan.seconds)
 
 
-def _deeper(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
+def _refined(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
     """The fastest of the plans once more, with more chunks of an optimizer's step in flight, and
     without an annex, into which nothing is handed over."""
     for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:

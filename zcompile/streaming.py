@@ -157,8 +157,7 @@ def stream(
     room = session.step_room
     key = (room, *call.signature)
     name = func._schema.name.removeprefix("aten::")
-    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries), room.nbytes,
-                    room.chunk_bytes, room.depth, room.begin)  # fmt: skip
+    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries), room)
     try:
         schedule = session.step(key, build)
     except BudgetExceeded as error:
@@ -166,7 +165,7 @@ def stream(
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
-    if not session.beside.open(schedule):
+    if not session.annex.open(schedule):
         stream(func, apps, targets, cls)  # anew, through the window
         return
     if learn is not None and not call.easing and not call.copying:
@@ -195,8 +194,7 @@ def apply_deferred(entry: Entry) -> None:
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
     room = session.step_room
-    build = partial(lower_step, "what was deferred", [row], len(operands), 1, room.nbytes,
-                    room.chunk_bytes, room.depth, room.begin)  # fmt: skip
+    build = partial(lower_step, "what was deferred", [row], len(operands), 1, room)
     try:
         schedule = session.step(("deferred", room, changes, here), build)
     except BudgetExceeded as error:
@@ -204,7 +202,7 @@ def apply_deferred(entry: Entry) -> None:
             raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
         return
-    if not session.beside.open(schedule):
+    if not session.annex.open(schedule):
         apply_deferred(entry)  # anew, through the window
         return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])

@@ -20,6 +20,7 @@ from zcompile.lower_step import lower_step
 from zcompile.packing import aligned
 from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.specs import Phase
+from zcompile.step_chunks import StepRoom
 from zcompile.step_rows import Column, Row
 from zcompile.units import MiB
 
@@ -85,13 +86,13 @@ def of_step(optimizer: str) -> dict[str, Schedule]:
         for lanes in (1, 2, 3):
             chunk = lanes * _least(rows, entry)
             found[f"{lanes} lanes, resident {'+'.join(resident) or 'nothing'}"] = lower_step(
-                optimizer, rows, 1, entry, chunk)  # fmt: skip
+                optimizer, rows, 1, entry, StepRoom(0, chunk))  # fmt: skip
     return found
 
 
 def _least(rows: Sequence[Row], entries: int) -> int:
     try:
-        lower_step("step", rows, 1, entries, 1)
+        lower_step("step", rows, 1, entries, StepRoom(0, 1))
     except BudgetExceeded as error:
         return error.needed_bytes
     raise AssertionError("a step that moves nothing")

@@ -10,6 +10,13 @@ from zcompile.runtime.device import Device
 from zcompile.step_chunks import NO_ROOM, StepRoom
 
 
+def lies_in(tensor: Tensor, memory: Tensor | None) -> bool:
+    """Whether a tensor begins in this memory: uint8 [n]; None: there is none."""
+    if memory is None or tensor.device != memory.device:
+        return False
+    return 0 <= tensor.data_ptr() - memory.data_ptr() < memory.numel()
+
+
 class Annex:
     """Its addresses go on beyond the arena's.
 
@@ -44,14 +51,6 @@ class Annex:
         if memory is None or at < 0 or at + nbytes > memory.numel():
             return None
         return memory[at : at + nbytes]
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in it."""
-        memory = self.memory
-        if memory is None or tensor.device != memory.device:
-            return False
-        begin = memory.data_ptr()
-        return begin <= tensor.data_ptr() < begin + memory.numel()
 
     def close(self) -> None:
         """Give the memory back; for who knows that nothing uses it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded
 from zcompile.packing import ALIGNMENT, aligned
-from zcompile.runtime.annex import Annex
+from zcompile.runtime.annex import Annex, lies_in
 from zcompile.runtime.device import Device
 from zcompile.runtime.meter import Gauge
 from zcompile.specs import Layout
@@ -69,21 +69,14 @@ class Arena:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the arena, or in its annex."""
-        return self._has(tensor) or self.annex.holds(tensor)
-
-    def _has(self, tensor: Tensor) -> bool:
-        if self._memory is None:
-            return False
-        begin = self._memory.data_ptr()
-        same = tensor.device == self._memory.device
-        return same and begin <= tensor.data_ptr() < begin + self._memory.numel()
+        return lies_in(tensor, self._memory) or lies_in(tensor, self.annex.memory)
 
     def window(self, tensor: Tensor) -> Tensor:
         """The same bytes, not keeping `tensor`'s storage alive if that lies in the arena.
 
         tensor  uint8 [n], contiguous
         """
-        if self._memory is None or not self._has(tensor):
+        if self._memory is None or not lies_in(tensor, self._memory):
             return tensor
         begin = tensor.data_ptr() - self._memory.data_ptr()
         return self._memory[begin : begin + tensor.numel()]

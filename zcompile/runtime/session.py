@@ -21,7 +21,7 @@ from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
 from zcompile.runtime import activations, near
-from zcompile.runtime.beside import Beside
+from zcompile.runtime.annex_use import AnnexUse
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.device_split import DeviceSplit
@@ -86,7 +86,7 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
-        self.beside = Beside(self, self.split, self.executor, self._departures)
+        self.annex = AnnexUse(self, self.split, self.executor, self._departures)
         self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -113,7 +113,7 @@ class Session(Store):
             made = build()
             verify_schedule(made)
             self.homes.plan_device(made.peak_bytes)
-            self.beside.need(made)
+            self.annex.need(made)
             self.steps[key] = made
         return self.steps[key]
 
@@ -181,12 +181,16 @@ class Session(Store):
     @property
     def step_room(self) -> StepRoom:
         """What an optimizer's step streams through now."""
-        window = StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
-        return self.beside.room(window)
+        return self.annex.room(self.window_room)
+
+    @property
+    def window_room(self) -> StepRoom:
+        """What streams through the arena's window now, by chunks."""
+        return StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
 
     def _make_room(self, nbytes: int) -> None:
         """Compiled graphs are about to hold so much."""
-        self.beside.leave()
+        self.annex.leave()
         self.split.hold(nbytes)
 
     def ways(self) -> Ways:

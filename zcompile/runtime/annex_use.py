@@ -16,8 +16,8 @@ from zcompile.step_chunks import NO_ROOM, StepRoom
 log = logging.getLogger(__name__)
 
 
-class Beside:
-    """The annex of one store's arena."""
+class AnnexUse:
+    """Of the annex of one store's arena: who may be in it, and when."""
 
     def __init__(
         self, store: Store, split: DeviceSplit, executor: Executor, departures: Departures

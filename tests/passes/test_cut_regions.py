@@ -3,12 +3,14 @@
 from itertools import takewhile
 
 import pytest
-from joint import captured
+import torch
+from joint import captured, catch
 from small_models import SMALL_MODELS
+from torch import Tensor, nn
 
-from zcompile import printer
+from zcompile import ops, printer
 from zcompile.config import Config
-from zcompile.graph import is_compute, phase_of, region_of
+from zcompile.graph import aliases_of, find, is_compute, phase_of, region_of
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.pipeline import pipeline
 
@@ -27,6 +29,29 @@ def test_regions_end_where_a_zinf_op_stands(golden):
 
 def test_a_view_that_two_regions_read_is_made_in_both(golden):
     assert numbered(captured("view in two places").through(*PASSES).graph) == golden
+
+
+class ViewOfView(nn.Module):
+    """A view made between two layers, of a view that was made before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8))
+        self.inner, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.weight.t()
+        x = self.inner(torch.relu(x @ wide[:, :8]))
+        half = wide[:, 8:]
+        return self.other(torch.relu(x @ half)) @ half
+
+
+def test_a_view_of_a_view_is_made_in_each_region_that_reads_it():
+    graph = catch(ViewOfView(), torch.randn(4, 8)).through(*PASSES).graph  # and verified
+    for wait in find(graph, ops.wait):
+        for view in set(aliases_of(wait)) - {wait}:
+            readers = {region_of(user) for user in view.users} - {None}
+            assert readers <= {region_of(view)}
 
 
 @pytest.mark.parametrize("model", [m for m in SMALL_MODELS if m != "view in two places"])

@@ -52,8 +52,10 @@ def _view_again(graph: fx.Graph, wait: fx.Node, heads: dict[int, fx.Node]) -> No
     """Each region that reads a view of `wait` makes that view itself, at its head."""
     views = [alias for alias in aliases_of(wait) if alias is not wait]
     made: dict[tuple[fx.Node, int], fx.Node] = {}
+    made_of: dict[fx.Node, fx.Node] = {}
 
     def again(view: fx.Node, region: int) -> fx.Node:
+        view = made_of.get(view, view)  # a view may read one that was made for its region already
         if view not in views or region_of(view) == region:
             return view
         if (view, region) not in made:
@@ -61,6 +63,7 @@ def _view_again(graph: fx.Graph, wait: fx.Node, heads: dict[int, fx.Node]) -> No
             with graph.inserting_before(heads[region]):
                 made[view, region] = graph.node_copy(view, sources.__getitem__)
             set_region(made[view, region], region)
+            made_of[made[view, region]] = view
         return made[view, region]
 
     for view in views:

@@ -95,6 +95,7 @@ FLOORS = (
         "zcompile.version",
         "triton_kernels",
         "zcompile.byte_ranges",
+        "zcompile.listed",
     },
 )
 """Top to bottom. A room is a module, or a package with all its modules."""

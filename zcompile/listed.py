@@ -8,7 +8,7 @@ from typing import Any
 class Listed(list[Any]):
     """A list; what `+` makes of it and others knows what it holds, as long as nobody changes it."""
 
-    def __add__(self, other: Iterable[Any]) -> "Listed":  # type: ignore[override]  # narrower
+    def __add__(self, other: Iterable[Any]) -> "Listed":
         return _Sum([*self, *other])
 
 

@@ -98,6 +98,7 @@ FLOORS = (
         "triton_kernels",
         "zcompile.byte_ranges",
         "zcompile.listed",
+        "zcompile.quiet",
     },
 )
 """Top to bottom. A room is a module, or a package with all its modules."""

@@ -281,8 +281,11 @@ def muted_tracing() -> Iterator[None]:
 
 
 def without_recompile_limit() -> Any:
-    """A context in which code may be compiled however often it was before."""
-    return torch._dynamo.config.patch(recompile_limit=_MANY, accumulated_recompile_limit=_MANY)
+    """A context in which code may be compiled however often it was before, and no garbage is looked
+    for afterwards."""
+    return torch._dynamo.config.patch(
+        recompile_limit=_MANY, accumulated_recompile_limit=_MANY, run_gc_after_compile=False
+    )
 
 
 _MANY = 1 << 30

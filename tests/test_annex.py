@@ -12,6 +12,7 @@ from zcompile import step_plan
 from zcompile.errors import DeviceTooSmall, ScheduleInvalid
 from zcompile.flying import Departing
 from zcompile.handover import handover
+from zcompile.journeys import Journey
 from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
 from zcompile.offloading import session_behind
 from zcompile.packing import ALIGNMENT
@@ -19,7 +20,6 @@ from zcompile.runtime.annex import Annex
 from zcompile.schedule import EntryIndex, Slot
 from zcompile.specs import Phase
 from zcompile.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
-from zcompile.traffic import Journey
 from zcompile.units import KiB, MiB
 from zcompile.verify_schedule import verify_schedule
 

@@ -55,6 +55,7 @@ FLOORS = (
     {"zcompile.printer", "zcompile.runs", "zcompile.loss_match", "zcompile.loss_choice"},
     {"zcompile.prediction"},
     {"zcompile.simulate"},
+    {"zcompile.simulated_steps"},
     {"zcompile.flying", "zcompile.routes", "zcompile.told"},
     {"zcompile.step_chunks", "zcompile.traffic", "zcompile.timeline"},
     {"zcompile.activation_graph", "zcompile.saved_rewriting", "zcompile.token_limits"},
@@ -86,6 +87,7 @@ FLOORS = (
         "zcompile.machine_file",
         "zcompile.user_code",
     },
+    {"zcompile.journeys"},
     {"zcompile.machine", "zcompile.curve", "zcompile.sliced_region"},
     {
         "zcompile.errors",
@@ -95,6 +97,8 @@ FLOORS = (
         "zcompile.version",
         "triton_kernels",
         "zcompile.byte_ranges",
+        "zcompile.listed",
+        "zcompile.quiet",
     },
 )
 """Top to bottom. A room is a module, or a package with all its modules."""

@@ -23,6 +23,7 @@ from zcompile import simulate, step_plan
 from zcompile.cli import main
 from zcompile.offloading import session_behind
 from zcompile.runtime.arena import Arena
+from zcompile.simulated_steps import SimulatedSteps
 from zcompile.units import KiB
 
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
@@ -101,8 +102,8 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     model, compiled, optimizer = begun(4, device_memory=2 * WEIGHT_BYTES, throttle=THROTTLE)
     note(Arena, "take_slot", "take", lambda address, nbytes: address)
     note(Arena, "give_slot", "give", lambda address, nbytes: address)
-    note(simulate._Steps, "_bring", "take", lambda call, fetch, *after: fetch.slot.address)
-    note(simulate._Steps, "_free", "give", lambda free: free.slot.address)
+    note(SimulatedSteps, "_bring", "take", lambda call, fetch, *after: fetch.slot.address)
+    note(SimulatedSteps, "_free", "give", lambda free: free.slot.address)
     train(model, compiled, optimizer, 4, 5)
     walked = seen.copy()
     seen.clear()

@@ -20,11 +20,12 @@ from test_simulate import (
     waiting,
 )
 
+from zcompile.journeys import Journey
 from zcompile.machine import Link
 from zcompile.schedule import Fetch, Slot, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.traffic import MOST_PIECES, RING_BLOCK, Journey, Traffic
+from zcompile.traffic import MOST_PIECES, RING_BLOCK, Traffic
 
 LANES = 3
 """Slots of an arena that chunks take in turn."""

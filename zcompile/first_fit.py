@@ -107,7 +107,8 @@ def best_fit(s: Sections) -> list[int]:
     places = [(0, len(s.alive) - 1, 0)]  # (from section, to section, height), by section
     remaining = len(s)
     while remaining:
-        at = min(range(len(places)), key=lambda k: places[k][2])
+        heights = [height for _, _, height in places]
+        at = heights.index(min(heights))
         begin, end, height = places[at]
         fitting = free & (first >= begin) & (last <= end)
         pick = int(fitting.argmax())

@@ -15,7 +15,7 @@ from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
 from zcompile.passes.place_states import place
 from zcompile.runtime.staging import backlog_bytes, staging_size
-from zcompile.simulate import simulate
+from zcompile.simulate import simulate, step_seconds
 from zcompile.specs import Phase
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, annex_of, compute_seconds, plan_step
 from zcompile.steps import Step
@@ -140,7 +140,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     arena = ArenaShare(0, lead, chunk_bytes, room.reach, annex=annex)
 
     def seconds(made: Step, homes: Mapping[int, str]) -> float:
-        return simulate(made, costs, homes, COMPARED).step_s
+        return step_seconds(made, costs, homes, COMPARED)
 
     planned = plan_step(step, terms.machine, room, arena, compute_s, seconds)
     homes = planned.placement.homes
@@ -221,10 +221,11 @@ def _shadows(
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
         homes = place(step, terms.machine, replace(larger, nbytes=beside), compute_s).homes
-        again = simulate(arranged(step, homes, planned.arena), costs, homes, COMPARED)
+        made_again = arranged(step, homes, planned.arena)
+        again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         least_s = now - bound(demand, links, dearer).seconds
-        saved_s = (planned.seconds - again.step_s) * MORE_BYTES / more
+        saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         made.append(Shadow(tier, least_s, saved_s, more))
     return tuple(made)
 

@@ -4,11 +4,9 @@ A real training step is walked on paper (`paper.py`), then placed, arranged and 
 one is once it was seen. Weights are not needed: a model on `meta` will do.
 """
 
-import gc
 import shutil
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from zcompile.machine_file import find
 from zcompile.outlook import Terms, look
 from zcompile.paper import OnPaper, PaperSession, copy_on_paper
 from zcompile.paper_step import run_step
+from zcompile.quiet import quiet
 from zcompile.report import Report
 from zcompile.report_rows import Facts
 from zcompile.runtime.device_cpu import CpuDevice
@@ -116,7 +115,7 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
         raise Unsupported("a step is planned for another device than it was traced for",
                           "trace it anew: what graphs hold is chosen for the device")  # fmt: skip
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
-    with _quiet():
+    with quiet():
         found = look(traced.step, terms, beside, traced.chunk_bytes, prices)
     facts = Facts(traced.parameters, traced.activation_bytes, traced.held_bytes, traced.memories,
                   traced.samples, traced.tokens, traced.step.micro_batches,
@@ -190,7 +189,7 @@ def trace(
     try:
         copied = copy_on_paper(model, session)
         inputs = trees.tree_map(_input, example_inputs)
-        with _quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
+        with quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
             made = make(_trained(copied))  # alive until its states are told
             run_step(copied, inputs, made, micro_batches)
         samples, tokens = _counts(example_inputs)
@@ -278,18 +277,6 @@ def _counts(inputs: Any) -> tuple[int, int]:
         return 1, 0
     whole = not first.is_floating_point() and first.dim() == 2
     return int(first.shape[0]), int(first.shape[0] * first.shape[1]) if whole else 0
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Tracing and planning make many objects, and no garbage worth looking for."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 __all__ = ["OPTIMIZERS", "Traced", "plan", "report_of", "terms_of", "trace"]

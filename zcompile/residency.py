@@ -27,7 +27,7 @@ from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
-from zcompile.simulate import simulate
+from zcompile.simulate import step_seconds
 from zcompile.specs import Phase
 from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import (
@@ -117,7 +117,7 @@ class Residency:
             return
         self._next_review = self._seen * REVIEW
         began = perf_counter()
-        now_s = simulate(plan.step, self.costs(), plan.placement.homes).step_s
+        now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
         other = self._try()
         if other and replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
             log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", now_s,
@@ -157,7 +157,7 @@ class Residency:
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
     def _seconds(self, costs: Costs) -> Seconds:
-        return lambda made, homes: simulate(made, costs, homes).step_s
+        return lambda made, homes: step_seconds(made, costs, homes)
 
     def _room(self, step: Step, holes: bool = True) -> Room:
         """What the tiers have for the entries of this step: all but what others rest on, and what

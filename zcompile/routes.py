@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from zcompile.cost import Costs
 from zcompile.errors import Unsupported
 from zcompile.handover import handover, last_writes, passes_by
+from zcompile.journeys import Journey
 from zcompile.machine import Link
 from zcompile.schedule import Fetch, Offload, Reduce, Store
 from zcompile.specs import Kind, Phase
 from zcompile.steps import Step, StepCall
-from zcompile.traffic import Journey
 
 HOST, DISK = "host", "disk"
 Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]

@@ -26,6 +26,9 @@ LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
 PARTS = (64, 32, 16, 8, 2)
 """Parts of the arena that are tried too: chunks of an optimizer's step grow with the window."""
+NEARLY = 50
+"""A window that differs from one tried by less than this part of it is not tried: the step takes
+about as long, and each costs a simulation."""
 HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
@@ -190,7 +193,14 @@ def _windows(
     if set(everything.homes.values()) <= {"device"} and not arena.window_bytes:
         yield 0, everything
     least = max(arena.window_bytes, whole // PARTS[0], min(whole // 8, LEAST_WINDOW))
-    tried: set[int] = set()
+    tried: list[int] = []
+
+    def new(window: int) -> bool:
+        if any(abs(window - other) * NEARLY < other or window == other for other in tried):
+            return False
+        tried.append(window)
+        return True
+
     for lead in LEADS if arena.max_lead else (0,):
         window = min(whole, max(_needed(step, {}, lead), least))
         placement = beside(window)
@@ -199,13 +209,11 @@ def _windows(
             if fewer >= window:
                 break
             window, placement = fewer, beside(fewer)
-        if window not in tried:
-            tried.add(window)
+        if new(window):
             yield window, placement
     for part in PARTS:
         window = max(least, whole // part)
-        if window not in tried:
-            tried.add(window)
+        if new(window):
             yield window, beside(window)
 
 

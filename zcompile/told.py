@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+from zcompile.journeys import Journey
 from zcompile.schedule import Instruction
 from zcompile.timeline import Moment
-from zcompile.traffic import Journey
 
 
 class Task(NamedTuple):

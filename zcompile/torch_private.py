@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zcompile.errors import TorchUnsupported
+from zcompile.listed import Listed
 
 TESTED = ((2, 11), (2, 13))
 """First and last torch minor release under test; the CPU suite runs on the last one."""
@@ -149,8 +150,9 @@ def cut(
 
     Every node must carry its phase (`pin_phase`), so that nothing is computed twice.
     """
+    # Each node is looked for in the sum of these and others, which begins with the symbols.
     forward, backward = _extract_fwd_bwd_modules(
-        joint, saved, saved_symbols, num_fwd_outputs=forward_outputs
+        joint, Listed(saved), Listed(saved_symbols), num_fwd_outputs=forward_outputs
     )
     return forward, backward
 
@@ -279,8 +281,11 @@ def muted_tracing() -> Iterator[None]:
 
 
 def without_recompile_limit() -> Any:
-    """A context in which code may be compiled however often it was before."""
-    return torch._dynamo.config.patch(recompile_limit=_MANY, accumulated_recompile_limit=_MANY)
+    """A context in which code may be compiled however often it was before, and no garbage is looked
+    for afterwards."""
+    return torch._dynamo.config.patch(
+        recompile_limit=_MANY, accumulated_recompile_limit=_MANY, run_gc_after_compile=False
+    )
 
 
 _MANY = 1 << 30

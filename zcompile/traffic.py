@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from zcompile.journeys import Journey
 from zcompile.machine import Link
 from zcompile.units import KiB
 
@@ -26,65 +27,15 @@ def lane_bytes(ring_bytes: int) -> int:
     return ring_bytes - ring_bytes // 4
 
 
-class Journey:
-    """One transfer: `nbytes` over the links of `route`.
-
-    over_after  how many links until its memory on the device is free, or filled
-    begin_s     when its first piece set out; None before
-    queued_s    when the last piece set out on the link to, or from, the device
-    over_s      when its memory was free or filled
-    home_s      when all of it was done
-    disk_nbytes what a disk moves for it: whole granules
-    unseen      a link that it passes in no time
-    seconds     what it takes, if it is compute; it follows other compute by being told so
-    adds        it is added to what rests there: on the host, half of each buffer for either
-    """
-
-    __slots__ = ("_after_home", "_after_over", "_blockers", "_home_left", "_over_left", "adds",
-                 "begin_s", "disk_nbytes", "home_s", "nbytes", "over_after", "over_s", "queued_s",
-                 "route", "seconds", "unseen")  # fmt: skip
-
-    def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
-                 seconds: float = 0.0) -> None:  # fmt: skip
-        self.seconds = seconds
-        self.adds = False
-        self.nbytes = self.disk_nbytes = nbytes
-        self.unseen: str | None = None
-        self.route = route
-        self.over_after = over_after
-        self.begin_s: float | None = None
-        self.queued_s: float | None = None
-        self.over_s: float | None = None
-        self.home_s: float | None = None
-        self._blockers = 1
-        self._over_left = self._home_left = 0
-        self._after_over: list[Journey] = []
-        self._after_home: list[Journey] = []
-
-    @property
-    def staged(self) -> bool:
-        """Whether its pieces lie in the staging ring."""
-        return self.adds or len(self.route) > 1
-
-    @property
-    def cut_in(self) -> int:
-        """Times its bytes that they take of the ring."""
-        return 2 if self.adds else 1
-
-    @property
-    def arrives(self) -> bool:
-        """Whether it goes to the device; else from there."""
-        return self.over_after == len(self.route) and not self.adds
-
-
 class _Piece:
-    """`pool`: that holds `ring_bytes` for it; None, if it is not staged."""
+    """`ways`: where it passes; `pool`: that holds `ring_bytes` for it; None, if not staged."""
 
-    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes")
+    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
 
-    def __init__(self, journey: Journey, nbytes: int, last: bool, pool: "_Pool | None",
-                 ring_bytes: int) -> None:  # fmt: skip
+    def __init__(self, journey: Journey, ways: "_Ways", nbytes: int, last: bool,
+                 pool: "_Pool | None", ring_bytes: int) -> None:  # fmt: skip
         self.journey = journey
+        self.ways = ways
         self.nbytes = nbytes
         self.last = last
         self.pool, self.ring_bytes = pool, ring_bytes
@@ -92,13 +43,18 @@ class _Piece:
 
 
 class _Lane:
-    """What one piece at a time may use; `queues` by urgency."""
+    """What one piece at a time may use; who waits for it, by urgency."""
 
-    __slots__ = ("busy", "queues")
+    __slots__ = ("busy", "first", "then")
 
     def __init__(self) -> None:
         self.busy = False
-        self.queues: tuple[deque[_Piece], deque[_Piece]] = (deque(), deque())
+        self.first: deque[_Piece] = deque()
+        self.then: deque[_Piece] = deque()
+
+
+_Ways = tuple[tuple[_Lane, deque[_Piece], float, float], ...]
+"""Of a route, each link: its lane, where to wait for that, bytes per second, latency."""
 
 
 class _Pool:
@@ -122,12 +78,13 @@ class Traffic:
     def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
         self.now = 0.0
         self._chunk_bytes = chunk_bytes
-        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._events: list[tuple[float, int, Callable[[Traffic, Any], None], Any]] = []
         self._count = 0
         self._lanes: dict[str, _Lane] = {}
         for name, link in links.items():
             shared = self._lanes.get(link.shares) if link.shares else None
             self._lanes[name] = shared or _Lane()
+        self._ways: dict[int, tuple[Sequence[Link], _Ways]] = {}
         self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
         self._reads, self._writes = _Pool(), _Pool()
 
@@ -143,14 +100,14 @@ class Traffic:
             if other.home_s is None:
                 other._after_home.append(journey)
                 journey._blockers += 1
-        self._at(max(at_s, self.now), self._unblock, journey)
+        self._at(at_s if at_s > self.now else self.now, Traffic._unblock, journey)
 
     def advance(self, to_s: float) -> None:
         """Let everything happen until then."""
         events = self._events
         while events and events[0][0] <= to_s:
             self.now, _, act, what = heappop(events)
-            act(what)
+            act(self, what)
         self.now = max(self.now, to_s)
 
     def finish(self) -> float:
@@ -165,12 +122,12 @@ class Traffic:
         while (time_s := getattr(journey, moment)) is None:
             assert events, "what is waited for was never started"
             self.now, _, act, what = heappop(events)
-            act(what)
+            act(self, what)
         return float(time_s)
 
-    def _at(self, time_s: float, act: Callable[[Any], None], what: object) -> None:
-        self._count += 1
-        heappush(self._events, (time_s, self._count, act, what))
+    def _at(self, time_s: float, act: "Callable[[Traffic, Any], None]", what: object) -> None:
+        self._count = count = self._count + 1
+        heappush(self._events, (time_s, count, act, what))
 
     def _unblock(self, journey: Journey) -> None:
         journey._blockers -= 1
@@ -181,30 +138,45 @@ class Traffic:
         if not journey.route or not journey.nbytes:
             journey.begin_s = journey.queued_s = self.now
             if journey.seconds:
-                self._at(self.now + journey.seconds, self._end, journey)
+                self._at(self.now + journey.seconds, Traffic._end, journey)
             else:
                 self._end(journey)
             return
-        sizes = self._cut(journey)
-        journey._over_left = journey._home_left = len(sizes)
+        ways = self._ways_of(journey.route)
         if not journey.staged:
-            self._queue(_Piece(journey, sizes[0], True, None, 0))
+            journey._over_left = journey._home_left = 1
+            self._queue(_Piece(journey, ways, journey.nbytes, True, None, 0))
             return
         pool = self._reads if journey.arrives else self._writes
-        for number, nbytes in enumerate(sizes, 1):
-            ring_bytes = self._buffer(nbytes) * journey.cut_in
-            pool.waiting.append(_Piece(journey, nbytes, number == len(sizes), pool, ring_bytes))
+        size, cut_in = self._size(journey), journey.cut_in
+        whole, rest = divmod(journey.nbytes, size)
+        journey._over_left = journey._home_left = whole + bool(rest)
+        ring_bytes, last = self._buffer(size) * cut_in, 0 if rest else whole
+        for number in range(1, whole + 1):
+            pool.waiting.append(_Piece(journey, ways, size, number == last, pool, ring_bytes))
+        if rest:
+            ring_bytes = self._buffer(rest) * cut_in
+            pool.waiting.append(_Piece(journey, ways, rest, True, pool, ring_bytes))
         self._admit()
 
-    def _cut(self, journey: Journey) -> list[int]:
-        if not journey.staged:
-            return [journey.nbytes]
+    def _ways_of(self, route: Sequence[Link]) -> _Ways:
+        found = self._ways.get(id(route))
+        if found is None:
+            made = []
+            for link in route:
+                lane = self._lanes[link.name]
+                queue = lane.then if link.name == "disk_write" else lane.first
+                made.append((lane, queue, link.bytes_per_s, link.latency_s))
+            # The route is kept, so that no other can have its id.
+            found = self._ways[id(route)] = route, tuple(made)
+        return found[1]
+
+    def _size(self, journey: Journey) -> int:
+        """Of its pieces, but for the last."""
         chunk = self._chunk_bytes // journey.cut_in
         chunks = -(-journey.nbytes // chunk)
         size = -(-chunks // MOST_PIECES) * chunk
-        size = max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
-        whole, rest = divmod(journey.nbytes, size)
-        return [size] * whole + [rest] * bool(rest)
+        return max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
 
     def _buffer(self, nbytes: int) -> int:
         """What so many bytes take of the ring: whole blocks."""
@@ -212,57 +184,60 @@ class Traffic:
         return -(-nbytes // block) * block
 
     def _admit(self) -> None:
-        """Give what is free of the ring to who waits for it."""
-        for pool, other in ((self._reads, self._writes), (self._writes, self._reads)):
-            while pool.waiting:
-                wanted = pool.waiting[0].ring_bytes
-                held = pool.held + wanted
-                if held > max(self._lane_bytes, wanted) or (
-                    held + other.held > max(self._ring_bytes, wanted)
-                ):
+        """Give what is free of the ring to who waits for it; one at a time may take more than all
+        that there is."""
+        reads, writes = self._reads, self._writes
+        for pool, other in ((reads, writes), (writes, reads)):
+            waiting = pool.waiting
+            while waiting:
+                held = pool.held + waiting[0].ring_bytes
+                if held > self._lane_bytes and pool.held:
                     break
-                piece = pool.waiting.popleft()
+                if held + other.held > self._ring_bytes and (pool.held or other.held):
+                    break
                 pool.held = held
-                self._queue(piece)
+                self._queue(waiting.popleft())
 
     def _queue(self, piece: _Piece) -> None:
-        name = piece.journey.route[piece.at].name
-        lane = self._lanes[name]
-        lane.queues[name == "disk_write"].append(piece)
-        if not lane.busy:
-            self._carry(lane)
+        lane, queue, _, _ = piece.ways[piece.at]
+        if lane.busy:
+            queue.append(piece)
+        else:
+            lane.busy = True
+            self._carry(piece)
 
-    def _carry(self, lane: _Lane) -> None:
-        """The lane is free: the next piece sets out, if there is one."""
-        lane.busy = False
-        queue = lane.queues[0] or lane.queues[1]
-        if not queue:
-            return
-        piece, lane.busy = queue.popleft(), True
-        journey = piece.journey
-        link = journey.route[piece.at]
+    def _carry(self, piece: _Piece) -> None:
+        """It has its lane for itself."""
+        journey, at, now = piece.journey, piece.at, self.now
         if journey.begin_s is None:
-            journey.begin_s = self.now
-        if piece.last and piece.at + 1 == journey.over_after:
-            journey.queued_s = self.now
-        self._at(self.now + piece.nbytes / link.bytes_per_s, self._passed, (lane, piece))
+            journey.begin_s = now
+        if piece.last and at + 1 == journey.over_after:
+            journey.queued_s = now
+        self._count = count = self._count + 1
+        over_s = now + piece.nbytes / piece.ways[at][2]
+        heappush(self._events, (over_s, count, Traffic._passed, piece))
 
-    def _passed(self, row: tuple[_Lane, _Piece]) -> None:
-        lane, piece = row
-        self._carry(lane)
-        if latency_s := piece.journey.route[piece.at].latency_s:
-            self._at(self.now + latency_s, self._arrive, piece)
+    def _passed(self, piece: _Piece) -> None:
+        """The lane is free: the next piece sets out, if there is one."""
+        lane, _, _, latency_s = piece.ways[piece.at]
+        if queue := lane.first or lane.then:
+            self._carry(queue.popleft())
+        else:
+            lane.busy = False
+        if latency_s:
+            self._count = count = self._count + 1
+            heappush(self._events, (self.now + latency_s, count, Traffic._arrive, piece))
         else:
             self._arrive(piece)
 
     def _arrive(self, piece: _Piece) -> None:
         journey = piece.journey
-        piece.at += 1
-        if piece.at == journey.over_after:
+        piece.at = at = piece.at + 1
+        if at == journey.over_after:
             journey._over_left -= 1
             if not journey._over_left:
                 self._over(journey)
-        if piece.at < len(journey.route):
+        if at < len(piece.ways):
             self._queue(piece)
             return
         if (pool := piece.pool) is not None:

@@ -103,18 +103,16 @@ def choose_starts(
 def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, ...]:
     last = max((need.last for need in needs), default=0)
     alive = [0] * (last + 1)
-    for need in needs:
+    sizes = [aligned(need.nbytes) for need in needs]
+    for need, size in zip(needs, sizes, strict=True):
         for region in range(need.first, need.last + 1):
-            alive[region] += aligned(need.nbytes)
+            alive[region] += size
     starts = []
-    for need in needs:
-        start = need.first
-        while (
-            start > max(0, need.first - max_lead)
-            and alive[start - 1] + aligned(need.nbytes) <= allowance
-        ):
+    for need, size in zip(needs, sizes, strict=True):
+        start, earliest, most = need.first, max(0, need.first - max_lead), allowance - size
+        while start > earliest and alive[start - 1] <= most:
             start -= 1
-            alive[start] += aligned(need.nbytes)
+            alive[start] += size
         starts.append(start)
     return tuple(starts)
 

@@ -1,0 +1,74 @@
+"""No garbage is looked for while a plan is made."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from zcompile import quiet as module
+from zcompile.quiet import quiet
+
+
+class Cycle:
+    """Alive until it is looked for."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    """As in a process that froze nothing, which `conftest.py` does."""
+    was, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.unfreeze()
+    gc.enable()
+    yield
+    if frozen:
+        gc.freeze()
+    if not was:
+        gc.disable()
+
+
+def test_nothing_is_collected_inside_and_all_goes_on_afterwards() -> None:
+    with quiet():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_was_disabled_stays_so() -> None:
+    gc.disable()
+    with quiet():
+        pass
+    assert not gc.isenabled()
+
+
+def test_what_was_made_is_old_afterwards_and_can_still_be_collected() -> None:
+    with quiet():
+        made = Cycle()
+    assert any(x is made for x in gc.get_objects(generation=2))
+    assert not gc.get_freeze_count()
+    found = weakref.ref(made)
+    del made
+    gc.collect()
+    assert found() is None
+
+
+def test_what_is_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        with quiet():
+            pass
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+def test_much_that_was_left_is_collected_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with quiet():
+        found = weakref.ref(Cycle())
+    with quiet():
+        assert found() is not None
+    monkeypatch.setattr(module, "MANY", 0)
+    with quiet():
+        assert found() is None

@@ -203,6 +203,13 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
     )
 
 
+@pytest.mark.parametrize(("device", "has"), [(MiB, True), (2 * MiB, False)])
+def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
+    report = planning.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
+    assert bool(report.annex_bytes) is has
+    assert ("the optimizer streams through" in str(report)) is has
+
+
 def test_one_more_gib_saves_about_what_the_bound_says(terms):
     device = planning.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
     assert device.tier == "device"

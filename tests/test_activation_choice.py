@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile import activation_bound
@@ -153,11 +153,20 @@ FOUND = (
 """What greed alone answered with more than three times the least seconds."""
 
 
-@example(FOUND[0])
-@example(FOUND[1])
-@example(FOUND[2])
-@example(FOUND[3])
-@example(FOUND[4])
+@pytest.mark.parametrize("problem", FOUND)
+def test_a_large_value_is_not_given_up_for_the_last_bytes(problem):
+    made = choose(problem, (AGAIN, "host"))
+    assert made.fits
+    assert made.answer.seconds <= 1.5 * best(problem, (AGAIN, "host"))
+
+
+def test_what_must_be_saved_is_not_made_again_for_another():
+    """v2 is made of v1, which is not read in backward: it is kept if it must be."""
+    problem = chain(2, 8, 4, 4, 9, read_back=False, budget=15)
+    assert choose(problem, (AGAIN,)).actions == (K, A, A, K, K)
+    assert choose(wish(problem, 1, "MUST_SAVE"), (AGAIN,)).actions[1] == K
+
+
 @settings(deadline=None, max_examples=150)
 @given(problems())
 def test_it_fits_where_something_does_and_is_near_the_best(problem):

@@ -95,6 +95,13 @@ def test_a_step_streams_beside_the_arena_and_takes_what_was_predicted(budget, ex
     assert same(model, expected)
 
 
+def test_whatever_plan_is_fastest_the_bits_are_those_of_eager(budget, expected, monkeypatch):
+    monkeypatch.undo()
+    model, *_ = begun(budget, STEPS)
+    assert zcompile.stats(model)["peak"]["together"] <= budget
+    assert same(model, expected)
+
+
 def foreach(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
@@ -163,7 +170,7 @@ def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
     session = session_behind(model)
     loss_of(compiled, many(40)).backward()
     kept = loss_of(compiled, many(990))
-    assert session.holding.nbytes > session.annex.free_bytes
+    assert session.holding.nbytes > session.annex_use.free_bytes
     zcompile.stats(model, reset=True)
     optimizer.step()
     assert session.step_room.begin == 0
@@ -245,7 +252,7 @@ def test_waiting_for_it_is_a_stall_and_no_gap(budget):
     model, *_ = begun(budget, 4, throttle=dict.fromkeys(THROTTLE, "5MB/s"))
     session = session_behind(model)
     stalled, gap = session.meter.seconds()["stall"], session.executor.clocks._last
-    session.annex.leave()
+    session.annex_use.leave()
     waited = session.meter.seconds()["stall"] - stalled
     assert waited > 0
     assert session.executor.clocks._last == (gap[0], pytest.approx(gap[1] + waited))

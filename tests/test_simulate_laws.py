@@ -23,7 +23,7 @@ from test_simulate import (
 from zcompile.journeys import Journey
 from zcompile.machine import Link
 from zcompile.schedule import Fetch, Slot, Wait
-from zcompile.simulate import simulate
+from zcompile.simulate import simulate, step_seconds
 from zcompile.specs import Phase
 from zcompile.traffic import MOST_PIECES, RING_BLOCK, Traffic
 
@@ -99,7 +99,9 @@ links = st.sampled_from(["h2d", "d2h", "disk_read", "disk_write"])
 @settings(max_examples=40, deadline=None)
 @given(steps, homes, ways, rates, st.booleans())
 def test_nothing_is_done_faster_than_compute_and_every_lane_allow(step, homes, ways, rates, turns):
-    found = simulate(step, Costs(machine(half_duplex=turns, **rates), ways), homes, repeats=1)
+    costs = Costs(machine(half_duplex=turns, **rates), ways)
+    found = simulate(step, costs, homes, repeats=1)
+    assert step_seconds(step, costs, homes, repeats=1) == found.step_s
     ended = max(m.arrived_s or m.end_s for m in found.moments)
     assert found.step_s >= found.compute_s - CLOSE
     lanes = [found.busy_s[name] for name in ("h2d", "d2h", "disk_read", "disk_write")]

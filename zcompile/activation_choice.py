@@ -68,8 +68,8 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
         tried.append(Search(problem, ways, bound.actions).run())
     best = _nearest(tried, problem, ways, wished)
     least = None if bound is None else bound.seconds
-    if least is None or best.answer.seconds > NEAR * least:
-        best = _exchanged(best, wished)
+    if best.over <= 0 and (least is None or best.answer.seconds > NEAR * least):
+        best = _exchanged(best, ways, wished)
     return Choice(tuple(best.actions), best.answer, least, best.over <= 0)
 
 
@@ -83,17 +83,18 @@ def _nearest(
     return min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
 
 
-def _exchanged(best: Search, wished: Sequence[str]) -> Search:
-    """What costs most is kept after all, and others are given up in its place, where that is less:
-    one by one, greed takes a large value for the few bytes that were missing at last."""
+def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Search:
+    """What costs most is kept after all, and others are given up for it, where that costs less.
+    Greed, which gives up one by one, takes a large value for the few bytes missing at last.
+    """
     seen = set[int]()
     while len(seen) < EXCHANGED:
-        given = [n for n, a in enumerate(best.actions) if a != wished[n] and n not in seen]
+        given = [n for n in best.given_up(wished) if n not in seen]
         if not given:
             break
         number = max(given, key=best.seconds_of)
         seen.add(number)
-        other = best.without(number, wished).run()
+        other = best.without(number, ways, wished).run()
         if other.over <= 0 and other.answer.seconds < best.answer.seconds:
             best = other
     return best

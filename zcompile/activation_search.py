@@ -43,10 +43,10 @@ class Search:
     def over(self) -> int:
         return self.answer.over(self.problem)
 
-    def without(self, number: int, wished: Sequence[str]) -> "Search":
+    def without(self, number: int, ways: Sequence[str], wished: Sequence[str]) -> "Search":
         """From here on, but with `number` as it is wished, and others given up for it."""
         actions = [wished[n] if n == number else a for n, a in enumerate(self.actions)]
-        search = Search(self.problem, self.ways, actions, wholly=True)
+        search = Search(self.problem, ways, actions, wholly=True)
         search.begin = wished
         search._stays = number
         return search
@@ -90,12 +90,13 @@ class Search:
         """Give up in another way what is given up: what comes back needs room to come back to, and
         what is made again that of which it is made."""
         now, at = self._measure(), self._fullest()
-        given = [n for n, action in enumerate(self.actions) if action not in (KEEP, self.begin[n])]
+        given = [n for n in self.given_up(self.begin) if self.actions[n] != KEEP]
         given.sort(key=lambda n: -self.problem.values[n].nbytes)
         for number, way in ((n, way) for n in given[:TURNED] for way in self.ways):
             if way != self.actions[number] and self._may(number, way):
                 made = self._changes(number, way, at)
                 if made is not None and self._takes(made[2], now):
+                    self._refused.clear()
                     return True
         return False
 
@@ -197,10 +198,8 @@ class Search:
                     continue
                 seen.add(read)
                 source = problem.values[read]
-                too = read != self._stays and (
-                    self.wholly or source.nbytes >= problem.values[number].nbytes
-                )
-                if too and problem.makers[source.maker].may_repeat and len(ops) < DEEPEST:
+                too = self.wholly or source.nbytes >= problem.values[number].nbytes
+                if too and self._may(read, AGAIN) and len(ops) < DEEPEST:
                     changes.append((read, AGAIN))
                     queue.append(read)
                 else:
@@ -211,8 +210,7 @@ class Search:
     def _keep_again(self) -> None:
         """Undo what need not have been done, the most costly first."""
         by_cost = sorted(
-            (n for n, action in enumerate(self.actions)
-             if action != self.begin[n] and self.answer.wanted[n] is not None),
+            self.given_up(self.begin),
             key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
         )  # fmt: skip
         for number in by_cost:
@@ -221,6 +219,11 @@ class Search:
             self.answer = answer(self.problem, self.actions)
             if self.over > 0 or self.answer.seconds > was.seconds:
                 self.actions[number], self.answer = before, was
+
+    def given_up(self, wished: Sequence[str]) -> list[int]:
+        """What somebody wants back, and is not as it was wished."""
+        wanted = self.answer.wanted
+        return [n for n, a in enumerate(self.actions) if a != wished[n] and wanted[n] is not None]
 
     def seconds_of(self, number: int) -> float:
         """What it takes to have the value back as it is chosen, alone."""

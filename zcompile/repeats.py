@@ -45,7 +45,7 @@ class ListCall:
         """Run it as a call like it was run before; False: there was none."""
         known = self.session.repeats.get(self.kind, ())
         found = next((repeat for repeat in known if repeat.said == self.said), None)
-        if found is None or not self.session.annex.open(found.schedule):
+        if found is None or not self.session.annex_use.open(found.schedule):
             return False
         leaves = self.leaves
         increment_version([leaves[at]._handle for at in found.written])

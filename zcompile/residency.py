@@ -197,7 +197,7 @@ class Residency:
         plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
-        session.annex.plan(plan.arena.annex)
+        session.annex_use.plan(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
@@ -217,7 +217,7 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             self.plan, session.depth = None, DEPTH
-            session.annex.plan(NO_ROOM)
+            session.annex_use.plan(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()

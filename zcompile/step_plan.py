@@ -196,7 +196,8 @@ def _windows(
     tried: list[int] = []
 
     def new(window: int) -> bool:
-        if any(abs(window - other) * NEARLY < other or window == other for other in tried):
+        near = any(abs(window - other) * NEARLY < other for other in tried)
+        if window in tried or (near and window < whole):
             return False
         tried.append(window)
         return True

@@ -165,7 +165,7 @@ def stream(
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
-    if not session.annex.open(schedule):
+    if not session.annex_use.open(schedule):
         stream(func, apps, targets, cls)  # anew, through the window
         return
     if learn is not None and not call.easing and not call.copying:
@@ -202,7 +202,7 @@ def apply_deferred(entry: Entry) -> None:
             raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
         return
-    if not session.annex.open(schedule):
+    if not session.annex_use.open(schedule):
         apply_deferred(entry)  # anew, through the window
         return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])

@@ -86,7 +86,7 @@ class Session(Store):
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
-        self.annex = AnnexUse(self, self.split, self.executor, self._departures)
+        self.annex_use = AnnexUse(self, self.split, self.executor, self._departures)
         self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -113,7 +113,7 @@ class Session(Store):
             made = build()
             verify_schedule(made)
             self.homes.plan_device(made.peak_bytes)
-            self.annex.need(made)
+            self.annex_use.need(made)
             self.steps[key] = made
         return self.steps[key]
 
@@ -181,7 +181,7 @@ class Session(Store):
     @property
     def step_room(self) -> StepRoom:
         """What an optimizer's step streams through now."""
-        return self.annex.room(self.window_room)
+        return self.annex_use.room(self.window_room)
 
     @property
     def window_room(self) -> StepRoom:
@@ -190,7 +190,7 @@ class Session(Store):
 
     def _make_room(self, nbytes: int) -> None:
         """Compiled graphs are about to hold so much."""
-        self.annex.leave()
+        self.annex_use.leave()
         self.split.hold(nbytes)
 
     def ways(self) -> Ways:

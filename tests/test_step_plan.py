@@ -9,6 +9,7 @@ from small_models import GPT
 from torch import nn
 
 import zcompile
+from zcompile import step_plan
 from zcompile.arrange import ArenaShare, arranged
 from zcompile.cost import Costs, Ways
 from zcompile.errors import BudgetExceeded
@@ -18,7 +19,7 @@ from zcompile.offloading import session_behind
 from zcompile.schedule import Fetch, Run, Store, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.step_plan import StepPlan, compute_seconds, plan_step
+from zcompile.step_plan import PARTS, StepPlan, compute_seconds, plan_step
 from zcompile.steps import Step
 from zcompile.units import GiB, KiB, MiB
 from zcompile.verify_schedule import verify_schedule
@@ -118,6 +119,23 @@ def test_a_plan_is_faster_than_fetching_everything():
 def test_what_is_asked_to_be_left_is_left():
     plan = planned(2 * STATE_BYTES, window_bytes=MiB)
     assert plan.arena.window_bytes >= MiB
+
+
+def test_no_two_windows_are_tried_that_are_nearly_one(monkeypatch):
+    tried = []
+    made = step_plan._planned
+
+    def noted(step, placement, arena, seconds):
+        tried.append(arena.window_bytes)
+        return made(step, placement, arena, seconds)
+
+    monkeypatch.setattr(step_plan, "_planned", noted)
+    monkeypatch.setattr(step_plan, "HOPELESS", 1e9)
+    needed = 128 * KiB  # of some runs
+    device = PARTS[-2] * (needed - 2 * KiB)
+    planned(device)
+    assert device // PARTS[-1] in tried
+    assert (needed in tried) != (device // PARTS[-2] in tried)
 
 
 def test_the_same_step_gives_the_same_plan():

@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zcompile.activation_bound import relaxed
-from zcompile.activation_problem import AGAIN, KEEP, Answer, Problem
-from zcompile.activation_search import MOVED, Search
+from zcompile.activation_problem import AGAIN, KEEP, MOVED, REPEATED, Answer, Problem
+from zcompile.activation_search import Search
 
 EXCHANGED = 8
 """Of the costliest values given up, so many are kept, and others given up for them, if that costs
 less."""
 NEAR = 1.1
 """Times the bound, and nothing is exchanged any more: it is a search for each that is."""
-SAVED, REPEATED = ("MUST_SAVE", "PREFER_SAVE"), ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from itertools import accumulate
 
 KEEP, AGAIN = "keep", "again"
 """Actions besides the tiers that a value may be moved to."""
+REPEATED = ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+MOVED = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+"""Wishes that are carried out before anything is searched: made again, and moved."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from zcompile.activation_problem import AGAIN, BUSY, KEEP, Problem, answer
+from zcompile.activation_problem import AGAIN, BUSY, KEEP, MOVED, Problem, answer
 
 DEEPEST = 64
 """Ops that one value may want made again, one from the other, at a time."""
@@ -11,14 +11,17 @@ PART = 4
 TURNED = 16
 """The largest of what is given up, of which so many are given up in another way, if nothing else is
 left to give up."""
-MOVED = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
 
 
 class Search:
     """One way of giving up values until what is left fits.
 
-    frugal  what frees most goes first, whatever it costs
-    wholly  what is made again is so with all that it wants, else with what is not smaller than it
+    begin    actions it falls back to, one per value
+    actions  where it stands; at first `begin`, unless it is told otherwise
+    frugal   what frees most goes first, whatever it costs
+    wholly   what is made again is so with all that it wants, else with what is not smaller than it;
+             and bytes that are not missing do not count as freed
+    stays    a value that is not given up
     """
 
     def __init__(
@@ -27,17 +30,19 @@ class Search:
         ways: Sequence[str],
         begin: Sequence[str],
         *,
+        actions: Sequence[str] | None = None,
         frugal: bool = False,
         wholly: bool = False,
+        stays: int | None = None,
     ) -> None:
         self.frugal, self.wholly = frugal, wholly
         self.problem = problem
         self.ways = ways
         self.begin = begin
-        self.actions = list(begin)
+        self.actions = list(begin if actions is None else actions)
         self.answer = answer(problem, self.actions)
         self._refused: set[tuple[int, str]] = set()
-        self._stays = -1
+        self._stays = stays
 
     @property
     def over(self) -> int:
@@ -46,10 +51,7 @@ class Search:
     def without(self, number: int, ways: Sequence[str], wished: Sequence[str]) -> "Search":
         """From here on, but with `number` as it is wished, and others given up for it."""
         actions = [wished[n] if n == number else a for n, a in enumerate(self.actions)]
-        search = Search(self.problem, ways, actions, wholly=True)
-        search.begin = wished
-        search._stays = number
-        return search
+        return Search(self.problem, ways, wished, actions=actions, wholly=True, stays=number)
 
     def run(self, also: Sequence[str] = ()) -> "Search":
         """Give up until it fits; in other ways too, where the first are not enough."""

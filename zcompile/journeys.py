@@ -17,10 +17,13 @@ class Journey:
     unseen      a link that it passes in no time
     seconds     what it takes, if it is compute; it follows other compute by being told so
     adds        it is added to what rests there: on the host, half of each buffer for either
+    blockers, over_left, home_left, after_over, after_home
+                how far it is: what must happen before it sets out, pieces that are not over or not
+                home, and who waits for that; `traffic.py` counts
     """
 
-    __slots__ = ("_after_home", "_after_over", "_blockers", "_home_left", "_over_left", "adds",
-                 "begin_s", "disk_nbytes", "home_s", "nbytes", "over_after", "over_s", "queued_s",
+    __slots__ = ("adds", "after_home", "after_over", "begin_s", "blockers", "disk_nbytes",
+                 "home_left", "home_s", "nbytes", "over_after", "over_left", "over_s", "queued_s",
                  "route", "seconds", "unseen")  # fmt: skip
 
     def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
@@ -35,10 +38,10 @@ class Journey:
         self.queued_s: float | None = None
         self.over_s: float | None = None
         self.home_s: float | None = None
-        self._blockers = 1
-        self._over_left = self._home_left = 0
-        self._after_over: list[Journey] = []
-        self._after_home: list[Journey] = []
+        self.blockers = 1
+        self.over_left = self.home_left = 0
+        self.after_over: list[Journey] = []
+        self.after_home: list[Journey] = []
 
     @property
     def staged(self) -> bool:

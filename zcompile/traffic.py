@@ -94,12 +94,12 @@ class Traffic:
         `after_home` is all done."""
         for other in after:
             if other.over_s is None:
-                other._after_over.append(journey)
-                journey._blockers += 1
+                other.after_over.append(journey)
+                journey.blockers += 1
         for other in after_home:
             if other.home_s is None:
-                other._after_home.append(journey)
-                journey._blockers += 1
+                other.after_home.append(journey)
+                journey.blockers += 1
         self._at(at_s if at_s > self.now else self.now, Traffic._unblock, journey)
 
     def advance(self, to_s: float) -> None:
@@ -130,8 +130,8 @@ class Traffic:
         heappush(self._events, (time_s, count, act, what))
 
     def _unblock(self, journey: Journey) -> None:
-        journey._blockers -= 1
-        if not journey._blockers:
+        journey.blockers -= 1
+        if not journey.blockers:
             self._set_out(journey)
 
     def _set_out(self, journey: Journey) -> None:
@@ -144,13 +144,13 @@ class Traffic:
             return
         ways = self._ways_of(journey.route)
         if not journey.staged:
-            journey._over_left = journey._home_left = 1
+            journey.over_left = journey.home_left = 1
             self._queue(_Piece(journey, ways, journey.nbytes, True, None, 0))
             return
         pool = self._reads if journey.arrives else self._writes
         size, cut_in = self._size(journey), journey.cut_in
         whole, rest = divmod(journey.nbytes, size)
-        journey._over_left = journey._home_left = whole + bool(rest)
+        journey.over_left = journey.home_left = whole + bool(rest)
         ring_bytes, last = self._buffer(size) * cut_in, 0 if rest else whole
         for number in range(1, whole + 1):
             pool.waiting.append(_Piece(journey, ways, size, number == last, pool, ring_bytes))
@@ -234,8 +234,8 @@ class Traffic:
         journey = piece.journey
         piece.at = at = piece.at + 1
         if at == journey.over_after:
-            journey._over_left -= 1
-            if not journey._over_left:
+            journey.over_left -= 1
+            if not journey.over_left:
                 self._over(journey)
         if at < len(piece.ways):
             self._queue(piece)
@@ -244,8 +244,8 @@ class Traffic:
             pool.held -= piece.ring_bytes
             if self._reads.waiting or self._writes.waiting:
                 self._admit()
-        journey._home_left -= 1
-        if not journey._home_left:
+        journey.home_left -= 1
+        if not journey.home_left:
             self._home(journey)
 
     def _end(self, journey: Journey) -> None:
@@ -254,11 +254,11 @@ class Traffic:
 
     def _over(self, journey: Journey) -> None:
         journey.over_s = self.now
-        self._release(journey._after_over)
+        self._release(journey.after_over)
 
     def _home(self, journey: Journey) -> None:
         journey.home_s = self.now
-        self._release(journey._after_home)
+        self._release(journey.after_home)
 
     def _release(self, waiting: list[Journey]) -> None:
         for journey in waiting:

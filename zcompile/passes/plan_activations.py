@@ -9,8 +9,7 @@ from torch import fx
 
 from zcompile.activation_choice import Choice, choose
 from zcompile.activation_graph import Read, Surroundings, read
-from zcompile.activation_problem import AGAIN, KEEP, Problem, Value, answer
-from zcompile.activation_search import MOVED
+from zcompile.activation_problem import AGAIN, KEEP, MOVED, Problem, Value, answer
 from zcompile.activation_split import split
 from zcompile.curve import Curve
 from zcompile.footprint import Footprint, footprint

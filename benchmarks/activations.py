@@ -2,12 +2,12 @@
 
     python -m benchmarks.activations --width 384 --tokens 256 --batch 8 [--model llama]
 
-One process, interleaved: every round runs one step of every variant. What counts is the median over
-rounds of a step beside eager's of the same round: on a clock, and in CPU time of all threads, which
-others on the machine disturb less. Of eager variants the peak is counted as storages that are alive
-while the step runs, parameters, gradients and states included; of ours it is what `zcompile.stats`
-measured. `save_on_cpu` of tensors that are on the CPU copies nothing: on an emulated device it is
-eager. Ours is bit-equal to eager, or the run ends.
+One process, interleaved: every round runs a step of every variant, each right after one of eager.
+What counts is the median over rounds of the one over the other, on a clock and in CPU time of all
+threads. Of eager variants the peak is counted as storages that are alive while the step runs,
+parameters, gradients and states included; of ours it is what `zcompile.stats` measured.
+`save_on_cpu` of tensors that are on the CPU copies nothing: on an emulated device it is eager. Ours
+is bit-equal to eager, or the run ends.
 """
 
 import argparse
@@ -120,6 +120,7 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    ratios: list[tuple[float, float]] = field(default_factory=list)
     peak: int = 0
 
     def step(self, ids: Tensor) -> None:
@@ -132,6 +133,13 @@ class Variant:
         self.seconds.append(time.perf_counter() - since)
         self.cpu_seconds.append(time.process_time() - cpu_since)
         self.losses.append(loss.detach())
+
+    def step_after(self, plain: "Variant", ids: Tensor) -> None:
+        """A step that counts."""
+        plain.step(ids)
+        self.step(ids)
+        self.ratios.append((self.seconds[-1] / plain.seconds[-1],
+                            self.cpu_seconds[-1] / plain.cpu_seconds[-1]))  # fmt: skip
 
 
 def eager(name: str, args: argparse.Namespace, again: bool = False,
@@ -182,23 +190,17 @@ def warm_up(variants: Sequence[Variant], ids: Tensor) -> None:
             variant.step(ids)
 
 
-def show(args: argparse.Namespace, plain: Variant, variants: Sequence[Variant]) -> None:
+def show(args: argparse.Namespace, variants: Sequence[Variant]) -> None:
     """A table of the rounds that came after the first steps."""
     print(f"`python -m benchmarks.activations` with {vars(args)}\n")
     print("| variant | budget | peak | seconds a step | over eager | CPU over eager |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for variant in variants:
         took = statistics.median(variant.seconds[WARM_UP:])
-        clock = _over(variant.seconds, plain.seconds)
-        cpu = _over(variant.cpu_seconds, plain.cpu_seconds)
+        clock, cpu = map(statistics.median, zip(*variant.ratios or [(1.0, 1.0)], strict=True))
         budget = "" if variant.budget is None else show_size(variant.budget)
         print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {took:.4f} | "
               f"{clock:.2f} | {cpu:.2f} |")  # fmt: skip
-
-
-def _over(took: Sequence[float], plain: Sequence[float]) -> float:
-    """The median over rounds."""
-    return statistics.median(a / b for a, b in zip(took[WARM_UP:], plain[WARM_UP:], strict=True))
 
 
 def main() -> None:
@@ -221,12 +223,12 @@ def main() -> None:
         warm_up([variant], ids)
     warm_up([plain, *others], ids)
     for _ in range(args.rounds):
-        for variant in (plain, *others, *mine):
-            variant.step(ids)
+        for variant in (*others, *mine):
+            variant.step_after(plain, ids)
     for variant in mine:
         assert all(map(torch.equal, variant.losses, plain.losses)), f"{variant.name}: other losses"
         variant.peak = zcompile.stats(variant.model)["peak"]["together"]
-    show(args, plain, (plain, *others, *mine))
+    show(args, (plain, *others, *mine))
     for variant in mine:
         session_behind(variant.model).close()
 

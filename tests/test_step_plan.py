@@ -19,7 +19,7 @@ from zcompile.offloading import session_behind
 from zcompile.schedule import Fetch, Run, Store, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.step_plan import PARTS, StepPlan, compute_seconds, plan_step
+from zcompile.step_plan import NEAR, PARTS, StepPlan, compute_seconds, plan_step
 from zcompile.steps import Step
 from zcompile.units import GiB, KiB, MiB
 from zcompile.verify_schedule import verify_schedule
@@ -62,14 +62,15 @@ def recorded() -> Step:
 STATE_BYTES = sum(fact.nbytes for fact in recorded().facts.values())
 
 
-def planned(device: int, host: int = GiB, disk: int | None = None, **arena: int) -> StepPlan:
+def planned(device: int, host: int = GiB, disk: int | None = None, least_s: float = 0.0,
+            **arena: int) -> StepPlan:  # fmt: skip
     step = recorded()
     tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
     shared = ArenaShare(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
     compute = compute_seconds(step, COSTS.region_seconds)
     return plan_step(
         step, MACHINE, Room(tiers), shared, compute,
-        lambda made, homes: simulate(made, COSTS, homes).step_s,
+        lambda made, homes: simulate(made, COSTS, homes).step_s, least_s,
     )  # fmt: skip
 
 
@@ -121,21 +122,40 @@ def test_what_is_asked_to_be_left_is_left():
     assert plan.arena.window_bytes >= MiB
 
 
-def test_no_two_windows_are_tried_that_are_nearly_one(monkeypatch):
-    tried = []
+@pytest.fixture
+def tried(monkeypatch):
+    """Plans that are made to be compared, in turn."""
+    plans = []
     made = step_plan._planned
 
-    def noted(step, placement, arena, seconds):
-        tried.append(arena.window_bytes)
-        return made(step, placement, arena, seconds)
+    def noted(*args):
+        plans.append(made(*args))
+        return plans[-1]
 
     monkeypatch.setattr(step_plan, "_planned", noted)
+    return plans
+
+
+def test_no_two_windows_are_tried_that_are_nearly_one(tried, monkeypatch):
     monkeypatch.setattr(step_plan, "HOPELESS", 1e9)
     needed = 128 * KiB  # of some runs
     device = PARTS[-2] * (needed - 2 * KiB)
     planned(device)
-    assert device // PARTS[-1] in tried
-    assert (needed in tried) != (device // PARTS[-2] in tried)
+    windows = [plan.arena.window_bytes for plan in tried]
+    assert device // PARTS[-1] in windows
+    assert (needed in windows) != (device // PARTS[-2] in windows)
+
+
+@pytest.mark.parametrize("device", BUDGETS[1:])
+def test_the_first_plan_near_the_least_is_taken(device, tried):
+    planned(device)
+    first, several = tried[0], len(tried)
+    tried.clear()
+    assert planned(device, least_s=first.seconds / NEAR * 1.001).seconds == first.seconds
+    assert len(tried) == 1 < several
+    tried.clear()
+    planned(device, least_s=first.seconds / NEAR / 1.001)
+    assert len(tried) > 1
 
 
 def test_the_same_step_gives_the_same_plan():

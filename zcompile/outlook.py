@@ -142,13 +142,14 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     def seconds(made: Step, homes: Mapping[int, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
-    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds)
+    least = bound(demand, terms.machine.links, room)
+    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds)
     homes = planned.placement.homes
     used = _used(step, homes)
     return Outlook(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
-        bound=bound(demand, terms.machine.links, room),
+        bound=least,
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),

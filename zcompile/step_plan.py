@@ -32,6 +32,9 @@ about as long, and each costs a simulation."""
 HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
+NEAR = 1.01
+"""Times the least that any plan takes, and no other is looked for: it could save no more than that,
+and each costs a simulation."""
 BEST = 2
 """Of the fastest plans, how many are tried with more chunks in flight: it changes which is the best
 only among those that are nearly equal, and each costs a simulation."""
@@ -87,13 +90,15 @@ def plan_step(
     arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
     seconds: Seconds,
+    least_s: float = 0.0,
 ) -> StepPlan:
-    """The fastest of the plans tried.
+    """The fastest of the plans tried, or the first that is near the least.
 
     machine  links and rates
     room     bytes of each tier for the entries of this step, the whole arena among them
     arena    its window is the least that must be left
     seconds  what an arranged step takes
+    least_s  no plan takes less; 0, if that is not known
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
@@ -110,6 +115,9 @@ def plan_step(
                 # Of the widest, which is the arena that was asked for; without the frames it
                 # came through, which hold the values of the call that was about to run.
                 refused = window, error.with_traceback(None)
+        else:
+            if made[-1].seconds <= NEAR * least_s:
+                return made[-1]
         if not window and made:
             break  # nothing moves
     if not made:

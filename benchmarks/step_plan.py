@@ -4,11 +4,10 @@
 
 A GPT of 12 layers on the emulated device. Links are throttled to the bytes per FLOP of one H200
 with one NVMe drive (its machine file; fp32 on both), and to three harsher ratios. Budgets go from
-where everything fits down to a twelfth of it. "of the least" is what the least waits for links, of its
-own seconds: an optimizer that is called after backward has nothing to hide its transfers behind. A
-second table turns off, at one budget, prefetch,
-residency, and the plan's choice of what stays (an LRU in its place, counted, not run). A third runs
-beside eager what fits, step by step, interleaved.
+where everything fits down to a twelfth of it. Beside what a step stalls stands what the least does:
+an optimizer that is called after backward has nothing to hide its transfers behind. A second table
+turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in its
+place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
 """
 
 import argparse

@@ -12,6 +12,7 @@ import zcompile
 from zcompile import step_plan
 from zcompile.arrange import ArenaShare, arranged
 from zcompile.cost import Costs, Ways
+from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded
 from zcompile.loads import Room
 from zcompile.machine import Compute, Link, Machine
@@ -156,6 +157,18 @@ def test_the_first_plan_near_the_least_is_taken(device, tried):
     tried.clear()
     planned(device, least_s=first.seconds / NEAR / 1.001)
     assert len(tried) > 1
+
+
+def test_the_least_computes_as_where_everything_rests_however_it_was_recorded():
+    resting, chunked = planned(2 * STATE_BYTES), planned(STATE_BYTES // 8)
+    at_rest, in_chunks = (
+        sum(COSTS.region_seconds(x.region) for x in plan.step.calls[-1].schedule.instructions
+            if isinstance(x, Run))
+        for plan in (resting, chunked)
+    )  # fmt: skip
+    assert in_chunks > at_rest
+    for plan in (resting, chunked):
+        assert demand_of(plan.step, COSTS.region_seconds).segments[-1].compute_s == at_rest
 
 
 def test_the_same_step_gives_the_same_plan():

@@ -4,7 +4,7 @@
 
 A GPT of 12 layers on the emulated device. Links are throttled to the bytes per FLOP of one H200
 with one NVMe drive (its machine file; fp32 on both), and to three harsher ratios. Budgets go from
-where everything fits down to a twelfth of it. Beside what a step stalls stands what the least does:
+where everything fits down to a twelfth of it. Beside what a step stalls stands what the least must:
 an optimizer that is called after backward has nothing to hide its transfers behind. A second table
 turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in its
 place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
@@ -57,6 +57,7 @@ class Run:
     stall_s: float
     link_s: float
     compute_s: float
+    least_compute_s: float
     peak_bytes: int
     predicted_peak_bytes: int
     moved_bytes: float
@@ -64,7 +65,8 @@ class Run:
 
 
 NOT_PLANNED: Mapping[str, Any] = {
-    "step_s": 0.0, "least_s": 1.0, "busy": {}, "bytes": {}, "peak": {"device": 0},
+    "step_s": 0.0, "least_s": 1.0, "least_compute_s": 1.0, "busy": {}, "bytes": {},
+    "peak": {"device": 0},
     "seconds": {"compute": 0.0, "optimizer": 0.0},
 }  # fmt: skip
 
@@ -137,6 +139,7 @@ def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run,
         stall_s=stats["seconds"]["stall"] / args.steps,
         link_s=max(told["busy"].values(), default=0.0),
         compute_s=told["seconds"]["compute"] + told["seconds"]["optimizer"],
+        least_compute_s=told["least_compute_s"],
         peak_bytes=stats["peak"]["device"],
         predicted_peak_bytes=told["peak"]["device"],
         moved_bytes=sum(moved.values()),
@@ -169,7 +172,7 @@ def lru_bytes(step: Step, device: int) -> int:
 def show(name: str, share: float, run: Run) -> str:
     peak = "equal" if run.peak_bytes == run.predicted_peak_bytes else (
         f"{run.peak_bytes} / {run.predicted_peak_bytes}")  # fmt: skip
-    least_stall = max(0.0, 1 - run.compute_s / run.least_s)
+    least_stall = 1 - run.least_compute_s / run.least_s
     return (f"| {name} | {share:.3g} | {run.measured_s:.3f} | {run.measured_s / run.least_s:.2f} "
             f"| {run.predicted_s / run.measured_s:.2f} | {run.link_s:.3f} | {run.compute_s:.3f} "
             f"| {run.stall_s / run.measured_s:.1%} / {least_stall:.1%} | {peak} "
@@ -178,7 +181,7 @@ def show(name: str, share: float, run: Run) -> str:
 
 HEAD = (
     "| links | budget | step s | / least | predicted / | busiest link s | compute s "
-    "| stall / of the least | peak "
+    "| stall / least stall | peak "
     "| MiB a step / predicted |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 

@@ -35,7 +35,7 @@ FLOORS = (
     {"zcompile.refitting"},
     {"zcompile.step_plan", "zcompile.bounds"},
     {"zcompile.least_program"},
-    {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump", "zcompile.demand"},
+    {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump"},
     {"zcompile.block_files", "zcompile.checkpoint_directory", "zcompile.shards"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.linear_program", "zcompile.greedy_placement", "zcompile.loss_rewrite"},
@@ -76,6 +76,7 @@ FLOORS = (
     {"zcompile.first_fit", "zcompile.time_sweep", "zcompile.storages"},
     {"zcompile.sections", "zcompile.held_walk", "zcompile.under_way"},
     {"zcompile.scale"},
+    {"zcompile.demand"},
     {"zcompile.steps", "zcompile.cost", "zcompile.handover", "zcompile.step_rows", "zcompile.work"},
     {"zcompile.graph", "zcompile.graph_plan", "zcompile.schedule"},
     {"zcompile.holds", "zcompile.ops", "zcompile.specs", "zcompile.config", "zcompile.handles"},

@@ -159,6 +159,14 @@ def test_the_first_plan_near_the_least_is_taken(device, tried):
     assert len(tried) > 1
 
 
+def test_of_plans_that_take_as_long_the_one_with_the_fewest_transfers_is_taken(tried):
+    plan = planned(3 * STATE_BYTES // 16)
+    fastest = min(tried, key=lambda other: other.seconds)
+    assert fastest.seconds < plan.seconds <= NEAR * fastest.seconds
+    near = [other for other in tried if other.seconds <= NEAR * fastest.seconds]
+    assert plan.transfers == min(other.transfers for other in near) < fastest.transfers
+
+
 def test_the_least_computes_as_where_everything_rests_however_it_was_recorded():
     resting, chunked = planned(2 * STATE_BYTES), planned(STATE_BYTES // 8)
     at_rest, in_chunks = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from zcompile.activation_problem import AGAIN, BUSY, KEEP, MOVED, Problem, answer
+from zcompile.activation_problem import AGAIN, BUSY, KEEP, Problem, answer
 
 DEEPEST = 64
 """Ops that one value may want made again, one from the other, at a time."""
@@ -19,8 +19,8 @@ class Search:
     begin    actions it falls back to, one per value
     actions  where it stands; at first `begin`, unless it is told otherwise
     frugal   what frees most goes first, whatever it costs
-    wholly   what is made again is so with all that it wants, else with what is not smaller than it;
-             and bytes that are not missing do not count as freed
+    wholly   what is made again is so with all that it wants, not only with what is no smaller; of
+             bytes freed, only as many count as are missing
     stays    a value that is not given up
     """
 
@@ -151,7 +151,7 @@ class Search:
             return False
         if way == AGAIN:
             repeats = self.problem.makers[value.maker].may_repeat
-            return repeats and value.wish not in ("MUST_SAVE", *MOVED[:1])
+            return repeats and value.wish not in ("MUST_SAVE", "MUST_CPU_OFFLOAD")
         away = self.problem.tiers.get(way)
         if away is None or not value.may_move or value.wish == "MUST_RECOMPUTE":
             return False

@@ -14,10 +14,9 @@ At the moment a segment begins at most C of its D bytes are on the device, so at
 while it lasts. At the moment it ends at most C of its W bytes are still there, so at least W - C
 have left while it lasted; of what backward writes, E less. What is neither on the device nor on the
 host comes from the disk, and goes there: at least D - C - H - G, and W - C - H - G, or E less. Its
-compute takes its seconds (an optimizer's, as if all rested and rows were computed together), a link
-takes its bytes over its rate, and links that take turns add up; so the segment lasts at least as
-long as the largest of these. Segments follow each other, so a step lasts at least as long as their
-sum.
+compute takes its seconds (`demand.least_compute`), a link takes its bytes over its rate, and links
+that take turns add up; so the segment lasts at least as long as the largest of these. Segments
+follow each other, so a step lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments, and for
 each class of bytes. `least_program.py` lets classes compete for C, and never gives less; it is

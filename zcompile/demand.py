@@ -4,15 +4,14 @@ Where things rest does not come in, nor what a schedule moves: this is what boun
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
-from zcompile.lower_step import lower_step
 from zcompile.schedule import Borrow, Fetch, Reduce, Run, Schedule
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
-from zcompile.step_chunks import NO_ROOM
+from zcompile.step_rows import resting_regions
 from zcompile.steps import Step, StepCall
 
 
@@ -44,6 +43,10 @@ class Demand:
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
     gradients: frozenset[int] = frozenset()
+
+    @property
+    def compute_s(self) -> float:
+        return sum(segment.compute_s for segment in self.segments)
 
 
 class _Use(NamedTuple):
@@ -203,23 +206,15 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
                 ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
         elif isinstance(x, Reduce):
             writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
-    return _Touched(_compute_seconds(schedule, region_seconds), reads, writes)
+    return _Touched(least_compute(schedule, region_seconds), reads, writes)
 
 
-def _compute_seconds(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
-    """An optimizer's step takes least where all rests and many rows are computed at once; chunk by
-    chunk it takes longer."""
-    seconds = _run_seconds(schedule, region_seconds)
+def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
+    """Seconds, if it never waits: of an optimizer's step in its chunks, or of whole rows at rest
+    that are computed together, whichever is less. At measured costs this is an estimate, since
+    chunks of other sizes may take less for each byte than those that were seen."""
+    runs = [x.region for x in schedule.instructions if isinstance(x, Run)]
+    seconds = sum(map(region_seconds, runs))
     if not schedule.rows:
         return seconds
-    rows = [
-        replace(row, columns=tuple(replace(c, resident=True, far=False) for c in row.columns))
-        for row in schedule.rows
-    ]
-    entries = len(schedule.names)
-    at_once = lower_step(schedule.name, rows, schedule.inputs, entries, NO_ROOM)
-    return min(seconds, _run_seconds(at_once, region_seconds))
-
-
-def _run_seconds(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
-    return sum(region_seconds(x.region) for x in schedule.instructions if isinstance(x, Run))
+    return min(seconds, sum(map(region_seconds, resting_regions(schedule.name, schedule.rows))))

@@ -17,9 +17,9 @@ class Journey:
     unseen      a link that it passes in no time
     seconds     what it takes, if it is compute; it follows other compute by being told so
     adds        it is added to what rests there: on the host, half of each buffer for either
-    blockers, over_left, home_left, after_over, after_home
-                how far it is: what must happen before it sets out, pieces that are not over or not
-                home, and who waits for that; `traffic.py` counts
+    blockers    how much must still happen before it sets out
+    over_left   pieces whose memory on the device is not yet free or filled; home_left: not yet done
+    after_over  journeys that wait for `over_s`; after_home: for `home_s`
     """
 
     __slots__ = ("adds", "after_home", "after_over", "begin_s", "blockers", "disk_nbytes",

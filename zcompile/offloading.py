@@ -163,8 +163,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     planned_peak  the same, as decided before the first step
     step_s        seconds from one step to the next, of late; None before there were two
     predicted     None until a whole step was planned; then what it should take: `step_s`,
-                  `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s`: no step of this very plan
-                  is shorter; `least_s`: no plan takes less; `binding`: compute, or a link
+                  `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s` of this very plan; of any
+                  plan `least_s`, `least_compute_s`, and its `binding`: compute, or a link
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """

@@ -30,14 +30,7 @@ from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import step_seconds
 from zcompile.specs import Phase
 from zcompile.step_chunks import DEPTH, NO_ROOM
-from zcompile.step_plan import (
-    Seconds,
-    StepPlan,
-    annex_of,
-    at_rest,
-    compute_seconds,
-    plan_step,
-)
+from zcompile.step_plan import Seconds, StepPlan, annex_of, at_rest, compute_seconds, plan_step
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 
@@ -120,13 +113,13 @@ class Residency:
         now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
         other = self._try()
         if other and replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
-            log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", now_s,
-                     other.seconds)  # fmt: skip
+            took = now_s, other.seconds
+            log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", *took)
             self.apply(other)
 
     def prediction(self) -> dict[str, Any] | None:
-        """What a step under the plan should take, at costs as they were a few steps ago at most; as
-        `prediction.predicted`, with the least that any plan could take and what binds it."""
+        """What a step under the plan should take, at costs of a few steps ago at most; as
+        `prediction.predicted`, with the least that any plan takes, and computes, and what binds."""
         if self.plan is None:
             return None
         if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
@@ -135,7 +128,8 @@ class Residency:
             demand = demand_of(self._base, costs.region_seconds)
             links = machine_for(self.session.config, self.session.device).links
             least = bound(demand, links, self._room(self._base, holes=False))  # as they are
-            made |= {"least_s": least.seconds, "binding": least.binding}
+            made |= {"least_s": least.seconds, "binding": least.binding,
+                     "least_compute_s": demand.compute_s}  # fmt: skip
             self._predicted = self._seen, made
         return self._predicted[1]
 

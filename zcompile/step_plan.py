@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zcompile.arrange import ArenaShare, arranged, window_bytes
+from zcompile.demand import least_compute
 from zcompile.errors import BudgetExceeded
 from zcompile.held_walk import held_in_steps
 from zcompile.loads import Room
 from zcompile.machine import Machine
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.passes.place_states import Placement, place
-from zcompile.schedule import EntryIndex, Run
+from zcompile.schedule import EntryIndex, Fetch, Offload, Store
 from zcompile.specs import Phase
 from zcompile.step_chunks import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.steps import Step
@@ -33,8 +34,8 @@ HOPELESS = 1.06
 """A placement that its own links bind to so many times the best step so far is not simulated: what
 is left over from one phase to the next makes a step a few percent shorter than that, not more."""
 NEAR = 1.01
-"""Times the least that any plan takes, and no other is looked for: it could save no more than that,
-and each costs a simulation."""
+"""A plan within so many times the bound is taken: no other could save more, and each costs a
+simulation. Plans within so many times the fastest are as good."""
 BEST = 2
 """Of the fastest plans, how many are tried with more chunks in flight: it changes which is the best
 only among those that are nearly equal, and each costs a simulation."""
@@ -75,6 +76,12 @@ class StepPlan:
         """Of the arena: what rests there, and the most that a schedule takes beside it."""
         inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.annex_at)
         return self.resident_bytes + max(inside, default=0)
+
+    @property
+    def transfers(self) -> int:
+        """Of a step, there and back."""
+        rows = (x for call in self.step.calls for x in call.schedule.instructions)
+        return sum(isinstance(x, Fetch | Store | Offload) for x in rows)
 
     @property
     def annex_bytes(self) -> int:
@@ -123,7 +130,15 @@ def plan_step(
     if not made:
         assert refused is not None
         raise refused[1]
-    return min((*made, *_refined(step, made, seconds)), key=lambda plan: plan.seconds)
+    return _simplest((*made, *_refined(step, made, seconds)))
+
+
+def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
+    """Of the fastest, and those that take hardly longer, the one with the fewest transfers: each is
+    started by the host, which does that later than was foreseen where it is busy."""
+    most = NEAR * min(plan.seconds for plan in plans)
+    near = [plan for plan in plans if plan.seconds <= most]
+    return min(near, key=lambda plan: (plan.transfers, plan.seconds))
 
 
 def _refined(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
@@ -243,10 +258,12 @@ def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:
 
 
 def compute_seconds(step: Step, region_seconds: Callable[..., float]) -> dict[Phase, float]:
-    """What each phase computes, if it never waits."""
+    """What each phase computes at least, if it never waits."""
+    known: dict[int, float] = {}
     sums: dict[Phase, float] = {}
     for call in step.calls:
-        for x in call.schedule.instructions:
-            if isinstance(x, Run):
-                sums[call.phase] = sums.get(call.phase, 0.0) + region_seconds(x.region)
+        serial = call.schedule.serial
+        if serial not in known:
+            known[serial] = least_compute(call.schedule, region_seconds)
+        sums[call.phase] = sums.get(call.phase, 0.0) + known[serial]
     return sums

@@ -1,7 +1,7 @@
 """What an optimizer's step computes: rows of elementwise work, and the region of a chunk of one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol, runtime_checkable
@@ -108,6 +108,17 @@ def _joins(before: Row, row: Row) -> bool:
 
 def _kinds(row: Row) -> object:
     return [(c.dtype, c.writes) for c in row.columns], len(row.plains)
+
+
+def resting_regions(name: str, rows: Sequence[Row]) -> Iterator[Region]:
+    """What a step of that name computes, if all that its rows read rests where it is updated."""
+    resting = [
+        replace(row, columns=tuple(replace(c, resident=True, far=False) for c in row.columns))
+        for row in rows
+    ]
+    for group in together([(row, 0, row.numel) for row in resting]):
+        alone = len(group) == 1
+        yield chunk_region(name, *group[0]) if alone else joint_region(name, [g[0] for g in group])
 
 
 def joint_region(name: str, rows: Sequence[Row]) -> Region:

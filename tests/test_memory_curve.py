@@ -18,17 +18,17 @@ BUDGETS = {"keep": 256 * KiB, "recompute": 108 * KiB, "offload": 96 * KiB}
 
 
 def run_of(dump, choice):
-    """The plan of the one graph of a run that was dumped, and the peaks that were measured."""
+    """The plan of the one graph of a run that was dumped, and what was measured."""
     model, compiled, optimizer = begun(
         4, 1, device_memory=BUDGETS[choice], activations=choice, dump=dump
     )
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 4, STEPS + 1, 1)
-    peak = zcompile.stats(model)["peak"]
+    stats = zcompile.stats(model)
     (graph,) = open_run(dump, None).graphs
     zcompile.close(model)
     torch._dynamo.reset()
-    return graph.plan(), peak
+    return graph.plan(), stats
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,23 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("choice", ["keep", "recompute", "offload"])
 def test_the_curve_as_chosen_peaks_at_what_is_measured(runs, choice):
-    plan, peak, _ = runs[choice]
-    assert plan.memory.after.peak == peak["activations"]
+    plan, stats, _ = runs[choice]
+    assert plan.memory.after.peak == stats["peak"]["activations"]
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute", "offload"])
+def test_every_peak_is_the_predicted_one_whatever_becomes_of_activations(runs, choice):
+    _, stats, _ = runs[choice]
+    for what, nbytes in stats["predicted"]["peak"].items():
+        assert stats["peak"][what] == nbytes, what
+    assert stats["peak"]["together"] <= BUDGETS[choice]
 
 
 @pytest.mark.parametrize("choice", ["recompute", "offload"])
 def test_the_curve_before_is_that_of_a_run_that_keeps_everything(runs, choice):
     plan, _, _ = runs[choice]
-    kept, peak, _ = runs["keep"]
+    kept, stats, _ = runs["keep"]
+    peak = stats["peak"]
     assert kept.memory.before == kept.memory.after
     assert plan.memory.before.peak == peak["activations"] > plan.memory.after.peak
     assert plan.memory.before.nbytes == kept.memory.after.nbytes

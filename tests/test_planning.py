@@ -210,7 +210,7 @@ def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
     assert ("the optimizer streams through" in str(report)) is has
 
 
-def test_one_more_gib_saves_about_what_the_bound_says(terms):
+def test_one_more_gib_is_worth_something_by_the_bound_and_by_the_plan(terms):
     device = planning.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
     assert device.tier == "device"
     assert device.least_s > 0

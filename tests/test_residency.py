@@ -1,5 +1,7 @@
 """Whole steps under a plan: the same numbers, and nothing moved that need not be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planned_runs import (
@@ -19,7 +21,7 @@ from planned_runs import (
 from torch import nn
 
 import zcompile
-from zcompile import simulate, step_plan
+from zcompile import residency, simulate, step_plan
 from zcompile.cli import main
 from zcompile.offloading import session_behind
 from zcompile.runtime.arena import Arena
@@ -226,3 +228,34 @@ def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, cap
     train(model, compiled, adamw(model), 0, 6)
     assert main(["timeline", str(tmp_path)]) == 0
     assert "stall" in capsys.readouterr().out
+
+
+def steps_planned(monkeypatch, caplog, first_window):
+    """What a run says of its plans; the first leaves at least `first_window` of the arena."""
+    plan, windows = residency.plan_step, []
+
+    def noted(step, machine, room, arena, *rest):
+        least = min(first_window, room.nbytes["device"]) if not windows else arena.window_bytes
+        made = plan(step, machine, room, replace(arena, window_bytes=least), *rest)
+        windows.append(made.arena.window_bytes)
+        return made
+
+    monkeypatch.setattr(residency, "plan_step", noted)
+    with caplog.at_level("INFO", "zcompile.residency"):
+        model, _, _ = begun(9, device_memory=2 * WEIGHT_BYTES + held_bytes(),
+                            throttle={"h2d": "10MB/s", "d2h": "10MB/s"})  # fmt: skip
+    return model, windows, [r.message for r in caplog.records if "costs have changed" in r.message]
+
+
+def test_a_run_is_planned_anew_where_that_pays_and_says_so(monkeypatch, caplog):
+    model, windows, said = steps_planned(monkeypatch, caplog, first_window=1 << 40)
+    assert len(said) == 1
+    assert session_behind(model).planner.plan.arena.window_bytes == windows[1] < windows[0]
+    assert same(model, expected(end=9))
+
+
+def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
+    model, windows, said = steps_planned(monkeypatch, caplog, first_window=0)
+    assert len(windows) > 1, "it was looked at again"
+    assert not said
+    assert session_behind(model).planner.plan.arena.window_bytes == windows[0]

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ import transformers as hf
 from small_models import Mean
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import zcompile
 from zcompile.cli import main
@@ -56,6 +61,38 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = x + (checkpoint(block, x, use_reentrant=False) if self.asks else block(x))
         return x.square().mean()
+
+
+ASKED = {
+    torch.ops.aten.gelu.default: "again",
+    torch.ops.aten.tanh.default: "host",
+    torch.ops.aten.addmm.default: "keep",
+}
+"""What becomes of the results of ops where a policy asks for it."""
+POLICIES = {"again": "MUST_RECOMPUTE", "host": "MUST_CPU_OFFLOAD", "keep": "MUST_SAVE"}
+
+
+def policy(context, op, *args, **kwargs):
+    return getattr(CheckpointPolicy, POLICIES[ASKED.get(op, "again")])
+
+
+class Choosing(nn.Module):
+    """A block inside torch.utils.checkpoint with a policy for each op, or without."""
+
+    def __init__(self, width: int = 32, asks: bool = True) -> None:
+        super().__init__()
+        self.asks = asks
+        self.block = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 3 * width), nn.Tanh(),
+            nn.Linear(3 * width, width), nn.GELU(),
+        )  # fmt: skip
+
+    def forward(self, x):
+        if not self.asks:
+            return self.block(x).square().mean()
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        made = checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+        return made.square().mean()
 
 
 def trained(model: nn.Module, compiled, inputs) -> list[torch.Tensor]:
@@ -155,6 +192,23 @@ def test_a_checkpoint_is_made_again_with_the_same_dropout(tmp_path):
     assert len(asked) >= 4, "the hidden values of each block"
     kept = [row for row in told if row.action == "keep"]
     assert any("mask" in row.name or row.nbytes < 16 * 128 * 4 for row in kept), "what is random"
+
+
+def test_what_a_policy_asks_for_is_done(tmp_path):
+    torch.manual_seed(0)
+    model = Choosing()
+    twin, x = copy.deepcopy(model), torch.randn(16, 32)
+    twin.asks = False
+    zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB",
+                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    torch._dynamo.reset()
+    losses = trained(model, torch.compile(model, backend="zinf"), (x,))
+    assert all(map(torch.equal, losses, trained(twin, twin, (x,))))
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.cpu(), other)
+    told = [(row.name.split()[0].rstrip("_0123456789"), row.action) for row in decided(tmp_path)]
+    asked = {op.overloadpacket.__name__: action for op, action in ASKED.items()}
+    assert {(name, action) for name, action in told if name in asked} == set(asked.items())
 
 
 def test_what_was_decided_is_told(tmp_path, capsys):

@@ -79,11 +79,12 @@ class _Memory:
         total = hashlib.blake2b(digest_size=16)
         for result in self.listing.results:
             total.update(self._place(result) if isinstance(result, Place) else b"-")
-        sums: dict[int, list[Bytes]] = {}
+        sums: dict[tuple[int, int], list[Bytes]] = {}
         for i in sorted(self.gradients):
-            sums.setdefault(int(self.rows[i].entry), []).append(self.gradients[i])
-        for entry in sorted(sums):
-            total.update(b"".join(part.tobytes() for part in sums[entry]))
+            at = int(self.rows[i].entry), self.rows[i].begin
+            sums.setdefault(at, []).append(self.gradients[i])
+        for at in sorted(sums):  # tiles may come in any order, contributions to one may not
+            total.update(b"".join(part.tobytes() for part in sums[at]))
         for made in sorted(self.away):
             total.update(self.away[made])
         for key in sorted(self.homes, key=str):

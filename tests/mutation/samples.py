@@ -22,7 +22,7 @@ from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.specs import Phase
 from zcompile.step_chunks import StepRoom
 from zcompile.step_rows import Column, Row
-from zcompile.units import MiB
+from zcompile.units import KiB, MiB
 
 UNSEEN = "100GB/s"
 """A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""
@@ -32,6 +32,8 @@ OPTIMIZERS = {
     "momentum": (("w", True), ("grad", False), ("momentum", True)),
     "adam": (("w", True), ("grad", False), ("mean", True), ("square", True)),
 }
+ARENA_BYTES = 8 * KiB
+"""Before the annex."""
 SIZES = (5, 1024 * 7 + 3, 1024 * 2)
 """Elements of the parameters of a step: less than a chunk, several of them, whole ones."""
 
@@ -43,17 +45,22 @@ def _nothing(first: int, last: int, values: Sequence[Any]) -> None:
 MOVED = ("transformer block, moved", "dropout, moved", "view in two places, moved")
 """Small models all of whose saved values are offloaded to the host."""
 
+TILED = ("mlp, tiled", "transformer block, tiled")
+"""Those whose weights are cut into tiles of so few bytes that there are several of each."""
+TILE_BYTES = 512
+
 
 @functools.cache
 def compiled(name: str) -> tuple[Schedule, ...]:
     """Those of one training step of a small model, as tight as they come; AdamW, clipped."""
-    name, moved, _ = name.partition(", moved")
+    name, _, how = name.partition(", ")
     largest = max(aligned(spec.nbytes) for spec in captured(name).plan.params.values())
     budget = max(least_budget(captured(name)), held_bytes(captured(name)) + 4 * largest)
     model, inputs = small(name)
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB",
+                     tile_bytes=TILE_BYTES if how == "tiled" else None,
                      throttle={"h2d": UNSEEN, "d2h": UNSEEN})  # fmt: skip
-    with forced("host") if moved else nullcontext():
+    with forced("host") if how == "moved" else nullcontext():
         return tuple(trained_schedules(model, inputs))
 
 
@@ -72,7 +79,8 @@ def of_model(name: str) -> dict[str, Schedule]:
 
 
 def of_step(optimizer: str) -> dict[str, Schedule]:
-    """Rows in one, two and three lanes of the arena; all moving, states resident, weights."""
+    """Rows in one, two and three lanes of the arena, and in two beyond it, in an annex; all moving,
+    states resident, weights."""
     found = {}
     for resident in ((), ("mean", "square", "momentum"), ("w",)):
         entry, rows = 0, []
@@ -85,8 +93,11 @@ def of_step(optimizer: str) -> dict[str, Schedule]:
             rows.append(Row(numel, tuple(columns), (Register(0),), _nothing))
         for lanes in (1, 2, 3):
             chunk = lanes * _least(rows, entry)
-            found[f"{lanes} lanes, resident {'+'.join(resident) or 'nothing'}"] = lower_step(
-                optimizer, rows, 1, entry, StepRoom(0, chunk))  # fmt: skip
+            told = f"{lanes} lanes, resident {'+'.join(resident) or 'nothing'}"
+            found[told] = lower_step(optimizer, rows, 1, entry, StepRoom(0, chunk))
+            if lanes == 2:
+                annexed = StepRoom(ARENA_BYTES, chunk)
+                found[f"{told}, annex"] = lower_step(optimizer, rows, 1, entry, annexed)
     return found
 
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 import pytest
 from mutation.judge import Verdict, changed, meaning, verdicts
 from mutation.mutants import MUTATIONS
-from mutation.samples import MOVED, OPTIMIZERS, of_model, of_step
+from mutation.samples import MOVED, OPTIMIZERS, TILED, of_model, of_step
 from races import faults
 from small_models import SMALL_MODELS
 
-from zcompile.schedule import Schedule, Store
+from zcompile.schedule import Fetch, Reduce, Schedule, Store
 from zcompile.verify_schedule import verify_schedule
 
 SAMPLE = 30
@@ -26,7 +26,7 @@ def all_of(name: str) -> Mapping[str, Schedule]:
     return of_step(name) if name in OPTIMIZERS else of_model(name)
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS])
 def test_what_is_mutated_is_safe_and_means_the_same_in_every_order(name):
     for schedule in all_of(name).values():
         verify_schedule(schedule)
@@ -34,7 +34,7 @@ def test_what_is_mutated_is_safe_and_means_the_same_in_every_order(name):
         assert meaning(schedule)
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS])
 def test_a_sample_of_mutants_is_caught_or_means_the_same(name):
     for told, schedule in all_of(name).items():
         for verdict in verdicts(schedule, about=SAMPLE):
@@ -43,7 +43,7 @@ def test_a_sample_of_mutants_is_caught_or_means_the_same(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS])
 def test_every_mutant_is_caught_or_means_the_same(name, record_property):
     found: list[Verdict] = []
     for told, schedule in all_of(name).items():
@@ -54,6 +54,13 @@ def test_every_mutant_is_caught_or_means_the_same(name, record_property):
     assert all(v.rule for v in found if v.mutation == "drop a wait"), "no wait is superfluous"
     for (mutation, rule, told), count in kills(found).items():
         record_property(f"{mutation}: {rule or 'accepted'}: {told}", count)
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_come_and_their_gradients_leave_one_by_one(name):
+    rows = [x for schedule in all_of(name).values() for x in schedule.instructions]
+    assert any(isinstance(x, Fetch) and x.begin for x in rows)
+    assert any(isinstance(x, Reduce) and x.begin for x in rows)
 
 
 def kills(found: list[Verdict]) -> Counter[tuple[str, str, str]]:

@@ -54,7 +54,7 @@ def test_the_arena_is_hardly_larger_than_what_is_alive(model, record_property):
         alive = live_peak([Block(r.first, r.last, r.nbytes) for r in ranges])
         ratio = packed.plan.arena_bytes / alive
         record_property("packed over alive", round(ratio, 3))
-        assert 1 <= ratio <= 1.25
+        assert 1 <= ratio <= 1.02
 
 
 def test_a_budget_one_byte_too_small_is_refused_and_the_sentence_says_what_is_needed():

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,10 +142,13 @@ def test_no_two_windows_are_tried_that_are_nearly_one(tried, monkeypatch):
     monkeypatch.setattr(step_plan, "HOPELESS", 1e9)
     needed = 128 * KiB  # of some runs
     device = PARTS[-2] * (needed - 2 * KiB)
+    nearly_one = {needed, device // PARTS[-2]}
     planned(device)
-    windows = [plan.arena.window_bytes for plan in tried]
-    assert device // PARTS[-1] in windows
-    assert (needed in windows) != (device // PARTS[-2] in windows)
+    assert len(nearly_one & {plan.arena.window_bytes for plan in tried}) == 1
+    tried.clear()
+    monkeypatch.setattr(step_plan, "NEARLY", 1 << 60)  # however near
+    planned(device)
+    assert nearly_one <= {plan.arena.window_bytes for plan in tried}
 
 
 @pytest.mark.parametrize("device", BUDGETS[1:])
@@ -177,6 +181,14 @@ def test_the_least_computes_as_where_everything_rests_however_it_was_recorded():
     assert in_chunks > at_rest
     for plan in (resting, chunked):
         assert demand_of(plan.step, COSTS.region_seconds).segments[-1].compute_s == at_rest
+
+
+def test_chunks_that_were_measured_to_take_less_than_whole_rows_are_the_least():
+    chunked = planned(STATE_BYTES // 8).step
+    regions = [x.region for x in chunked.calls[-1].schedule.instructions if isinstance(x, Run)]
+    measured = replace(COSTS, regions={region.key: 1e-9 for region in regions})
+    found = demand_of(chunked, measured.region_seconds).segments[-1].compute_s
+    assert found == pytest.approx(1e-9 * len(regions))
 
 
 def test_the_same_step_gives_the_same_plan():

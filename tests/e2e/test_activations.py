@@ -175,18 +175,23 @@ def test_only_what_was_asked_for_is_done(activations, tmp_path):
     assert told <= {"recompute": {"keep", "again"}, "offload": {"keep", "host"}}[activations]
 
 
-def test_a_checkpoint_is_made_again_with_the_same_dropout(tmp_path):
-    torch.manual_seed(0)
-    model = Checkpointed()
-    twin, x = copy.deepcopy(model), torch.randn(16, 32)
+def told_of(model: nn.Module, twin: nn.Module, dump):
+    """What is decided of each value, once both have trained to the same bits."""
+    x = torch.randn(16, 32)
     zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB",
-                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+                     machine=LIKE_A_GPU, dump=dump)  # fmt: skip
     torch._dynamo.reset()
     losses = trained(model, torch.compile(model, backend="zinf"), (x,))
     assert all(map(torch.equal, losses, trained(twin, twin, (x,))))
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.cpu(), other)
-    told = decided(tmp_path)
+    return decided(dump)
+
+
+def test_a_checkpoint_is_made_again_with_the_same_dropout(tmp_path):
+    torch.manual_seed(0)
+    model = Checkpointed()
+    told = told_of(model, copy.deepcopy(model), tmp_path)
     asked = [row for row in told if "checkpoint" in row.why]
     assert {row.action for row in asked} == {"again"}
     assert len(asked) >= 4, "the hidden values of each block"
@@ -197,16 +202,10 @@ def test_a_checkpoint_is_made_again_with_the_same_dropout(tmp_path):
 def test_what_a_policy_asks_for_is_done(tmp_path):
     torch.manual_seed(0)
     model = Choosing()
-    twin, x = copy.deepcopy(model), torch.randn(16, 32)
+    twin = copy.deepcopy(model)
     twin.asks = False
-    zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB",
-                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
-    torch._dynamo.reset()
-    losses = trained(model, torch.compile(model, backend="zinf"), (x,))
-    assert all(map(torch.equal, losses, trained(twin, twin, (x,))))
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.cpu(), other)
-    told = [(row.name.split()[0].rstrip("_0123456789"), row.action) for row in decided(tmp_path)]
+    rows = told_of(model, twin, tmp_path)
+    told = {(row.name.split()[0].rstrip("_0123456789"), row.action) for row in rows}
     asked = {op.overloadpacket.__name__: action for op, action in ASKED.items()}
     assert {(name, action) for name, action in told if name in asked} == set(asked.items())
 

@@ -1,5 +1,5 @@
-"""A transformer block too wide for its device budget trains in tiles (Figure 6b of ZeRO-Infinity,
-scaled down), and what weights take of the device as tiles get smaller.
+"""The feed-forward half of a transformer block, too wide for its device budget, trains in tiles
+(Figure 6b of ZeRO-Infinity, scaled down), and what weights take of the device as tiles get smaller.
 
     python -m benchmarks.tiling --hidden 256 --times 1 2 4 8
 
@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 import zcompile
-from examples.train_gpt import Block, Shape
 from zcompile.offloading import session_behind
 
 TOKENS = 8
@@ -24,8 +24,17 @@ ROOM = 1 << 30
 """Bytes: for everything."""
 
 
-def built(hidden: int) -> Block:
-    return Block(Shape(layers=1, width=hidden, heads=4))
+class Block(nn.Module):
+    """The matrices of a transformer's feed-forward half, and its norm."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,9 @@ class Ran:
 def train(hidden: int, budget: int, steps: int, tile_bytes: int | None = None) -> Ran:
     """raises  BudgetExceeded, if it does not fit"""
     torch.manual_seed(0)
-    model, plain = built(hidden), built(hidden)
+    model, plain = Block(hidden), Block(hidden)
     plain.load_state_dict(model.state_dict())
-    x = torch.randn(1, TOKENS, hidden)
+    x = torch.randn(TOKENS, hidden)
     torch._dynamo.reset()
     zcompile.offload(model, device="cpu", device_memory=budget, residency=False)
     options = {"max_lead": 1} | ({} if tile_bytes is None else {"tile_bytes": tile_bytes})

@@ -37,6 +37,21 @@ def test_no_more_ways_are_tried_once_one_needs_no_less():
     assert {way for way, budget in tried if budget == 100} == {0, 1}
 
 
+def test_a_way_of_another_kind_is_tried_all_the_same():
+    def try_out(way, budget):
+        _, needed = way
+        if needed <= budget:
+            return None
+        return BudgetExceeded("device", budget, needed, "somewhere", [("a", 1)], "-")
+
+    def found(*ways):
+        return BudgetSearch(lambda budget: ways, try_out, lambda a, b: a[0] == b[0]).best(100, 300)
+
+    assert found(("a", 300), ("a", 310), ("b", 320), ("b", 90)) == ("b", 90)
+    with pytest.raises(BudgetExceeded):
+        found(("a", 300), ("a", 310), ("a", 90))
+
+
 @pytest.mark.parametrize("needs", [[150], [1000, 400, 150], [101], [100_000]])
 @pytest.mark.parametrize("roomy", [160, 500, 3000])
 def test_a_refusal_names_a_budget_that_does(needs, roomy):

@@ -32,6 +32,13 @@ def test_twice_the_largest_may_be_under_way_anywhere():
     assert joins.left == {2, 3}
 
 
+def test_small_ones_are_not_let_by_a_large_one_elsewhere():
+    gradients = leaving((1, 1), (2, 1), (3, 1), (4, 1), (5, 9))
+    joins = plan_joins(gradients, [30, 30, 30, 30, 30, 9, 9], fills=False)
+    assert joins.until == {0: 3, 1: 4, 2: 6, 3: 6, 4: 6}
+    assert joins.most == (2, 2, 2, 2, 11)
+
+
 def test_more_may_where_less_is_held_than_at_the_peak():
     gradients = leaving((1, 1), (2, 1), (3, 1), (4, 1), (5, 1))
     joins = plan_joins(gradients, [0, 9, 9, 9, 9, 8, 6], fills=True)

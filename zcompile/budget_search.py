@@ -22,10 +22,12 @@ Way = TypeVar("Way")
 class BudgetSearch(Generic[Way]):
     """ways   of a budget, the best first; one at least
     try_out   a way within a budget: what is said against it, or None
+    alike     whether of two ways, one after the other, the later is only more of the same
     """
 
     ways: Callable[[int], Iterable[Way]]
     try_out: Callable[[Way, int], BudgetExceeded | None]
+    alike: Callable[[Way, Way], bool] = lambda _way, _later: True
 
     def best(self, budget: int, roomy: int) -> Way:
         """The first way with which everything fits `budget`.
@@ -44,15 +46,22 @@ class BudgetSearch(Generic[Way]):
 
     def first(self, budget: int) -> Way:
         """The first way that fits. raises BudgetExceeded, as said of the one that needs least"""
-        refused: list[BudgetExceeded] = []
+        refused: list[tuple[Way, BudgetExceeded]] = []
         for way in self.ways(budget):
+            if len(refused) > 1 and self._in_vain(way, *refused[-2:]):
+                break
             error = self.try_out(way, budget)
             if error is None:
                 return way
-            refused.append(error)
-            if len(refused) > 1 and error.needed_bytes >= refused[-2].needed_bytes:
-                break  # another way does not help: too much is needed whatever it is
-        raise min(refused, key=lambda error: error.needed_bytes)
+            refused.append((way, error))
+        raise min((error for _, error in refused), key=lambda error: error.needed_bytes)
+
+    def _in_vain(
+        self, way: Way, before: tuple[Way, BudgetExceeded], last: tuple[Way, BudgetExceeded]
+    ) -> bool:
+        """Whether more of the same did not help the last time, and `way` is nothing else."""
+        same = self.alike(before[0], last[0]) and self.alike(last[0], way)
+        return same and last[1].needed_bytes >= before[1].needed_bytes
 
     def _would_do(self, budget: int) -> bool:
         try:

@@ -62,7 +62,7 @@ class HeldWalk:
 
     def leave(self, reduce: Reduce) -> int:
         """A gradient leaves: the oldest on their way are joined until it fits; how many."""
-        joined, most = 0, max(self._schedule.departing_bytes, self._level.departing)
+        joined, most = 0, self._level.departing or self._schedule.departing_bytes
         for rows in (self._inherited, self._own):
             while rows and self._under_way + reduce.nbytes > most:
                 rows.popleft()

@@ -2,16 +2,16 @@
 
 A gradient that has left is held until it is joined, and that happens when another leaves: the
 oldest are joined until all that are under way take no more than was planned for that moment. Twice
-the largest always may, so that one leaves while the next is made. More may where a call holds less
-than it does at its peak: what is held is highest where backward begins, and falls as it goes on, so
-that a slow link may fall behind compute ever further, and compute need not wait for it.
+the largest of them always may, so that one leaves while the next is made. More may where a call
+holds less than it does at its peak: what is held is highest where backward begins, and falls as it
+goes on, so that a slow link may fall behind compute ever further, and compute need not wait for it.
 
     held beside them   9 8 6 4 2      of a peak of 11, at the nodes after each gradient
     may be under way   2 3 5 7 9
 """
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -46,10 +46,9 @@ def plan_joins(leaving: Sequence[Leaving], held: Sequence[int], fills: bool) -> 
     """held   bytes per node, without what is only held since it is under way
     fills  whether as much may be under way as has room below the peak
     """
-    least = 2 * max((gradient.nbytes for gradient in leaving), default=0)
     end = len(held) - 1
     nexts = [*(gradient.at for gradient in leaving), end][1:]
-    tight = _joined(leaving, least, nexts, [0] * len(leaving), end)
+    tight = _joined(leaving, None, nexts, [0] * len(leaving), end)
     if not fills or not leaving:
         return tight
     peak = max(_with(held, leaving, tight.until))
@@ -57,29 +56,38 @@ def plan_joins(leaving: Sequence[Leaving], held: Sequence[int], fills: bool) -> 
         peak - max(held[gradient.at + 1 : then + 1], default=peak)
         for gradient, then in zip(leaving, nexts, strict=True)
     ]
-    return _joined(leaving, least, nexts, room, end)
+    return _joined(leaving, tight.most, nexts, room, end)
 
 
 def _joined(
-    leaving: Sequence[Leaving], least: int, nexts: Sequence[int], room: Sequence[int], end: int
+    leaving: Sequence[Leaving],
+    allowed: Sequence[int] | None,
+    nexts: Sequence[int],
+    room: Sequence[int],
+    end: int,
 ) -> Joins:
-    """room  beside what is held anyway, from each gradient to the next"""
+    """allowed  bytes under way with each gradient, wherever; None: twice the largest of them
+    room     beside what is held anyway, from each gradient to the next
+    """
     under_way: deque[Leaving] = deque()
     most: list[int] = []
     until: dict[Hashable, int] = {}
-    for gradient, then, free in zip(leaving, nexts, room, strict=True):
-        while under_way:
-            travelling = gradient.nbytes + sum(g.nbytes for g in under_way)
-            if travelling <= least or _only_held_by((*under_way, gradient), then) <= free:
+    for number, (gradient, then, free) in enumerate(zip(leaving, nexts, room, strict=True)):
+        under_way.append(gradient)
+        while len(under_way) > 1:
+            sizes = [g.nbytes for g in under_way]
+            least = 2 * max(sizes) if allowed is None else allowed[number]
+            if sum(sizes) <= least or _only_held_by(under_way, then) <= free:
                 break
             until |= dict.fromkeys(under_way.popleft().holds, gradient.at)
-        under_way.append(gradient)
-        most.append(max(least, sum(g.nbytes for g in under_way)))
+        sizes = [g.nbytes for g in under_way]
+        # As long as none had to be joined, what is left of calls before may be under way as well.
+        most.append(sum(sizes) if until else max(sum(sizes), 2 * max(sizes)))
     left = frozenset(key for gradient in under_way for key in gradient.holds)
     return Joins(tuple(most), until | dict.fromkeys(left, end), left)
 
 
-def _only_held_by(under_way: Sequence[Leaving], then: int) -> int:
+def _only_held_by(under_way: Iterable[Leaving], then: int) -> int:
     """Bytes of storages that nothing else holds until node `then`."""
     held = {key: row for gradient in under_way for key, row in gradient.holds.items()}
     return sum(nbytes for nbytes, last in held.values() if last < then)

@@ -104,6 +104,7 @@ class TileMatmuls(Pass):
         search = BudgetSearch(
             lambda tried: islice(ways_to_cut(held, tried, self.tile_bytes), most),
             lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
+            alike=lambda cuts, finer: cuts.keys() == finer.keys(),
         )
         return search.first(budget) if alone else search.best(budget, roomy)
 

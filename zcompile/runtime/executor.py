@@ -242,7 +242,7 @@ class _Walk:
 
     def _reduce(self, reduce: Reduce) -> None:
         leaving, nbytes = self.leaving, reduce.nbytes
-        most = max(self.schedule.departing_bytes, self.held.rises().departing)
+        most = self.held.rises().departing or self.schedule.departing_bytes
         if leaving.crowded(nbytes, most):
             self._stalls(partial(leaving.expect, nbytes, most))
         else:

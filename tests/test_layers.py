@@ -47,7 +47,7 @@ FLOORS = (
     },
     {"zcompile.tiled_uses"},
     {"zcompile.budget_search", "zcompile.tiling", "zcompile.tiles", "zcompile.loss_gradient"},
-    {"zcompile.loads"},
+    {"zcompile.loads", "zcompile.traced_values"},
     {"zcompile.verify", "zcompile.verify_schedule", "zcompile.lower_step"},
     {"zcompile.proof"},
     {"zcompile.levels"},

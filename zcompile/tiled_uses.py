@@ -128,7 +128,9 @@ def _addmm_out(use: Use, write: Writer, tile: Tile) -> Result:
     bias, x = _node(use.node.args[0]), _node(use.node.args[1])
     along = len(shape(bias)) - 1
     wide = shape(bias)[along] != 1
-    biases = write.split(bias, use.sizes, along) if wide else [bias] * len(use.sizes)
+    biases = [bias] * len(use.sizes)
+    if wide:
+        biases = write.split(bias, use.sizes, along, copied=True)
     return _joined(use, write, lambda n: write.call(use.node.target, biases[n], x, tile(n)), 1)
 
 
@@ -167,8 +169,9 @@ def _embedding(use: Use, write: Writer, tile: Tile) -> Result | None:
 def _convolution(use: Use, write: Writer, tile: Tile) -> Result:
     """Over output channels."""
     x, _, bias, *rest = use.node.args
-    biases = write.split(bias, use.sizes, 0) if isinstance(bias, fx.Node) else [None] * len(
-        use.sizes)  # fmt: skip
+    biases: Sequence[fx.Node | None] = [None] * len(use.sizes)
+    if isinstance(bias, fx.Node):
+        biases = write.split(bias, use.sizes, 0, copied=True)
     return _joined(
         use, write, lambda n: write.call(use.node.target, x, tile(n), biases[n], *rest), 1
     )

@@ -18,6 +18,7 @@ from zcompile import ops
 from zcompile.graph import CASTS, insert, mark_use
 from zcompile.specs import Phase, row_major
 from zcompile.torch_private import Dispatched
+from zcompile.traced_values import traced
 
 aten = torch.ops.aten
 
@@ -103,9 +104,8 @@ class Writer:
 
     def call(self, op: Any, *args: Any, name: str = "", **kwargs: Any) -> fx.Node:
         """`op(*args)`, with the value it has."""
-        given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        values, named = given
-        val = op(*values, **named)
+        values, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        val = traced(self.graph, op, values, named)
         with self.graph.inserting_before(self.point):
             node = insert(
                 self.graph, op, *args, like=self.like, phase=self.phase, val=val, name=name or None
@@ -114,11 +114,18 @@ class Writer:
         self.made.append(node)
         return node
 
-    def split(self, value: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
-        """Views of `value`, of so many elements along `dim` each."""
+    def split(
+        self, value: fx.Node, sizes: Sequence[int], dim: int, *, copied: bool = False
+    ) -> list[fx.Node]:
+        """Views of `value`, of so many elements along `dim` each.
+
+        copied  each in memory of its own: views of what is gathered are taken again by each that
+                reads them, which then is no equal of the others
+        """
         if len(sizes) == 1:
             return [value]
-        parts = self.call(aten.split_with_sizes.default, value, list(sizes), dim)
+        op = aten.split_with_sizes_copy if copied else aten.split_with_sizes
+        parts = self.call(op.default, value, list(sizes), dim)
         return [self.item(parts, n) for n in range(len(sizes))]
 
     def item(self, several: fx.Node, n: int) -> fx.Node:

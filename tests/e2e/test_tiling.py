@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zcompile
+from examples.train_gpt import Block, Shape
 from zcompile.errors import BudgetExceeded
 from zcompile.units import KiB
 
@@ -107,12 +108,31 @@ def test_outputs_and_gradients_of_weights_are_exact_where_tiles_are_outputs():
     assert pair.train(torch.randn(5, 64))
 
 
-def test_equal_tiles_are_compiled_once():
+@pytest.mark.parametrize("bias", [False, True])
+def test_equal_tiles_are_compiled_once(bias):
     torch.manual_seed(0)
-    pair = twins(nn.Linear(64, 512, bias=False), device_memory=BUDGET)
+    pair = twins(nn.Linear(64, 512, bias=bias), device_memory=BUDGET)
     assert pair.train(torch.randn(5, 64))
     counts = zcompile.stats(pair.model)
     assert counts["distinct_regions"] <= 8 < counts["regions"]
+
+
+def test_a_block_trains_in_what_one_an_eighth_as_wide_takes_untiled():
+    """Figure 6b of ZeRO-Infinity, scaled down: with attention, and nothing said of tiles."""
+
+    def trained(width, budget):
+        torch.manual_seed(0)
+        block = Block(Shape(layers=1, width=width, heads=4))
+        pair = twins(block, device_memory=budget, host_memory="64MiB", residency=False)
+        losses = [train(pair.model, pair.call, x := torch.randn(1, 2, width, generator=seeded(1)))]
+        peak = pair.session.meter.peak()["together"]
+        losses.append(train(pair.plain, pair.plain, x))
+        assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
+        return peak, max(p.nbytes for p in pair.plain.parameters())
+
+    budget, _ = trained(32, "1GiB")
+    peak, largest = trained(256, budget)
+    assert peak <= budget < largest / 8
 
 
 def test_a_hook_sees_the_whole_gradient():

@@ -1,0 +1,97 @@
+"""What ops make of traced values, worked out once: always what the op itself says."""
+
+import gc
+import weakref
+from operator import getitem
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from zcompile.traced_values import traced
+
+aten = torch.ops.aten
+
+
+def lies(value):
+    """All that is asked of a traced value."""
+    if isinstance(value, list | tuple):
+        return [lies(part) for part in value]
+    return (value.dtype, value.device, value.size(), value.stride(), value.storage_offset(),
+            value.untyped_storage().nbytes())  # fmt: skip
+
+
+def fakes(*sizes, **how):
+    with FakeTensorMode():
+        return [torch.empty(size, **how) for size in sizes]
+
+
+x, wide, narrow = fakes((4, 6), (6, 8), (8,))
+half = fakes((4, 6), dtype=torch.bfloat16)[0]
+CALLS = [
+    (aten.mm.default, (x, wide), {}),
+    (aten.addmm.default, (narrow, x, wide), {}),
+    (aten.t.default, (x,), {}),
+    (aten.t.default, (x[1:3],), {}),
+    (aten.t.default, (x[2:4],), {}),
+    (aten.t.default, (half,), {}),
+    (aten.cat.default, ([x, x], 0), {}),
+    (aten.cat.default, ([x, x], 1), {}),
+    (aten.sum.dim_IntList, (x, [0], True), {}),
+    (aten.sum.dim_IntList, (x, [0], False), {}),
+    (aten.split_with_sizes.default, (x, [1, 3]), {}),
+    (aten.split_with_sizes.default, (x, [3, 1]), {}),
+    (aten.split_with_sizes_copy.default, (x, [3, 1]), {}),
+    (aten._to_copy.default, (x,), {"dtype": torch.float64}),
+    (aten._to_copy.default, (x,), {"dtype": torch.bfloat16}),
+    (aten.clone.default, (x.t(),), {"memory_format": torch.contiguous_format}),
+    (aten.clone.default, (x.t(),), {}),
+    (aten.new_zeros.default, (x, [2, 3]), {"dtype": torch.int64}),
+    (getitem, ((x, half), 1), {}),
+]
+
+
+def test_what_was_found_before_is_what_the_op_makes():
+    graph = fx.Graph()
+    for _ in range(2):
+        for op, args, kwargs in CALLS:
+            assert lies(traced(graph, op, args, kwargs)) == lies(op(*args, **kwargs)), op
+
+
+def test_it_is_worked_out_once_for_all_that_lie_alike():
+    graph = fx.Graph()
+    first = traced(graph, aten.mm.default, (x[:2], wide), {})
+    assert traced(graph, aten.mm.default, (x[2:], wide), {}) is first, "new, wherever it is read"
+    assert traced(fx.Graph(), aten.mm.default, (x[:2], wide), {}) is not first
+
+
+@pytest.mark.parametrize("other", [(1,), (1.0,), (True,)])
+def test_numbers_that_are_equal_are_not_alike(other):
+    """1 + 1.0 is of another dtype."""
+    (count,) = fakes((3,), dtype=torch.int64)
+    graph = fx.Graph()
+    for number in (1, 1.0, True):
+        traced(graph, aten.add.Tensor, (count, number), {})
+    found = traced(graph, aten.add.Tensor, (count, *other), {})
+    assert lies(found) == lies(aten.add.Tensor(count, *other))
+
+
+def test_dynamic_sizes_are_asked_for_each_time():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    torch._dynamo.decorators.mark_dynamic(real := torch.empty(5, 6), 0)
+    value = mode.from_tensor(real, static_shapes=False)
+    assert type(value.size(0)) is not int
+    graph = fx.Graph()
+    first = traced(graph, aten.neg.default, (value,), {})
+    assert traced(graph, aten.neg.default, (value,), {}) is not first
+
+
+def test_what_is_known_goes_with_its_graph():
+    graph = fx.Graph()
+    value = weakref.ref(traced(graph, aten.mm.default, (x, wide), {}))
+    assert value() is not None
+    del graph
+    gc.collect()
+    assert value() is None

@@ -212,7 +212,10 @@ def show(args: argparse.Namespace, variants: Sequence[Variant]) -> None:
         took = statistics.median(variant.seconds[WARM_UP:])
         clock, cpu = map(statistics.median, zip(*variant.ratios or [(1.0, 1.0)], strict=True))
         budget = "" if variant.budget is None else show_size(variant.budget)
-        planned = "" if variant.planned is None else f"{variant.peak / variant.planned:.4f}"
+        planned = ""
+        if variant.planned is not None:
+            equal = variant.peak == variant.planned
+            planned = "equal" if equal else f"{variant.peak / variant.planned:.4f}"
         print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {planned} | {took:.4f} | "
               f"{clock:.2f} | {cpu:.2f} |")  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What `zcompile.plan` looks at: a plan near the bound, and models as users name them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import small_models
@@ -11,6 +12,8 @@ from zcompile import outlook
 from zcompile.cli import main
 from zcompile.machine import Compute, Link, Machine
 from zcompile.units import GiB, MiB
+
+README = Path(__file__).parents[1] / "README.md"
 
 SMALL = Machine(
     "small",
@@ -36,7 +39,9 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
 
 
 def test_the_example_is_planned_as_the_readme_does(capsys):
-    assert main(["plan", "examples.train_gpt:model", "--machine", "h200-node", "--json"]) == 0
+    said = "plan examples.train_gpt:model --machine h200-node --batch 32 --seq 128"
+    assert f"\nzinf {said}\n" in README.read_text()
+    assert main([*said.split(), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["gap"] == pytest.approx(1), "one H200 holds it"
     assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}

@@ -21,7 +21,7 @@ from zcompile.offloading import session_behind
 from zcompile.schedule import Fetch, Run, Store, Wait
 from zcompile.simulate import simulate
 from zcompile.specs import Phase
-from zcompile.step_plan import NEAR, PARTS, StepPlan, compute_seconds, plan_step
+from zcompile.step_plan import NEAR, PARTS, StepPlan, plan_step
 from zcompile.steps import Step
 from zcompile.units import GiB, KiB, MiB
 from zcompile.verify_schedule import verify_schedule
@@ -69,7 +69,7 @@ def planned(device: int, host: int = GiB, disk: int | None = None, least_s: floa
     step = recorded()
     tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
     shared = ArenaShare(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
-    compute = compute_seconds(step, COSTS.region_seconds)
+    compute = demand_of(step, COSTS.region_seconds).compute_s
     return plan_step(
         step, MACHINE, Room(tiers), shared, compute,
         lambda made, homes: simulate(made, COSTS, homes).step_s, least_s,

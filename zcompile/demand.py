@@ -45,8 +45,12 @@ class Demand:
     gradients: frozenset[int] = frozenset()
 
     @property
-    def compute_s(self) -> float:
-        return sum(segment.compute_s for segment in self.segments)
+    def compute_s(self) -> Mapping[Phase, float]:
+        """Seconds that each phase computes at least, if it never waits."""
+        sums: dict[Phase, float] = {}
+        for segment in self.segments:
+            sums[segment.phase] = sums.get(segment.phase, 0.0) + segment.compute_s
+        return sums
 
 
 class _Use(NamedTuple):
@@ -206,10 +210,10 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
                 ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
         elif isinstance(x, Reduce):
             writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
-    return _Touched(least_compute(schedule, region_seconds), reads, writes)
+    return _Touched(_least_compute(schedule, region_seconds), reads, writes)
 
 
-def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
+def _least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
     """Seconds, if it never waits: of an optimizer's step in its chunks, or of whole rows at rest
     that are computed together, whichever is less. At measured costs this is an estimate, since
     chunks of other sizes may take less for each byte than those that were seen."""

@@ -17,7 +17,7 @@ from zcompile.passes.place_states import place
 from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate, step_seconds
 from zcompile.specs import Phase
-from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, annex_of, compute_seconds, plan_step
+from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, annex_of, plan_step
 from zcompile.steps import Step
 from zcompile.timeline import Timeline
 from zcompile.units import GiB
@@ -131,7 +131,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
     demand = demand_of(step, costs.region_seconds)
-    compute_s = compute_seconds(step, costs.region_seconds)
+    compute_s = demand.compute_s
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
     arena_bytes = room.nbytes["device"]
@@ -153,7 +153,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),
-        shadows=_shadows(step, terms, room, planned, demand, compute_s) if prices else (),
+        shadows=_shadows(step, terms, room, planned, demand, least) if prices else (),
         compute_s=compute_s,
         lanes_s=_lanes(step, terms.machine, room, homes),
     )
@@ -205,14 +205,13 @@ def _shadows(
     room: Room,
     planned: StepPlan,
     demand: Demand,
-    compute_s: Mapping[Phase, float],
+    least: Bound,
 ) -> tuple[Shadow, ...]:
     """One more GiB of device and host; a disk has room, or lacks it, and saves no time.
 
     The window stays as it is, so that the GiB goes to what rests.
     """
     links, costs = terms.machine.links, terms.costs()
-    now = bound(demand, links, room).seconds
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
     made = []
@@ -221,11 +220,11 @@ def _shadows(
         larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
-        homes = place(step, terms.machine, replace(larger, nbytes=beside), compute_s).homes
+        homes = place(step, terms.machine, replace(larger, nbytes=beside), demand.compute_s).homes
         made_again = arranged(step, homes, planned.arena)
         again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
-        least_s = now - bound(demand, links, dearer).seconds
+        least_s = least.seconds - bound(demand, links, dearer).seconds
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         made.append(Shadow(tier, least_s, saved_s, more))
     return tuple(made)

@@ -30,7 +30,7 @@ from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import step_seconds
 from zcompile.specs import Phase
 from zcompile.step_chunks import DEPTH, NO_ROOM
-from zcompile.step_plan import Seconds, StepPlan, annex_of, at_rest, compute_seconds, plan_step
+from zcompile.step_plan import Seconds, StepPlan, annex_of, at_rest, plan_step
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 
@@ -129,7 +129,7 @@ class Residency:
             links = machine_for(self.session.config, self.session.device).links
             least = bound(demand, links, self._room(self._base, holes=False))  # as they are
             made |= {"least_s": least.seconds, "binding": least.binding,
-                     "least_compute_s": demand.compute_s}  # fmt: skip
+                     "least_compute_s": sum(demand.compute_s.values())}  # fmt: skip
             self._predicted = self._seen, made
         return self._predicted[1]
 
@@ -147,7 +147,7 @@ class Residency:
         annex = annex_of(step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes)
         window = min(self._least_window, arena_bytes)
         arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
-        compute = compute_seconds(step, costs.region_seconds)
+        compute = demand_of(step, costs.region_seconds).compute_s
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
     def _seconds(self, costs: Costs) -> Seconds:

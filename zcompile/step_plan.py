@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zcompile.arrange import ArenaShare, arranged, window_bytes
-from zcompile.demand import least_compute
 from zcompile.errors import BudgetExceeded
 from zcompile.held_walk import held_in_steps
 from zcompile.loads import Room
@@ -116,16 +115,17 @@ def plan_step(
             break
         shared = replace(arena, window_bytes=window, depth=DEPTH)
         try:
-            made.append(_planned(step, placement, shared, seconds))
+            plan = _planned(step, placement, shared, seconds)
         except BudgetExceeded as error:
             if refused is None or window >= refused[0]:
                 # Of the widest, which is the arena that was asked for; without the frames it
                 # came through, which hold the values of the call that was about to run.
                 refused = window, error.with_traceback(None)
-        else:
-            if made[-1].seconds <= NEAR * least_s:
-                return made[-1]
-        if not window and made:
+            continue
+        if plan.seconds <= NEAR * least_s:
+            return plan
+        made.append(plan)
+        if not window:
             break  # nothing moves
     if not made:
         assert refused is not None
@@ -255,15 +255,3 @@ def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:
             seen.add((call.schedule.serial, resident))
             most = max(most, window_bytes(call.schedule, resident, lead))
     return most
-
-
-def compute_seconds(step: Step, region_seconds: Callable[..., float]) -> dict[Phase, float]:
-    """What each phase computes at least, if it never waits."""
-    known: dict[int, float] = {}
-    sums: dict[Phase, float] = {}
-    for call in step.calls:
-        serial = call.schedule.serial
-        if serial not in known:
-            known[serial] = least_compute(call.schedule, region_seconds)
-        sums[call.phase] = sums.get(call.phase, 0.0) + known[serial]
-    return sums

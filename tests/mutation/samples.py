@@ -91,13 +91,12 @@ def of_step(optimizer: str) -> dict[str, Schedule]:
                                       name, name in resident))  # fmt: skip
                 entry += 1
             rows.append(Row(numel, tuple(columns), (Register(0),), _nothing))
-        for lanes in (1, 2, 3):
-            chunk = lanes * _least(rows, entry)
-            told = f"{lanes} lanes, resident {'+'.join(resident) or 'nothing'}"
-            found[told] = lower_step(optimizer, rows, 1, entry, StepRoom(0, chunk))
-            if lanes == 2:
-                annexed = StepRoom(ARENA_BYTES, chunk)
-                found[f"{told}, annex"] = lower_step(optimizer, rows, 1, entry, annexed)
+        least = _least(rows, entry)
+        rooms = {f"{lanes} lanes": StepRoom(0, lanes * least) for lanes in (1, 2, 3)}
+        rooms["2 lanes of an annex"] = StepRoom(ARENA_BYTES, 2 * least)
+        for name, room in rooms.items():
+            told = f"{name}, resident {'+'.join(resident) or 'nothing'}"
+            found[told] = lower_step(optimizer, rows, 1, entry, room)
     return found
 
 

@@ -1,7 +1,8 @@
 """Which of several ways fits a budget, and, where none does, which budget would do. Pure.
 
 A way is tried out as a whole, since what it needs depends on all that is decided after it. Ways
-come the best first. Larger budgets are quicker to try than small ones, whose graphs are cut finely.
+come the best first, and the last is the one that should need least. Larger budgets are quicker to
+try than small ones, whose graphs are cut finely.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +13,12 @@ from zcompile.errors import BudgetExceeded
 
 FAR, STRIDE = 16, 4
 """A budget that is such a part of a roomy one, or less, is come down to in such strides."""
-UPWARDS, HALVINGS = 8, 2
-"""Budgets tried out, to say which would do: a quarter more each, then halfway between."""
+GUESSES, SPARE = 3, 32
+"""What the last way needs is tried as a budget so often, with such a part more each time: what is
+chosen changes with the budget, and what is needed with that."""
+UPWARDS, HALVINGS, NEAR = 8, 4, 8
+"""Budgets tried out, to say which would do: a quarter more each, then halfway between, until what
+does not is within such a part of what does."""
 
 Way = TypeVar("Way")
 
@@ -45,30 +50,36 @@ class BudgetSearch(Generic[Way]):
         return found
 
     def first(self, budget: int) -> Way:
-        """The first way that fits. raises BudgetExceeded, as said of the one that needs least"""
+        """The first way that fits. Once more of the same will hardly help, only the last is tried.
+
+        raises  BudgetExceeded, as said of the one that needs least
+        """
         refused: list[tuple[Way, BudgetExceeded]] = []
-        for way in self.ways(budget):
-            if len(refused) > 1 and self._in_vain(way, *refused[-2:]):
-                break
+        ways = list(self.ways(budget))
+        while ways:
+            way = ways.pop(0)
             error = self.try_out(way, budget)
             if error is None:
                 return way
             refused.append((way, error))
+            if len(refused) > 1 and ways and self._in_vain(*refused[-2:], ways[0], budget):
+                ways = ways[-1:]
         raise min((error for _, error in refused), key=lambda error: error.needed_bytes)
 
     def _in_vain(
-        self, way: Way, before: tuple[Way, BudgetExceeded], last: tuple[Way, BudgetExceeded]
-    ) -> bool:
-        """Whether more of the same did not help the last time, and `way` is nothing else."""
+        self, before: tuple[Way, BudgetExceeded], last: tuple[Way, BudgetExceeded], way: Way,
+        budget: int,
+    ) -> bool:  # fmt: skip
+        """Whether `way` is more of the same, which saved less the last time than still is to be
+        saved: finer and finer tiles save less each time."""
         same = self.alike(before[0], last[0]) and self.alike(last[0], way)
-        return same and last[1].needed_bytes >= before[1].needed_bytes
+        saved = before[1].needed_bytes - last[1].needed_bytes
+        return same and saved < last[1].needed_bytes - budget
 
-    def _would_do(self, budget: int) -> bool:
-        try:
-            self.first(budget)
-        except BudgetExceeded:
-            return False
-        return True
+    def _against(self, budget: int) -> BudgetExceeded | None:
+        """What is said of the last way: if nothing is, `first` finds one, this or a better."""
+        *_, last = self.ways(budget)
+        return self.try_out(last, budget)
 
     def _refusal(
         self, budget: int, nearest: BudgetExceeded, low: int, high: int, known: bool
@@ -79,20 +90,28 @@ class BudgetSearch(Generic[Way]):
         def told(needed: int, todo: str) -> BudgetExceeded:
             return BudgetExceeded("device", budget, needed, nearest.where, nearest.alive, todo)
 
-        needed = nearest.needed_bytes
-        if (needed < high or not known) and self._would_do(needed):
-            high = needed
-        elif not known:
-            for _ in range(UPWARDS):
-                if self._would_do(high):
-                    break
-                low, high = high, high + high // 4
-            else:
-                todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
-                return told(needed, todo)
+        tried = max(nearest.needed_bytes, low + 1)
+        for _ in range(GUESSES):
+            if tried >= high and known:
+                break
+            error = self._against(tried)
+            if error is None:
+                high, known = tried, True
+                break
+            low = max(low, tried)
+            tried = max(tried, error.needed_bytes) * (SPARE + 1) // SPARE
+        for _ in range(UPWARDS):
+            if known or self._against(high) is None:
+                break
+            low, high = high, high + high // 4
+        else:
+            todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
+            return told(nearest.needed_bytes, todo)
         for _ in range(HALVINGS):
+            if (high - low) * NEAR <= high:
+                break
             middle = (low + high) // 2
-            low, high = (low, middle) if self._would_do(middle) else (middle, high)
+            low, high = (low, middle) if self._against(middle) is None else (middle, high)
         return told(high, f"give zcompile.offload device_memory={high} or more, or a smaller batch")
 
 

@@ -40,7 +40,19 @@ def known_norm(
     rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
     measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
     known = session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
-    return known if known is not None else _measured_in_tiles(tensor, measure)
+    if known is not None:
+        return known
+    at_rest = _measured_at_rest(tensor, measure)
+    return at_rest if at_rest is not None else _measured_in_tiles(tensor, measure)
+
+
+def _measured_at_rest(tensor: Any, measure: Measure) -> Any | None:
+    """The norm of a gradient that compute reaches where it rests; None for others. One that was
+    summed up, of a tied weight for one, was not measured as a whole before."""
+    entry, session = tensor.entry, session_of(tensor.entry)
+    if not session.lendable(entry):
+        return None
+    return measure(tensor.lies.view(session.borrow(entry, 0, entry.nbytes, False)))
 
 
 def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:

@@ -4,6 +4,7 @@ A node is asked what it is by its target, never by its name. Aliasing is read fr
 """
 
 import operator
+import re
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -16,9 +17,22 @@ from zcompile.torch_private import Dispatched, is_tangent
 _PHASE = "zinf_phase"
 _REGION = "zinf_region"
 _USE = "zinf_use"
+_ROOT = re.compile(r"^L\['\w+'\](\.|$)")
+"""What Dynamo calls the object that it traces a method of: "L['self'].", whatever its first
+argument is named."""
 
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose result shares storage with their first argument, though the schema does not say so."""
+
+KEEP_STRIDES = frozenset({
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+})  # fmt: skip
+"""Their result lies as the first argument does, and its storage has room for the offset of that,
+which the stand-ins of tracing may leave out."""
 
 CASTS = frozenset({torch.ops.aten._to_copy.default})
 """Copies that are cheaper to make again from a gathered parameter than to keep."""
@@ -194,7 +208,7 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return str(path).removeprefix("L['self'].").removeprefix("L['fn'].").removeprefix("L['model'].")
+    return _ROOT.sub("", str(path))
 
 
 def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:

@@ -37,6 +37,9 @@ class Held(Protocol):
         an offset, that part of it (`ops.reduce_tile`)."""
 
 
+ANEW = "build the model anew, offload that, and load what was saved"
+"""What to do where entries are gone: their values went with the store."""
+
 _KEYS = itertools.count(1)
 _ENTRIES: WeakValueDictionary[int, Held] = WeakValueDictionary()
 
@@ -76,7 +79,5 @@ def entry_of(handle: Tensor) -> Held:
     key = int(handle)
     entry = _ENTRIES.get(key)
     if entry is None:
-        raise ParameterChanged(
-            f"handle {key}", "names no entry: its store was closed", "offload the model again"
-        )
+        raise ParameterChanged(f"handle {key}", "names no entry: its store was closed", ANEW)
     return entry

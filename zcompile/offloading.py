@@ -17,6 +17,7 @@ from zcompile import optimizers
 from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.fillings import write
+from zcompile.handles import ANEW
 from zcompile.narrowing import make_copy
 from zcompile.refitting import Refitting
 from zcompile.residency import Residency
@@ -60,10 +61,8 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and len(tiered) == len(list(model.parameters())):
         if config is not None or fields:
-            raise Unsupported(
-                "the model is offloaded already",
-                "call zcompile.offload once, or only zcompile.init",
-            )
+            todo = f"call zcompile.offload once, or only zcompile.init; for other budgets {ANEW}"
+            raise Unsupported("the model is offloaded already, or was until it was closed", todo)
         session_of(tiered[0].entry).root = weakref.ref(model)
         return model
     if tiered:

@@ -246,8 +246,8 @@ class Schedule:
 
     @cached_property
     def departing_bytes(self) -> int:
-        """That gradients on their way home may take anywhere before the oldest is joined: one
-        leaves while the next is made. In places they may take more (`Level.departing`)."""
+        """That gradients of calls before may take on their way home when this one begins, and its
+        own where no `Level.departing` is known: one leaves while the next is made."""
         return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
 
     @cached_property

@@ -12,20 +12,10 @@ import torch
 from torch import Tensor, fx
 
 from zcompile import ops
-from zcompile.graph import is_ours, output_of, phase_of, storage_sources
+from zcompile.graph import KEEP_STRIDES, is_ours, output_of, phase_of, storage_sources
 from zcompile.specs import NodeName, ParamSpec, Phase
 from zcompile.torch_private import hint, is_tangent
 from zcompile.under_way import Leaving, plan_joins
-
-KEEP_STRIDES = frozenset({
-    torch.ops.aten.copy.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
-})  # fmt: skip
-"""Their result lies as the first argument does, and its storage has room for the offset of that,
-which the stand-ins of tracing may leave out."""
 
 DEPARTURES = ops.SINKS
 """Ops whose first argument leaves for the home of the parameter behind the second."""
@@ -146,7 +136,7 @@ class StorageWalk:
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
         carried = [self._carried(node) for node in nodes]
         leaving = [
-            Leaving(self.where[node], self._travelling_bytes(node),
+            Leaving(self.where[node], self._counted_bytes(node),
                     {id(s): (s.nbytes, s.last) for s in storages})
             for node, storages in zip(nodes, carried, strict=True)
         ]  # fmt: skip
@@ -163,6 +153,14 @@ class StorageWalk:
             change[storage.first] += storage.nbytes
             change[storage.last + 1] -= storage.nbytes
         return list(accumulate(change[:-1]))
+
+    def _counted_bytes(self, node: fx.Node) -> int:
+        """Of a departure, as `Reduce.nbytes` says."""
+        handle = node.args[1]
+        assert isinstance(handle, fx.Node)
+        whole = node.target is ops.reduce_grad
+        layout = self.params[NodeName(handle.name)].layout
+        return layout.nbytes if whole else self._travelling_bytes(node)
 
     def _travelling_bytes(self, node: fx.Node) -> int:
         grad, handle = node.args[0], node.args[1]

@@ -117,10 +117,10 @@ class Writer:
     def split(
         self, value: fx.Node, sizes: Sequence[int], dim: int, *, copied: bool = False
     ) -> list[fx.Node]:
-        """Views of `value`, of so many elements along `dim` each.
+        """Parts of `value`, of so many elements along `dim` each: views.
 
-        copied  each in memory of its own: views of what is gathered are taken again by each that
-                reads them, which then is no equal of the others
+        copied  if there are several, each in memory of its own: views of what is gathered are taken
+                again by each that reads them, which then is no equal of the others
         """
         if len(sizes) == 1:
             return [value]

@@ -14,9 +14,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
+from zcompile.graph import KEEP_STRIDES, UNANNOTATED_VIEWS
+
+UNTOLD = UNANNOTATED_VIEWS | KEEP_STRIDES
+"""What they make lies as what they are given does, and their schemas do not say so."""
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+          torch.memory_format)  # fmt: skip
+"""Equal ones of one type mean the same to an op."""
 _KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
-PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
-         torch.memory_format)  # fmt: skip
+"""Goes on after import: what is known of a graph lives as long as that, and is nobody else's."""
 
 
 class _Unlike(Exception):
@@ -27,7 +33,7 @@ def traced(graph: fx.Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, A
     """`op(*args, **kwargs)`, of values that nodes of `graph` have."""
     if op is getitem:  # is no work, and to compare what it is given would be
         return op(*args)
-    shares = any(result.alias_info for result in op._schema.returns)
+    shares = op in UNTOLD or any(result.alias_info for result in op._schema.returns)
     try:
         given = ((name, _alike(value, shares)) for name, value in kwargs.items())
         key = (op, _alike(args, shares), *given)
@@ -55,6 +61,6 @@ def _alike(x: object, shares: bool) -> Hashable:
         return (type(x), x.dim(), lies, x.dtype, x.device, x.requires_grad)
     if isinstance(x, list | tuple):
         return tuple(_alike(each, shares) for each in x)
-    if not isinstance(x, PLAIN):
+    if not isinstance(x, _PLAIN):
         raise _Unlike
     return (type(x), x)

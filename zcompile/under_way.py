@@ -72,6 +72,7 @@ def _joined(
     under_way: deque[Leaving] = deque()
     most: list[int] = []
     until: dict[Hashable, int] = {}
+    largest, joined = 2 * max((g.nbytes for g in leaving), default=0), False
     for number, (gradient, then, free) in enumerate(zip(leaving, nexts, room, strict=True)):
         under_way.append(gradient)
         while len(under_way) > 1:
@@ -80,9 +81,10 @@ def _joined(
             if sum(sizes) <= least or _only_held_by(under_way, then) <= free:
                 break
             until |= dict.fromkeys(under_way.popleft().holds, gradient.at)
+            joined = True
         sizes = [g.nbytes for g in under_way]
         # As long as none had to be joined, what is left of calls before may be under way as well.
-        most.append(sum(sizes) if until else max(sum(sizes), 2 * max(sizes)))
+        most.append(sum(sizes) if joined else max(sum(sizes), largest))
     left = frozenset(key for gradient in under_way for key in gradient.holds)
     return Joins(tuple(most), until | dict.fromkeys(left, end), left)
 

@@ -117,22 +117,27 @@ def test_equal_tiles_are_compiled_once(bias):
     assert counts["distinct_regions"] <= 8 < counts["regions"]
 
 
-def test_a_block_trains_in_what_one_an_eighth_as_wide_takes_untiled():
-    """Figure 6b of ZeRO-Infinity, scaled down: with attention, and nothing said of tiles."""
+def trained_block(width, budget):
+    """Bytes that a transformer block took at most, and of its largest weight: with attention, and
+    nothing said of tiles."""
+    torch.manual_seed(0)
+    block = Block(Shape(layers=1, width=width, heads=4))
+    pair = twins(block, device_memory=budget, host_memory="1GiB", residency=False, max_lead=1)
+    losses = [train(pair.model, pair.call, x := torch.randn(1, 8, width, generator=seeded(1)))]
+    peak = pair.session.meter.peak()["together"]
+    losses.append(train(pair.plain, pair.plain, x))
+    assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
+    return peak, max(p.nbytes for p in pair.plain.parameters())
 
-    def trained(width, budget):
-        torch.manual_seed(0)
-        block = Block(Shape(layers=1, width=width, heads=4))
-        pair = twins(block, device_memory=budget, host_memory="64MiB", residency=False)
-        losses = [train(pair.model, pair.call, x := torch.randn(1, 2, width, generator=seeded(1)))]
-        peak = pair.session.meter.peak()["together"]
-        losses.append(train(pair.plain, pair.plain, x))
-        assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
-        return peak, max(p.nbytes for p in pair.plain.parameters())
 
-    budget, _ = trained(32, "1GiB")
-    peak, largest = trained(256, budget)
-    assert peak <= budget < largest / 8
+@pytest.mark.parametrize(("narrow", "wide"), [
+    (128, 256),
+    pytest.param(256, 2048, marks=pytest.mark.slow),  # Figure 6b of ZeRO-Infinity, scaled down
+])  # fmt: skip
+def test_a_block_trains_in_what_a_narrower_one_takes_untiled(narrow, wide):
+    budget, _ = trained_block(narrow, "1GiB")
+    peak, largest = trained_block(wide, budget)
+    assert peak <= budget < largest
 
 
 def test_a_hook_sees_the_whole_gradient():

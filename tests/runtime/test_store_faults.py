@@ -112,7 +112,7 @@ def test_a_closed_store_says_so(store):
     store.close()
     for use in (lambda: store.read_all(entry), lambda: store.create("v", Kind.PARAM, 1),
                 lambda: entry.gather((1,), (1,), 0, torch.uint8), store.drain):  # fmt: skip
-        with pytest.raises(ParameterChanged, match="its store was closed; offload the model again"):
+        with pytest.raises(ParameterChanged, match="its store was closed; build the model anew"):
             use()
 
 

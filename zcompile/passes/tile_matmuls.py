@@ -1,9 +1,10 @@
 """Weights that the device cannot hold whole are gathered, used and given back in tiles."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -25,6 +26,8 @@ from zcompile.torch_private import gradient_of, handle_input
 
 aten = torch.ops.aten
 
+Said = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
+"""Of a graph, which nobody changes meanwhile: budget and cuts -> what is said against them."""
 ROOMY = 1.125
 """What is counted before the other passes have been, times this, is at least what they count."""
 
@@ -57,6 +60,7 @@ class TileMatmuls(Pass):
 
     tile_bytes: int | None = None
     after: Sequence[Pass] = ()
+    _said: Said = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
 
     name: ClassVar[str] = "tile-matmuls"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -111,7 +115,17 @@ class TileMatmuls(Pass):
     def _refused(
         self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
-        """What the passes that come after say of these cuts."""
+        """What the passes that come after say of these cuts; said once, since slices of tokens are
+        tried out before, and none first."""
+        said = self._said.setdefault(graph, {})
+        key = plan.budget_bytes, tuple(cuts.items())
+        if key not in said:
+            said[key] = self._tried_out(graph, plan, cuts)
+        return said[key]
+
+    def _tried_out(
+        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+    ) -> BudgetExceeded | None:
         copy, _ = copied(graph)
         try:
             trial = self._cut(copy, plan, cuts)

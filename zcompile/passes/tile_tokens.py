@@ -24,6 +24,8 @@ something else."""
 
 CUTS = 2
 """Cuts of weights that are tried out beside slices, the coarsest first; a slice reads all tiles."""
+HOPELESS = 2
+"""Times the budget: finer tiles are not tried out where slices and the coarsest need more."""
 GROWTH, ENOUGH = 2, 2000
 """What runs in slices may have so many times as many nodes as the graph, or so many: every trial
 goes over all of them."""
@@ -131,24 +133,46 @@ class _Trials:
         """The fewest slices with which everything fits; None, if there are none."""
         demands = [region.demand for region in self.regions]
         most = max(GROWTH * len(self.graph.nodes), ENOUGH)
+        least: int | None = None
         for slices in ways_to_slice(demands, budget):
             nodes = sum(n * len(r.nodes) for r, n in zip(self.regions, slices, strict=True))
-            if max(slices, default=1) > 1 and nodes > most:
+            sliced = max(slices, default=1) > 1
+            if sliced and nodes > most:
                 return None
-            if self._fits(slices, budget):
+            needed = self._needed(slices, budget)
+            if needed is None:
                 return slices
+            if sliced and least is not None and needed >= least:
+                return None  # more slices do not help
+            least = needed if sliced else None
         return None
 
-    def _fits(self, slices: Slices, budget: int) -> bool:
-        graph, mapping = copied(self.graph)
+    def _needed(self, slices: Slices, budget: int) -> int | None:
+        """Bytes that so many slices need, with the cuts that need least; None: everything fits."""
         plan = replace(self.plan, budget_bytes=budget)
+        sliced = max(slices, default=1) > 1
+        graph = self.graph
         try:
-            _write(graph, [region.there(mapping) for region in self.regions], slices)
-            most = CUTS if max(slices, default=1) > 1 else None
-            self.cuts = self.cutter.fitting(graph, plan, most)
-        except BudgetExceeded:
-            return False
-        return True
+            if sliced:
+                graph, mapping = copied(graph)
+                _write(graph, [region.there(mapping) for region in self.regions], slices)
+            self.cuts = self._cuts(graph, plan, sliced)
+        except BudgetExceeded as error:
+            return error.needed_bytes
+        return None
+
+    def _cuts(self, graph: fx.Graph, plan: Plan, sliced: bool) -> Mapping[str, int]:
+        """Those of weights that fit. raises BudgetExceeded"""
+        if not sliced:
+            return self.cutter.fitting(graph, plan)
+        assert plan.budget_bytes is not None
+        for count in range(1, CUTS):
+            try:
+                return self.cutter.fitting(graph, plan, count)
+            except BudgetExceeded as error:
+                if error.needed_bytes > HOPELESS * plan.budget_bytes:
+                    raise  # finer tiles save less than a budget: none takes more than that
+        return self.cutter.fitting(graph, plan, CUTS)
 
 
 def _write(

@@ -13,6 +13,7 @@ import torch
 
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
+from zcompile.handles import ANEW
 from zcompile.runtime.device import Device
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
@@ -106,7 +107,7 @@ def forked_error(name: str, pid: int) -> ParameterChanged:
 
 
 def closed_error(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", "offload the model again")
+    return ParameterChanged(name, "is gone: its store was closed", ANEW)
 
 
 def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[TierIO, ...]:

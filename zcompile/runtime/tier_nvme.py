@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from zcompile.errors import DiskUnusable, ParameterChanged, TierFull
+from zcompile.handles import ANEW
 from zcompile.runtime import ring_choice
 from zcompile.runtime.claim import Claim
 from zcompile.runtime.engine import Engine
@@ -232,7 +233,7 @@ class _Link:
 
 
 def _closed(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", "offload the model again")
+    return ParameterChanged(name, "is gone: its store was closed", ANEW)
 
 
 def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:

@@ -1,0 +1,45 @@
+"""Gradients on their way home from one call to the next: joined no sooner than they must be."""
+
+from dataclasses import replace
+
+from written import schedule
+
+from zcompile.held_walk import HeldWalk
+from zcompile.holds import Holds, Level
+from zcompile.schedule import EntryIndex, Reduce, Register, Schedule
+from zcompile.specs import Phase
+from zcompile.under_way import Leaving, plan_joins
+
+
+def backward(*sizes: int) -> Schedule:
+    """A call that lets go of gradients of so many bytes, one after the other."""
+    leaving = [Leaving(at, nbytes, {at: (nbytes, at)}) for at, nbytes in enumerate(sizes)]
+    joins = plan_joins(leaving, [0] * (len(sizes) + 1), fills=False)
+    levels = tuple(Level(departing=most) for most in joins.most)
+    made = [Reduce(Register(0), EntryIndex(0), (), False, "w", nbytes) for nbytes in sizes]
+    return replace(schedule(*made), phase=Phase.BACKWARD, holds=Holds(levels))
+
+
+def joined(*calls: Schedule) -> list[list[int]]:
+    """Per call: how many are joined as it begins, and as each of its gradients leaves."""
+    walk, found = HeldWalk(), []
+    for call in calls:
+        counts = [walk.begin(call)]
+        for reduce in call.instructions:
+            walk.rise()
+            counts.append(walk.leave(reduce))
+        walk.end(Phase.BACKWARD)
+        found.append(counts)
+    return found
+
+
+def test_a_large_one_travels_on_while_the_next_call_lets_go_of_small_ones():
+    assert joined(backward(256), backward(1, 256, 1)) == [[0, 0], [0, 0, 1, 0]]
+
+
+def test_small_ones_of_a_call_are_joined_as_planned_once_one_was():
+    assert joined(backward(1, 1, 1, 1)) == [[0, 0, 0, 1, 1]]
+
+
+def test_what_is_left_of_a_large_call_is_joined_before_a_small_one_begins():
+    assert joined(backward(256), backward(1, 1)) == [[0, 0], [1, 0, 0]]

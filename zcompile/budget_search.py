@@ -5,7 +5,7 @@ come the best first, and the last is the one that should need least. Larger budg
 try than small ones, whose graphs are cut finely.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -62,19 +62,20 @@ class BudgetSearch(Generic[Way]):
             if error is None:
                 return way
             refused.append((way, error))
-            if len(refused) > 1 and ways and self._in_vain(*refused[-2:], ways[0], budget):
+            if ways and self._in_vain(refused[-2:], ways[0], budget):
                 ways = ways[-1:]
         raise min((error for _, error in refused), key=lambda error: error.needed_bytes)
 
     def _in_vain(
-        self, before: tuple[Way, BudgetExceeded], last: tuple[Way, BudgetExceeded], way: Way,
-        budget: int,
-    ) -> bool:  # fmt: skip
-        """Whether `way` is more of the same, which saved less the last time than still is to be
-        saved: finer and finer tiles save less each time."""
-        same = self.alike(before[0], last[0]) and self.alike(last[0], way)
-        saved = before[1].needed_bytes - last[1].needed_bytes
-        return same and saved < last[1].needed_bytes - budget
+        self, refused: Sequence[tuple[Way, BudgetExceeded]], way: Way, budget: int
+    ) -> bool:
+        """Whether `way` is more of the same as the two refused last, which saved less than still is
+        to be saved: finer and finer tiles save less each time."""
+        if len(refused) < 2:
+            return False
+        (first, more), (then, less) = refused
+        same = self.alike(first, then) and self.alike(then, way)
+        return same and more.needed_bytes - less.needed_bytes < less.needed_bytes - budget
 
     def _against(self, budget: int) -> BudgetExceeded | None:
         """What is said of the last way: if nothing is, `first` finds one, this or a better."""

@@ -66,8 +66,9 @@ def test_a_refusal_names_a_budget_that_does(needs, roomy):
     assert "budget is 100 B" in str(told)
 
 
+@pytest.mark.parametrize("roomy", [420, 100_000])
 @pytest.mark.parametrize("grows", [1.0, 1.05, 1.3])
-def test_the_budget_that_is_told_is_near_the_least(grows):
+def test_the_budget_that_is_told_is_near_the_least(grows, roomy):
     """Of passes that need more under a larger budget, as those do that choose what is kept."""
 
     def try_out(way, budget):
@@ -81,12 +82,13 @@ def test_the_budget_that_is_told_is_near_the_least(grows):
         return try_out(way, budget)
 
     with pytest.raises(BudgetExceeded) as caught:
-        BudgetSearch(lambda budget: [0], noted).best(400, 100_000)
+        BudgetSearch(lambda budget: [0], noted).best(400, roomy)
     told = caught.value.needed_bytes
     assert try_out(0, told) is None
     least = next(n for n in range(400, 2000) if try_out(0, n) is None)
     assert told <= least * 1.15
     assert len(tried) < 14
+    assert len(set(tried)) == len(tried), "none twice"
 
 
 def test_where_nothing_does_that_is_said():

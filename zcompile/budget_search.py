@@ -101,6 +101,8 @@ class BudgetSearch(Generic[Way]):
                 break
             low = max(low, tried)
             tried = max(tried, error.needed_bytes) * (SPARE + 1) // SPARE
+        if not known:
+            high = max(high, tried)
         for _ in range(UPWARDS):
             if known or self._against(high) is None:
                 break

@@ -79,6 +79,12 @@ class Beside:
     holders: tuple[tuple[str, int], ...] = ()
     device_bytes: int | None = None
 
+    def with_fetches(self, phase: str) -> str:
+        """Where both are on the device: what is held, and what a pass fetches at once."""
+        if not self.nbytes:
+            return f"{phase} pass of the model"
+        return f"{self.where}, with what the {phase} pass fetches at once,"
+
 
 NOTHING_BESIDE = Beside()
 

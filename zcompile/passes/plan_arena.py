@@ -53,7 +53,7 @@ def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]
             "device",
             plan.beside.device_bytes or plan.budget_bytes,
             needed + plan.beside.nbytes,
-            f"{plan.beside.where}, with what the {phase.value} pass fetches at once,",
+            plan.beside.with_fetches(phase.value),
             plan.beside.holders,
             f"give zcompile.offload device_memory={needed + plan.beside.nbytes} or more",
         )

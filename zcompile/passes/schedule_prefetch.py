@@ -130,9 +130,6 @@ def _too_small(
     needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: Beside
 ) -> BudgetExceeded:
     needed = least + beside.nbytes
-    place = f"{where} pass of the model"
-    if beside.nbytes:
-        place = f"{beside.where}, with what the {where} pass fetches at once,"
 
     def alive(region: int) -> list[Need]:
         return [n for n in needs if n.first <= region <= n.last]
@@ -142,7 +139,7 @@ def _too_small(
         "device",
         beside.device_bytes or budget_bytes,
         needed,
-        place,
+        beside.with_fetches(where),
         [*((n.name, n.nbytes) for n in alive(peak)), *beside.holders],
         f"give zcompile.offload device_memory={needed} or more (this is the smallest that holds "
         "the parameters which one piece of compute reads together"

@@ -8,7 +8,7 @@ from small_models import GPT, SMALL_MODELS, mlp, small
 from torch import nn
 
 import zcompile
-from zcompile.schedule import Fetch, Free, Literal, Reduce, Run, Schedule, Wait
+from zcompile.schedule import CHANGE_HOLDING, Fetch, Free, Literal, Reduce, Run, Schedule, Wait
 from zcompile.specs import Phase
 
 
@@ -104,6 +104,27 @@ def test_a_constant_holds_the_same_value_in_every_call():
     ((register, value),) = forward.constants
     assert register >= forward.inputs
     assert value.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_no_gradient_that_leaves_is_larger_than_may_be_under_way():
+    """Also of parameters with gaps, of which all that they span leaves."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            wide = torch.randn(8, 16)
+            self.first = nn.Parameter(wide[:, ::2])
+            self.second = nn.Parameter(wide.clone()[:, 1::2])
+
+        def forward(self, x):
+            return x @ self.first @ self.second.t()
+
+    _, backward = compiled(Net(), torch.randn(4, 8))
+    changing = [row for row in backward.instructions if isinstance(row, CHANGE_HOLDING)]
+    rows = zip(changing, backward.holds.levels, strict=True)
+    leaving = [(row, level) for row, level in rows if isinstance(row, Reduce)]
+    assert {row.nbytes for row, _ in leaving} == {4 * (8 * 16 - 1)}
+    assert all(level.departing >= row.nbytes for row, level in leaving)
 
 
 def test_sizes_may_be_inputs():

@@ -31,6 +31,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.specs import Layout, NodeName, ParamSpec, Phase
+from zcompile.storages import departing_bytes
 
 NOTHING: Mapping[NodeName, int] = MappingProxyType({})
 
@@ -223,17 +224,14 @@ class _Lowering:
             self._mark(),
             self.last_reader.get(grad) is node,
             str(spec.name),
-            spec.layout.nbytes,
+            departing_bytes(node, self.plan.params),
         )
         if at:
             (offset,) = at
             assert isinstance(offset, int)
-            value = grad.meta["val"]
+            itemsize = grad.meta["val"].dtype.itemsize
             leaves = replace(
-                leaves,
-                nbytes=value.numel() * value.dtype.itemsize,
-                begin=offset * value.dtype.itemsize,
-                of_nbytes=spec.layout.numel * value.dtype.itemsize,
+                leaves, begin=offset * itemsize, of_nbytes=spec.layout.numel * itemsize
             )
         self.instructions.append(leaves)
 

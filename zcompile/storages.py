@@ -136,7 +136,7 @@ class StorageWalk:
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
         carried = [self._carried(node) for node in nodes]
         leaving = [
-            Leaving(self.where[node], self._counted_bytes(node),
+            Leaving(self.where[node], departing_bytes(node, self.params),
                     {id(s): (s.nbytes, s.last) for s in storages})
             for node, storages in zip(nodes, carried, strict=True)
         ]  # fmt: skip
@@ -154,21 +154,6 @@ class StorageWalk:
             change[storage.last + 1] -= storage.nbytes
         return list(accumulate(change[:-1]))
 
-    def _counted_bytes(self, node: fx.Node) -> int:
-        """Of a departure, as `Reduce.nbytes` says."""
-        handle = node.args[1]
-        assert isinstance(handle, fx.Node)
-        whole = node.target is ops.reduce_grad
-        layout = self.params[NodeName(handle.name)].layout
-        return layout.nbytes if whole else self._travelling_bytes(node)
-
-    def _travelling_bytes(self, node: fx.Node) -> int:
-        grad, handle = node.args[0], node.args[1]
-        assert isinstance(grad, fx.Node)
-        assert isinstance(handle, fx.Node)
-        value: Tensor = grad.meta["val"]
-        return hint(value.numel()) * value.dtype.itemsize
-
     def _carried(self, node: fx.Node) -> list[Storage]:
         """What a departure holds: the gradient, or a copy of it that lies as the parameter does."""
         grad, handle = node.args[0], node.args[1]
@@ -182,8 +167,21 @@ class StorageWalk:
         if as_it_is or not any(self.parts.get(grad, ())):
             return unique(self.parts.get(grad, ()))
         index = self.where[node]
-        self.storages.append(Storage(node, 0, self._travelling_bytes(node), index, index, {index}))
+        nbytes = hint(value.numel()) * value.dtype.itemsize
+        self.storages.append(Storage(node, 0, nbytes, index, index, {index}))
         return [self.storages[-1]]
+
+
+def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
+    """That count for a departure as long as it is under way: of a whole gradient what its parameter
+    takes, gaps included; of a tile its own."""
+    grad, handle, *tile = node.args
+    assert isinstance(grad, fx.Node)
+    assert isinstance(handle, fx.Node)
+    value: Tensor = grad.meta["val"]
+    if tile:
+        return hint(value.numel()) * value.dtype.itemsize
+    return params[NodeName(handle.name)].layout.nbytes
 
 
 def unique(parts: Iterable[Sequence[Storage]]) -> list[Storage]:

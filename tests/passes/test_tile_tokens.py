@@ -15,6 +15,7 @@ from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.footprint import footprint
 from zcompile.graph import find
+from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.passes.tile_tokens import TileTokens
 from zcompile.pipeline import pipeline
 from zcompile.token_regions import regions_of
@@ -176,6 +177,49 @@ class Anything:
         if not self.fits:
             raise BudgetExceeded("device", plan.budget_bytes, 10**6, "a test", [], "give it up")
         return {"primals_1": 7}
+
+
+class Refusing(Anything):
+    """A cutter with which nothing fits: a part of the budget more is needed each time it is asked.
+
+    asked  for so many cuts; None: for all
+    """
+
+    def __init__(self, *needed: float) -> None:
+        super().__init__(False)
+        self.needed, self.asked = iter(needed), []
+
+    def fitting(self, graph, plan, most=None) -> dict[str, int]:
+        self.asked.append(most)
+        needed = int(next(self.needed) * plan.budget_bytes)
+        raise BudgetExceeded("device", plan.budget_bytes, needed, "a test", [], "give it up")
+
+
+@pytest.mark.parametrize(("needed", "asked"), [
+    ((9, 8, 8), [None, 1, 1]),  # far too much, and more slices need no less
+    ((9, 8, 7, 7), [None, 1, 1, 1]),
+    ((2, 1.5, 1.4, 1.5, 1.4), [None, 1, 2, 1, 2]),  # so little that finer tiles may do
+])  # fmt: skip
+def test_slices_and_cuts_that_cannot_help_are_not_tried(needed, asked):
+    cutter = Refusing(*needed)
+    joint = many_tokens()
+    joint.copy(budget_bytes=footprint(joint.graph, joint.plan.params).peak).through(
+        TileTokens(cutter)
+    )
+    assert cutter.asked == asked
+
+
+def test_what_was_tried_out_without_slices_is_not_tried_out_again(monkeypatch):
+    tried, try_out = [], TileMatmuls._tried_out
+
+    def noted(self, graph, plan, cuts):
+        tried.append((graph, plan.budget_bytes, tuple(cuts.items())))
+        return try_out(self, graph, plan, cuts)
+
+    monkeypatch.setattr(TileMatmuls, "_tried_out", noted)
+    with pytest.raises(BudgetExceeded):
+        caught("mlp").copy(budget_bytes=600).through(*PASSES)
+    assert len(tried) == len(set(tried)) > 1
 
 
 def test_with_room_nothing_changes():

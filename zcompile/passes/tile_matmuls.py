@@ -27,7 +27,7 @@ from zcompile.torch_private import gradient_of, handle_input
 aten = torch.ops.aten
 
 Said = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
-"""Of a graph, which nobody changes meanwhile: budget and cuts -> what is said against them."""
+"""Of a graph, as long as it is not cut: budget and cuts -> what is said against them."""
 ROOMY = 1.125
 """What is counted before the other passes have been, times this, is at least what they count."""
 
@@ -68,6 +68,7 @@ class TileMatmuls(Pass):
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
         cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
+        self._said.pop(graph, None)
         return replace(self._cut(graph, plan, cuts), cuts=cuts)
 
     def roomy(self, graph: fx.Graph, plan: Plan) -> int:

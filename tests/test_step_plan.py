@@ -69,7 +69,7 @@ def planned(device: int, host: int = GiB, disk: int | None = None, least_s: floa
     step = recorded()
     tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
     shared = ArenaShare(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
-    compute = demand_of(step, COSTS.region_seconds).compute_s
+    compute = demand_of(step, COSTS.region_seconds).phases_s
     return plan_step(
         step, MACHINE, Room(tiers), shared, compute,
         lambda made, homes: simulate(made, COSTS, homes).step_s, least_s,

@@ -45,7 +45,7 @@ class Demand:
     gradients: frozenset[int] = frozenset()
 
     @property
-    def compute_s(self) -> Mapping[Phase, float]:
+    def phases_s(self) -> Mapping[Phase, float]:
         """Seconds that each phase computes at least, if it never waits."""
         sums: dict[Phase, float] = {}
         for segment in self.segments:

@@ -131,7 +131,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
     demand = demand_of(step, costs.region_seconds)
-    compute_s = demand.compute_s
+    compute_s = demand.phases_s
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
     arena_bytes = room.nbytes["device"]
@@ -220,7 +220,7 @@ def _shadows(
         larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
-        homes = place(step, terms.machine, replace(larger, nbytes=beside), demand.compute_s).homes
+        homes = place(step, terms.machine, replace(larger, nbytes=beside), demand.phases_s).homes
         made_again = arranged(step, homes, planned.arena)
         again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})

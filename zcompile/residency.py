@@ -129,7 +129,7 @@ class Residency:
             links = machine_for(self.session.config, self.session.device).links
             least = bound(demand, links, self._room(self._base, holes=False))  # as they are
             made |= {"least_s": least.seconds, "binding": least.binding,
-                     "least_compute_s": sum(demand.compute_s.values())}  # fmt: skip
+                     "least_compute_s": sum(demand.phases_s.values())}  # fmt: skip
             self._predicted = self._seen, made
         return self._predicted[1]
 
@@ -147,7 +147,7 @@ class Residency:
         annex = annex_of(step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes)
         window = min(self._least_window, arena_bytes)
         arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
-        compute = demand_of(step, costs.region_seconds).compute_s
+        compute = demand_of(step, costs.region_seconds).phases_s
         return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
 
     def _seconds(self, costs: Costs) -> Seconds:

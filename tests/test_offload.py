@@ -86,8 +86,12 @@ def test_a_parameter_in_the_place_of_a_tiered_one_becomes_tiered(tmp_path):
 
 def test_offloading_twice_is_refused(tmp_path):
     model = on_disk(mlp(), tmp_path)
-    with pytest.raises(Unsupported, match=r"offloaded already, .*; call zcompile\.offload once"):
+    with pytest.raises(Unsupported, match=r"offloaded already, or was until it was closed") as told:
         zcompile.offload(model, device_memory="1MiB")
+    todo = (
+        "call zcompile.offload once, or only zcompile.init; for other budgets build the model anew"
+    )
+    assert f"closed; {todo}" in str(told.value)
     assert zcompile.offload(model) is model
     with pytest.raises(Unsupported, match=r"some parameters .* tiered already; offload the whole"):
         zcompile.offload(nn.Sequential(model, nn.Linear(2, 2)))

@@ -1,9 +1,8 @@
 """What ops make of values that are only traced, worked out once for those that are alike.
 
 Tiles of a weight, and what is computed of each, are alike in all but their place; to trace every
-one of them anew took a third of the time in which a graph is cut. A value that is found again is
-the same object, so nobody may ask whose its storage is: which nodes share one, their ops say
-(`storages.py`).
+one of them anew is slow. A value that is found again is the same object, so nobody may ask whose
+its storage is: which nodes share one, their ops say (`storages.py`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,7 +21,7 @@ _PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch
           torch.memory_format)  # fmt: skip
 """Equal ones of one type mean the same to an op."""
 _KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
-"""Goes on after import: what is known of a graph lives as long as that, and is nobody else's."""
+"""The one name here that changes after import: what is known of a graph goes with it."""
 
 
 class _Unlike(Exception):

@@ -1,7 +1,6 @@
 """Training in a part of what eager takes: the same bits, and the device never holds more."""
 
 import copy
-import re
 from collections import Counter
 from functools import partial
 
@@ -228,8 +227,8 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     assert gone.why in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("activations", ["auto", "keep"])
-def test_a_budget_that_cannot_work_says_which_would(activations):
+@pytest.mark.parametrize(("activations", "phase"), [("auto", "forward"), ("keep", "backward")])
+def test_a_budget_that_cannot_work_says_which_would(activations, phase):
     def run(budget: int) -> int:
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -243,5 +242,5 @@ def test_a_budget_that_cannot_work_says_which_would(activations):
         run(64 * KiB)
     refused = caught.value.inner_exception
     assert isinstance(refused, BudgetExceeded)
-    assert re.search(r"(forward|backward) pass of inner\.h\.\d\.", refused.where)
+    assert refused.where.startswith(f"{phase} pass of inner.h.")
     assert 64 * KiB < run(refused.needed_bytes) <= refused.needed_bytes

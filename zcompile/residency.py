@@ -123,15 +123,19 @@ class Residency:
         if self.plan is None:
             return None
         if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
-            costs, plan = self.costs(), self.plan
-            made = predicted(plan.step, costs, plan.placement.homes)
-            demand = demand_of(self._base, costs.region_seconds)
-            links = machine_for(self.session.config, self.session.device).links
-            least = bound(demand, links, self._room(self._base, holes=False))  # as they are
-            made |= {"least_s": least.seconds, "binding": least.binding,
-                     "least_compute_s": sum(demand.phases_s.values())}  # fmt: skip
-            self._predicted = self._seen, made
+            self._predicted = self._seen, self.predicted_at(self.costs())
         return self._predicted[1]
+
+    def predicted_at(self, costs: Costs) -> dict[str, Any]:
+        """As `prediction`, at these costs; there is a plan."""
+        assert self.plan is not None
+        made = predicted(self.plan.step, costs, self.plan.placement.homes)
+        demand = demand_of(self._base, costs.region_seconds)
+        links = machine_for(self.session.config, self.session.device).links
+        least = bound(demand, links, self._room(self._base, holes=False))  # as they are
+        computes_s = sum(demand.phases_s.values())
+        return made | {"least_s": least.seconds, "binding": least.binding,
+                       "least_compute_s": computes_s}  # fmt: skip
 
     def costs(self) -> Costs:
         """What is known of this machine and what ran on it."""

@@ -1,0 +1,38 @@
+"""What is predicted of a step that was run, at what its own regions took.
+
+The speed of a shared machine changes from one minute to the next. A plan that is compared with a
+least that was worked out some steps before is compared with another machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zcompile.residency import Residency
+from zcompile.runtime.clocks import Clocks, Walked
+from zcompile.runtime.session import Session
+
+
+def walks_of(session: Session) -> list[tuple[Walked, ...]]:
+    """What is timed in each step from here on; a step gets in when the next begins."""
+    clocks, walked = session.executor.clocks, []
+    clocks.record, clocks.on_step = True, lambda: walked.append(clocks.timeline())
+    return walked
+
+
+def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any] | None:
+    """What is predicted under the plan in force, and the least, as `Residency.prediction` says, at
+    what was timed in one step; links and the host's time between calls are as of late. None where
+    nothing is planned."""
+    residency = session.planner
+    if not isinstance(residency, Residency) or residency.plan is None:
+        return None
+    clocks = Clocks(session.device, lambda: 0.0)
+    for x in walks:
+        clocks.learn(x.schedule, list(x.begins), list(x.ends), x.stalls, frozenset())
+    known = residency.costs()
+    now = clocks.costs(known.machine, known.ways)
+    return residency.predicted_at(replace(
+        known, regions={**known.regions, **now.regions}, alike={**known.alike, **now.alike},
+        issues={**known.issues, **now.issues},
+    ))  # fmt: skip

@@ -1,7 +1,7 @@
 """What the user asked for: one frozen dataclass, checked at the door.
 
-The environment (`ZINF_DUMP`) is read here and nowhere else; it changes what is told, never what
-is done.
+Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is told, never what is
+done. Where measurements are kept is up to `runtime/probe_cache.py`.
 """
 
 import os
@@ -37,8 +37,8 @@ class Config:
     """Budgets and choices. Sizes are ints of bytes or texts such as "20GiB".
 
     device          where compute happens: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one
-    device_memory   bytes of the device arena; None: 80 % of what is free on CUDA, an eighth of
-                    the machine's memory on the CPU device
+    device_memory   bytes of the device, for the arena and for what compiled graphs hold beside it;
+                    None: 80 % of what is free on CUDA, an eighth of the memory on the CPU device
     host_memory     bytes of the host tier, staging included; None: an eighth of the memory
     disk            a directory, or several over which entries are striped; None: no disk tier
     durable         every optimizer step ends in a commit on `disk`, from which a run that was
@@ -51,7 +51,7 @@ class Config:
     activations     what becomes of values that backward needs, where they do not fit: "recompute",
                     "offload" (to the host or to disk), whatever is cheaper for each ("auto");
                     "keep": they are kept all the same
-    residency       once a step was seen, plan what rests on which tier, the device included; False:
+    residency       after two steps, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off

@@ -54,7 +54,7 @@ def test_one_disk_or_several(tmp_path):
     ({"device_memory": "20 apples"}, "device_memory='20 apples' cannot be used: .*'20GiB'"),
     ({"host_memory": 0}, "host_memory=0 cannot be used: .* more than zero"),
     ({"tile_bytes": 0}, "tile_bytes=0 cannot be used: .* more than zero"),
-    ({"device": "cuda9"}, "device='cuda9' is not a torch device"),
+    ({"device": "cuda9"}, "device='cuda9' is not a torch device; use 'cuda' or 'cpu'"),
     ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
     ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
     ({"regions": "inductor"}, "regions='inductor' is not one of auto, eager"),

@@ -25,7 +25,7 @@ SENTENCES = {
         ("device", 16 * GiB, 18 * GiB, "forward", [("b", 5 * GiB), ("a.weight", 6 * GiB)],
          'device_memory="18GiB" would do'),
         "forward needs 18.0 GiB on the device, the budget is 16.0 GiB\n"
-        "  at the peak these are alive:\n"
+        "  at the peak these are alive, 11.0 GiB in all:\n"
         "      6.00 GiB  a.weight\n"
         "      5.00 GiB  b\n"
         '  to fit: device_memory="18GiB" would do',

@@ -160,7 +160,7 @@ def test_a_device_without_the_memory_that_is_asked_for(tmp_path):
      r"you mean 'device_memory'\? \(known: activations, .*tile_bytes\)"),
     ({"device_memory": "20 apples"}, ConfigInvalid, "device_memory='20 apples' cannot be used"),
     ({"host_memory": "1KiB"}, ConfigInvalid, "host_memory=1024 is too small: .* at least 256 KiB"),
-    ({"device": "tpu"}, ConfigInvalid, "device='tpu' is not a torch device"),
+    ({"device": "tpu"}, ConfigInvalid, "device='tpu' is not a torch device; use 'cuda' or 'cpu'"),
     ({"throttle": {"disk": 1}}, UnknownOption, "throttle does not know 'disk'; did you mean"),
     ({"config": {"device": "cpu"}}, ConfigInvalid, "is not a zcompile.Config; pass fields by name"),
 ], ids=["unknown", "size", "host", "device", "throttle", "config"])  # fmt: skip

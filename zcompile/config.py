@@ -138,7 +138,8 @@ class Config:
         try:
             device = torch.device(self.device)
         except (RuntimeError, TypeError) as error:
-            raise ConfigInvalid("device", self.device, "is not a torch device") from error
+            why = "is not a torch device; use 'cuda' or 'cpu'"
+            raise ConfigInvalid("device", self.device, why) from error
         if device.type not in ("cpu", "cuda"):
             raise ConfigInvalid("device", self.device, "is not supported; use 'cuda' or 'cpu'")
         if device.type == "cuda" and not torch.cuda.is_available():

@@ -46,6 +46,7 @@ class BudgetExceeded(ZinfError, MemoryError):
         todo: str,
     ) -> None:
         alive = sorted(alive, key=lambda row: -row[1])
+        total = show_size(sum(nbytes for _, nbytes in alive))
         rows = [f"    {show_size(nbytes):>10}  {name}" for name, nbytes in alive[:8]]
         if len(alive) > 8:
             rest = sum(nbytes for _, nbytes in alive[8:])
@@ -55,7 +56,7 @@ class BudgetExceeded(ZinfError, MemoryError):
                 (
                     f"{where} needs {show_size(needed_bytes)} on the {tier}, "
                     f"the budget is {show_size(budget_bytes)}",
-                    *(("  at the peak these are alive:", *rows) if rows else ()),
+                    *((f"  at the peak these are alive, {total} in all:", *rows) if rows else ()),
                     f"  to fit: {todo}",
                 )
             )

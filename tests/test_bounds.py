@@ -118,20 +118,6 @@ def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
 
 
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
-@pytest.mark.parametrize(("there", "least"), [(False, 15.0), (True, 20.0)])
-def test_gradients_that_are_there_when_a_step_ends_take_room_that_states_had(there, least):
-    # Of gradients and states, P each, P fits. If gradients are over at once, states leave while
-    # forward computes. If not, half of them leaves behind backward, and the step waits for half.
-    ahead = Segment(F, 10.0, (0, 0), (0, 0), (False, True))
-    back = Segment(B, 5.0, (0, 0), (P, 0), (True, True))
-    last = Segment(S, 0.0, (P, P), (0, P), (there, True))
-    ways = links(disk_read=1e9, disk_write=100.0, h2d=1e9, d2h=1e9)
-    room = Room({"device": 0, "host": P, "disk": 10**9})
-    found = bound(Demand((P, P), (ahead, back, last), frozenset({0})), ways, room)
-    assert found.seconds == pytest.approx(least, rel=1e-3)
-
-
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_where_disk_and_device_meet_two_ways_share_what_moves():
     demand = Demand((P,), (Segment(F, 0.0, (P,), (0,), (True,)),))
     ways = links(disk_read=300.0, disk_write=300.0)
@@ -187,27 +173,12 @@ def test_what_a_segment_makes_for_itself_costs_nothing():
     assert demand_of(Step((StepCall(write, (1,)), StepCall(read, (1,)))), len).groups == ()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_gradient_is_there_until_the_call_that_reads_it_has_returned(asynchronous):
-    """Where compute runs beside the host, a user may have dropped it by then."""
-    forward = schedule(F, fetch(0, 0, 8))
+def test_a_gradient_is_wanted_until_the_step_has_read_it():
     backward = schedule(B, Reduce(0, 0, nbytes=64))
     read = schedule(S, fetch(0, 0, 64))
-    calls = (StepCall(forward, (1,)), StepCall(backward, (5,)), StepCall(read, (-5,)))
-    found = demand_of(Step(calls), len, asynchronous)
-    assert found.groups == (8, 64)
-    assert [(x.reads[1], x.writes[1], x.lives[1]) for x in found.segments] == [
-        (0, 0, False),
-        (0, 64, True),
-        (64, 0, not asynchronous),
+    found = demand_of(Step((StepCall(backward, (5,)), StepCall(read, (-5,)))), len)
+    assert found.groups == (64,)
+    assert [(x.reads, x.writes, x.lives) for x in found.segments] == [
+        ((0,), (64,), (True,)),
+        ((64,), (0,), (False,)),
     ]
-
-
-def test_of_several_calls_of_a_step_the_last_says_which_gradients_are_there():
-    made = schedule(B, Reduce(0, 0, nbytes=64), Reduce(1, 1, nbytes=32))
-    read = schedule(S, fetch(0, 0, 64))
-    calls = (StepCall(made, (5, 6)), StepCall(read, (-5,)), StepCall(schedule(S, fetch(0, 0, 32)),
-             (-6,)))  # fmt: skip
-    found = demand_of(Step(calls), len, asynchronous=False)
-    assert found.groups == (64, 32)
-    assert [x.lives for x in found.segments] == [(True, True), (False, True)]

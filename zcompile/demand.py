@@ -21,8 +21,7 @@ class Segment:
 
     reads   that its compute reads and did not write itself before
     writes  that it writes and somebody reads later; 0 where nobody does
-    lives   whether somebody reads later what the bytes are then, or may: a gradient can be looked
-            at until the call that read it has returned
+    lives   whether somebody reads later what the bytes are then
     """
 
     phase: Phase
@@ -62,17 +61,10 @@ class _Use(NamedTuple):
     lives: bool = False
 
 
-def demand_of(
-    step: Step, region_seconds: Callable[..., float], asynchronous: bool = True
-) -> Demand:
-    """A step as its bound sees it; where things rest, and what is moved, does not matter.
-
-    asynchronous  compute runs beside the host: it may go on with gradients that a user has already
-                  dropped, so that those of an optimizer's step need not be there when it ends
-    """
+def demand_of(step: Step, region_seconds: Callable[..., float]) -> Demand:
+    """A step as its bound sees it; where things rest, and what is moved, does not matter."""
     touched: dict[int, _Touched] = {}
     phases, seconds, found = [], [], []
-    ends: list[frozenset[int]] = []  # of gradients, that are there when a segment ends
     for phase, calls in groupby(step.calls, key=lambda call: call.phase):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
@@ -83,12 +75,10 @@ def demand_of(
                 touched[serial] = _touched(call.schedule, region_seconds)
             compute_s += touched[serial].compute_s
             touched[serial].add_to(call, reads, writes)
-        held = phase is Phase.STEP and not asynchronous
-        ends.append(frozenset(key for key in call.entries if key < 0 and held))
         phases.append(phase)
         seconds.append(compute_s)
         found.append((reads.sizes(), writes.sizes()))
-    groups = _alike(phases, found, ends)
+    groups = _alike(phases, found)
     segments = tuple(
         Segment(phase, compute_s, *zip(*(uses[n] for _, _, uses in groups), strict=True))
         if groups
@@ -100,9 +90,7 @@ def demand_of(
 
 
 def _alike(
-    phases: Sequence[Phase],
-    found: Sequence[tuple["_Sizes", "_Sizes"]],
-    ends: Sequence[frozenset[int]],
+    phases: Sequence[Phase], found: Sequence[tuple["_Sizes", "_Sizes"]]
 ) -> list[tuple[int, bool, list[_Use]]]:
     """Objects of which every segment uses the same share are one group, whatever their sizes: how
     large it is, whether it is of gradients, and its uses."""
@@ -116,11 +104,7 @@ def _alike(
         uses = [
             _Use(use.read, use.written if lives else 0, lives)
             for n, use in enumerate(plain)
-            for lives in [
-                _gradient_lives(phases, plain, n, key[0] in ends[n])
-                if is_gradient
-                else _lives(plain, n)
-            ]
+            for lives in [_lives(phases, plain, n, is_gradient)]
         ]
         kind = is_gradient, *((use.read / most, use.written / most, use.lives) for use in uses)
         size, _, sums = groups.get(kind, (0, is_gradient, [_Use(0, 0)] * len(uses)))
@@ -135,20 +119,11 @@ def _alike(
     return list(groups.values())
 
 
-def _gradient_lives(
-    phases: Sequence[Phase], uses: Sequence[_Use], n: int, ends_there: bool
-) -> bool:
-    """Whether a gradient is there after segment n. Backward passes make it and add to it; it is
-    over with the step that reads it, be it at once or when that has ended."""
-    if phases[n] is Phase.STEP:
-        return ends_there
-    before = ((n - i) % len(uses) for i in range(len(uses)))
-    made = next((m for m in before if uses[m].read or uses[m].written), n)
-    return phases[made] is not Phase.STEP
-
-
-def _lives(uses: Sequence[_Use], n: int) -> bool:
-    """Whether what an object is after segment n is read before it is written over."""
+def _lives(phases: Sequence[Phase], uses: Sequence[_Use], n: int, is_gradient: bool) -> bool:
+    """Whether what an object is after segment n is read before it is written over. A gradient is
+    added to by each backward pass, and is over with the step that reads it."""
+    if is_gradient:
+        return phases[n] is not Phase.STEP
     later = [uses[(n + i) % len(uses)] for i in range(1, len(uses) + 1)]
     return next((bool(use.read) for use in later if use.read or use.written), False)
 

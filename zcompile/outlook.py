@@ -130,7 +130,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     """
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
-    demand = demand_of(step, costs.region_seconds, costs.ways.asynchronous)
+    demand = demand_of(step, costs.region_seconds)
     compute_s = demand.phases_s
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)

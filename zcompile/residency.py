@@ -130,7 +130,7 @@ class Residency:
         """As `prediction`, at these costs; there is a plan."""
         assert self.plan is not None
         made = predicted(self.plan.step, costs, self.plan.placement.homes)
-        demand = demand_of(self._base, costs.region_seconds, costs.ways.asynchronous)
+        demand = demand_of(self._base, costs.region_seconds)
         links = machine_for(self.session.config, self.session.device).links
         least = bound(demand, links, self._room(self._base, holes=False))  # as they are
         computes_s = sum(demand.phases_s.values())

@@ -22,8 +22,9 @@ def walks_of(session: Session) -> list[tuple[Walked, ...]]:
 
 def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any] | None:
     """What is predicted under the plan in force, and the least, as `Residency.prediction` says, at
-    what was timed in one step; links and the host's time between calls are as of late. None where
-    nothing is planned."""
+    what the regions of one step took. Links, and what the host takes beside regions, are as of
+    late; regions that did not run, as chunks of another size, cost what those alike did. None
+    where nothing is planned."""
     residency = session.planner
     if not isinstance(residency, Residency) or residency.plan is None:
         return None
@@ -32,7 +33,5 @@ def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any]
         clocks.learn(x.schedule, list(x.begins), list(x.ends), x.stalls, frozenset())
     known = residency.costs()
     now = clocks.costs(known.machine, known.ways)
-    return residency.predicted_at(replace(
-        known, regions={**known.regions, **now.regions}, alike={**known.alike, **now.alike},
-        issues={**known.issues, **now.issues},
-    ))  # fmt: skip
+    alike = {**known.alike, **now.alike}
+    return residency.predicted_at(replace(known, regions=now.regions, alike=alike))

@@ -55,7 +55,7 @@ class Run:
     """One model under one plan. Seconds of a step; bytes of the arena.
 
     over_least, of_measured  medians over steps: seconds over the least, and predicted over seconds,
-                             at what regions took in that very step; 1, where nothing was planned
+                             at what regions took in that very step; no figure without a plan
     """
 
     over_least: float
@@ -66,7 +66,7 @@ class Run:
     stall_s: float
     link_s: float
     compute_s: float
-    least_compute_s: float
+    least_stall: float
     peak_bytes: int
     predicted_peak_bytes: int
     moved_bytes: float
@@ -153,8 +153,10 @@ def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run,
         least_s=told["least_s"],
         stall_s=stats["seconds"]["stall"] / args.steps,
         link_s=max(told["busy"].values(), default=0.0),
-        compute_s=told["seconds"]["compute"] + told["seconds"]["optimizer"],
-        least_compute_s=told["least_compute_s"],
+        compute_s=statistics.median(
+            row["seconds"]["compute"] + row["seconds"]["optimizer"] for row in then
+        ),
+        least_stall=statistics.median(1 - row["least_compute_s"] / row["least_s"] for row in then),
         peak_bytes=stats["peak"]["device"],
         predicted_peak_bytes=told["peak"]["device"],
         moved_bytes=sum(moved.values()),
@@ -187,12 +189,11 @@ def lru_bytes(step: Step, device: int) -> int:
 def show(name: str, share: float, run: Run) -> str:
     peak = "equal" if run.peak_bytes == run.predicted_peak_bytes else (
         f"{run.peak_bytes} / {run.predicted_peak_bytes}")  # fmt: skip
-    least_stall = 1 - run.least_compute_s / run.least_s
     return (f"| {name} | {share:.3g} | {run.measured_s:.3f} "
             f"| {run.over_least:.2f} | {run.of_measured:.2f} "
             f"| {run.measured_s / run.least_s:.2f} | {run.predicted_s / run.measured_s:.2f} "
             f"| {run.link_s:.3f} | {run.compute_s:.3f} "
-            f"| {run.stall_s / run.measured_s:.1%} / {least_stall:.1%} | {peak} "
+            f"| {run.stall_s / run.measured_s:.1%} / {max(0.0, run.least_stall):.1%} | {peak} "
             f"| {run.moved_bytes / MiB:.1f} / {run.predicted_bytes / MiB:.1f} |")  # fmt: skip
 
 

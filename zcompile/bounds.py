@@ -18,9 +18,9 @@ compute takes its seconds (`demand.least_compute`), a link takes its bytes over 
 that take turns add up; so the segment lasts at least as long as the largest of these. Segments
 follow each other, so a step lasts at least as long as their sum.
 
-This counts every border between two segments with all of C for each of its two segments, and for
-each class of bytes. `least_program.py` lets classes compete for C, and never gives less; it is
-taken where scipy is there to solve it.
+This counts every border between two segments with all of C for each of its two segments.
+`least_program.py` lets all that is held share C, and never gives less; it is taken where scipy is
+there to solve it.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does. What an optimizer's step streams through beside C is empty whenever a segment begins or ends.

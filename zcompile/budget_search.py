@@ -7,6 +7,7 @@ try than small ones, whose graphs are cut finely.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Generic, TypeVar
 
 from zcompile.errors import BudgetExceeded
@@ -113,7 +114,7 @@ class BudgetSearch(Generic[Way]):
         for _ in range(HALVINGS):
             if (high - low) * NEAR <= high:
                 break
-            middle = (low + high) // 2
+            middle = isqrt(low * high)  # what is told is to be near in proportion
             low, high = (low, middle) if self._against(middle) is None else (middle, high)
         return told(high, f"give zcompile.offload device_memory={high} or more, or a smaller batch")
 

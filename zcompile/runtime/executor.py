@@ -30,18 +30,7 @@ from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.registers import compute, registers_of, results_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import (
-    Borrow,
-    Fetch,
-    Free,
-    Left,
-    Offload,
-    Reduce,
-    Run,
-    Schedule,
-    Slot,
-    Wait,
-)
+from zcompile.schedule import Borrow, Fetch, Free, Left, Offload, Reduce, Run, Schedule, Slot, Wait
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
 from zcompile.steps import Step
@@ -57,7 +46,9 @@ class Executor:
         self.gradients = gradients
         self.leaving, self.holding = leaving, holding
         self.foresight = Foresight(store)
-        self.clocks = Clocks(store.device, lambda: store._backlog.waited_s, store.meter.traffic)
+        self.clocks = Clocks(
+            store.device, lambda: store._backlog.waited_s + leaving.waited_s, store.meter.traffic
+        )
         self._busy = threading.Lock()
         self._walked: set[int] = set()
         self._peaks: dict[int, int] = {}

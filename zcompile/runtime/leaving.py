@@ -9,6 +9,7 @@ before it happens (`footprint.py`).
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch import Tensor
 
@@ -30,9 +31,13 @@ class _Departure:
 
 
 class Leaving:
-    """What is under way, oldest first."""
+    """What is under way, oldest first.
+
+    waited_s  how long joins have waited, in all
+    """
 
     def __init__(self, holding: Holding) -> None:
+        self.waited_s = 0.0
         self._holding = holding
         self._departures: deque[_Departure] = deque()
         self._nbytes = 0
@@ -80,5 +85,7 @@ class Leaving:
         departure = self._departures.popleft()
         self._nbytes -= departure.nbytes
         self._holding.exchange([departure.rows], ())
+        since = perf_counter()
         for ticket in departure.tickets:
             ticket.wait()
+        self.waited_s += perf_counter() - since

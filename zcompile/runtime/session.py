@@ -33,6 +33,7 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.transfer import Transfer
 from zcompile.schedule import Schedule
 from zcompile.specs import Layout, Region
 from zcompile.step_chunks import DEPTH, StepRoom
@@ -250,7 +251,7 @@ class Session(Store):
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, ticket)
+        self.leaving.note(source, _read_out(ticket))
         return ticket
 
     def add(
@@ -262,7 +263,7 @@ class Session(Store):
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, ticket)
+        self.leaving.note(source, _read_out(ticket))
         return ticket
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
@@ -270,6 +271,11 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
+
+
+def _read_out(ticket: Ticket) -> Ticket:
+    """Complete once nothing reads what leaves, be it home by then or on its way to a disk."""
+    return ticket.over if isinstance(ticket, Transfer) else ticket
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

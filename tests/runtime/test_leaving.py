@@ -1,0 +1,54 @@
+"""Gradients under way are held until nothing reads them, and no longer."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import zcompile
+from zcompile.offloading import session_behind
+from zcompile.runtime.holding import NO_ROWS
+from zcompile.specs import Kind
+from zcompile.units import MiB
+
+NBYTES = MiB
+
+
+@pytest.fixture
+def slow_disk(tmp_path):
+    """A session whose disk takes half a second for what its ring takes at once, and an entry."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(NBYTES // 4))
+    zcompile.offload(model, device="cpu", device_memory="8MiB", host_memory="16MiB", disk=tmp_path,
+                     throttle={"disk_write": "2MB/s"})  # fmt: skip
+    session = session_behind(model)
+    entry = session.create("away", Kind.GRAD, NBYTES, tier="disk")
+    yield session, entry
+    zcompile.close(model)
+    gc.collect()
+
+
+def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow_disk):
+    session, entry = slow_disk
+    leaving = session.leaving
+    gradient = torch.ones(NBYTES // 4 + 1)[1:]  # on no granule of the disk: it goes by the ring
+    leaving.expect(NBYTES, 2 * NBYTES)
+    transfer = session.put(entry, gradient.view(torch.uint8))
+    leaving.sent(NBYTES, NO_ROWS)
+    leaving.join()
+    assert transfer.over.done()
+    assert not transfer.done()
+    gradient.zero_()
+    assert session.read_all(entry).view(torch.float32).eq(1).all()
+
+
+def test_how_long_gradients_wait_for_others_is_known(slow_disk):
+    session, entry = slow_disk
+    before = session.leaving.waited_s
+    for _ in range(2):
+        session.leaving.expect(NBYTES, NBYTES)
+        session.put(entry, torch.ones(NBYTES, dtype=torch.uint8))
+        session.leaving.sent(NBYTES, NO_ROWS)
+    session.leaving.join()
+    assert session.leaving.waited_s > before + 0.1, "the second waits for the ring"

@@ -146,9 +146,6 @@ def _installation(cuda: bool) -> Iterator[Finding]:
     if "zinf" not in _backends():
         yield Finding(True, "torch.compile does not know backend='zinf': zcompile is not "
                       "installed; run `pip install .` where its pyproject.toml is")  # fmt: skip
-    if cuda and _version("triton") is None:
-        yield Finding(False, "triton is not installed: kernels are plain torch; "
-                      "`pip install zcompile[cuda]` brings it")  # fmt: skip
     if not cuda:
         yield Finding(False, "torch sees no CUDA device: compute runs on the CPU, and the device "
                       "arena is emulated in host memory")  # fmt: skip

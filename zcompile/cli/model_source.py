@@ -88,7 +88,7 @@ def _of_config(path: Path) -> Any:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
-        raise _invalid(str(path), "needs transformers; `pip install zcompile[hf]`") from error
+        raise _invalid(str(path), "needs transformers; `pip install transformers`") from error
     with Running(f"making a {kind} of {path}", "see that transformers makes a model of it"):
         try:
             config = transformers.AutoConfig.from_pretrained(str(path))

@@ -18,8 +18,8 @@ GUESSES, SPARE = 3, 32
 """What the last way needs is tried as a budget so often, with such a part more each time: what is
 chosen changes with the budget, and what is needed with that."""
 UPWARDS, HALVINGS, NEAR = 8, 4, 8
-"""Budgets tried out, to say which would do: a quarter more each, then halfway between, until what
-does not is within such a part of what does."""
+"""Budgets tried out, to say which would do: a quarter more each, then halfway between in
+proportion, until what does not is within such a part of what does."""
 
 Way = TypeVar("Way")
 

@@ -25,7 +25,8 @@ For every segment s, between the borders b and b', which reads R[k] and writes W
     T[s]     >= seconds of its compute
     T[s]     >= seconds of each link for these bytes; links that take turns count together
 
-The sum of T is least. Every way of running the step obeys all of this, whatever it keeps and when:
+The sum of T is least. Every way of running the step in which nothing else rests beside C and H
+obeys all of this, whatever it keeps and when:
 read h, q, d and e off what it does at each border. So no way is faster. Fractions of bytes, and
 what else must lie on the device meanwhile, are left out, which only makes it smaller.
 """

@@ -17,7 +17,7 @@ NBYTES = MiB
 
 @pytest.fixture
 def slow_disk(tmp_path):
-    """A session whose disk takes half a second for what its ring takes at once, and an entry."""
+    """A session whose disk takes half a second for an entry, and the entry."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(NBYTES // 4))
     zcompile.offload(model, device="cpu", device_memory="8MiB", host_memory="16MiB", disk=tmp_path,
@@ -51,4 +51,4 @@ def test_how_long_gradients_wait_for_others_is_known(slow_disk):
         session.put(entry, torch.ones(NBYTES, dtype=torch.uint8))
         session.leaving.sent(NBYTES, NO_ROWS)
     session.leaving.join()
-    assert session.leaving.waited_s > before + 0.1, "the second waits for the ring"
+    assert session.leaving.waited_s > before + 0.1, "the second starts once the first is on disk"

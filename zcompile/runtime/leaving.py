@@ -51,7 +51,8 @@ class Leaving:
         """So many bytes are about to leave: join the oldest until all fit into `most_bytes`.
 
         From here to `sent`, whatever `note` is told of leaves with them.
-        raises  what a transfer that is joined failed with
+        raises  what a transfer that is joined failed with until it had read; what fails later is
+                raised by the next use of its entry, and by `drain`
         """
         while self.crowded(nbytes, most_bytes):
             self._join()

@@ -23,8 +23,8 @@ This counts every border between two segments with all of C for each of its two 
 there to solve it.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
-does, and in which nothing rests beside C but what E and G are: what an optimizer's step streams
-through there is empty whenever a segment begins or ends.
+does, and in which nothing rests beside C: gradients in E leave, and what an optimizer's step
+streams through there is empty whenever a segment begins or ends.
 Latencies are left out, which only makes them smaller. They are bounds for updates that are
 computed on the device, or on the host where `Room.reach` says so.
 (ZeRO-Infinity, arXiv 2104.07857, section 4 has the traffic of a step without a residency.)

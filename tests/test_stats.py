@@ -7,6 +7,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import Unsupported
+from zcompile.offloading import session_behind
 
 COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers")
 GROUPS = {
@@ -96,3 +97,19 @@ def test_the_bytes_of_a_step_are_those_worked_out_by_hand(tmp_path):
 def test_a_model_that_was_not_offloaded_has_none():
     with pytest.raises(Unsupported, match=r"no tiered parameters; call zcompile.offload\(model\)"):
         zcompile.stats(mlp())
+
+
+def test_a_call_that_waits_until_gradients_have_left_stalls(trained, monkeypatch):
+    session = session_behind(trained)
+    told = []
+
+    def join(most_bytes: int = 0) -> None:
+        session.leaving.waited_s += 7.0
+
+    monkeypatch.setattr(session.leaving, "join", join)
+    monkeypatch.setattr(session.executor.clocks, "waited_between", told.append)
+    zcompile.stats(trained, reset=True)
+    with torch.no_grad():
+        torch.compile(trained, backend="zinf")(torch.randn(2, 16))
+    assert told == [7.0]
+    assert 7.0 <= zcompile.stats(trained)["seconds"]["stall"] < 14.0

@@ -28,10 +28,10 @@ def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any]
     residency = session.planner
     if not isinstance(residency, Residency) or residency.plan is None:
         return None
+    assert session.device.torch_device.type == "cpu", "elsewhere regions are timed by events"
     clocks = Clocks(session.device, lambda: 0.0)
     for x in walks:
         clocks.learn(x.schedule, list(x.begins), list(x.ends), x.stalls, frozenset())
-    assert session.device.torch_device.type == "cpu", "elsewhere regions are timed by events"
     known = residency.costs()
     now = clocks.costs(known.machine, known.ways)
     alike = {**known.alike, **now.alike}

@@ -118,6 +118,20 @@ def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
 
 
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
+@pytest.mark.parametrize(("forward_s", "least"), [(0.85, 4.597), (0.0, 4.115)])
+def test_states_are_written_behind_forward_from_the_room_that_gradients_have(forward_s, least):
+    # `benchmarks/RESULTS.md` estimates with these figures: MB/s, and MB, of a GPT at 1/12.
+    part = 38_800_000
+    ahead = Segment(F, forward_s, (part, 0, 0), (0, 0, 0), (True, True, True))
+    back = Segment(B, 1.6, (part, 0, 0), (0, part, 0), (True, True, True))
+    last = Segment(S, 0.15, (part, part, 2 * part), (part, 0, 2 * part), (True, False, True))
+    ways = links(h2d=187e6, d2h=187e6, disk_read=11.2e6, disk_write=6.1e6)
+    room = Room({"device": 13_400_000, "host": 116_700_000, "disk": 10**12}, ring_bytes=2**20)
+    found = bound(Demand((part, part, 2 * part), (ahead, back, last), frozenset({1})), ways, room)
+    assert found.seconds == pytest.approx(least, abs=2e-3)
+
+
+@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_where_disk_and_device_meet_two_ways_share_what_moves():
     demand = Demand((P,), (Segment(F, 0.0, (P,), (0,), (True,)),))
     ways = links(disk_read=300.0, disk_write=300.0)

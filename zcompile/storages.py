@@ -167,8 +167,7 @@ class StorageWalk:
         if as_it_is or not any(self.parts.get(grad, ())):
             return unique(self.parts.get(grad, ()))
         index = self.where[node]
-        nbytes = hint(value.numel()) * value.dtype.itemsize
-        self.storages.append(Storage(node, 0, nbytes, index, index, {index}))
+        self.storages.append(Storage(node, 0, _dense_bytes(value), index, index, {index}))
         return [self.storages[-1]]
 
 
@@ -180,8 +179,13 @@ def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
     assert isinstance(handle, fx.Node)
     value: Tensor = grad.meta["val"]
     if tile:
-        return hint(value.numel()) * value.dtype.itemsize
+        return _dense_bytes(value)
     return params[NodeName(handle.name)].layout.nbytes
+
+
+def _dense_bytes(value: Tensor) -> int:
+    """Of its elements, without gaps."""
+    return hint(value.numel()) * value.dtype.itemsize
 
 
 def unique(parts: Iterable[Sequence[Storage]]) -> list[Storage]:

@@ -78,7 +78,7 @@ class Executor:
             entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
-        self._join(most_inherited(schedule))
+        self.join_departures(most_inherited(schedule))
         others = self.holding.nbytes - schedule.holds.saved_bytes
         if schedule.phase is not Phase.STEP and not self.is_running:
             self.make_room(others + schedule.holds.peak_bytes)  # or refuse, before it is a call
@@ -111,9 +111,9 @@ class Executor:
             self.clocks.made(walk.made)
         return walk.results()
 
-    def _join(self, most_bytes: int) -> None:
-        """No more than `most_bytes` are under way when a call begins; what that takes is a stall,
-        and no part of what the host does between two calls."""
+    def join_departures(self, most_bytes: int = 0) -> None:
+        """Between two calls: no more than `most_bytes` are under way any more. What that takes is a
+        stall, and no part of what the host does there."""
         before = self.leaving.waited_s
         self.leaving.join(most_bytes)
         if seconds := self.leaving.waited_s - before:

@@ -143,7 +143,7 @@ class Session(Store):
 
     def end_step(self) -> None:
         self.stepping = None
-        self.leaving.join()
+        self.executor.join_departures()
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
 

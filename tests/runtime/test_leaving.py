@@ -17,11 +17,11 @@ NBYTES = MiB
 
 @pytest.fixture
 def slow_disk(tmp_path):
-    """A session whose disk takes half a second for an entry, and the entry."""
+    """A session whose disk takes two seconds for an entry, and the entry."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(NBYTES // 4))
     zcompile.offload(model, device="cpu", device_memory="8MiB", host_memory="16MiB", disk=tmp_path,
-                     throttle={"disk_write": "2MB/s"})  # fmt: skip
+                     throttle={"disk_write": "500KB/s"})  # fmt: skip
     session = session_behind(model)
     entry = session.create("away", Kind.GRAD, NBYTES, tier="disk")
     yield session, entry

@@ -7,9 +7,10 @@ from offloaded import SMALL
 from small_models import SMALL_MODELS, small
 
 import zcompile
-from zcompile.arrange import arrange, take_apart
+from zcompile.arrange import arrange
 from zcompile.packing import aligned
 from zcompile.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
+from zcompile.stages import take_apart
 from zcompile.verify_schedule import verify_schedule
 
 NONE: frozenset[EntryIndex] = frozenset()

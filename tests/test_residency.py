@@ -22,7 +22,7 @@ from planned_runs import (
 from torch import nn
 
 import zcompile
-from zcompile import residency, simulate, step_plan
+from zcompile import residency, simulate, step_plan, step_planning
 from zcompile.cli import main
 from zcompile.offloading import session_behind
 from zcompile.runtime.arena import Arena
@@ -233,15 +233,15 @@ def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, cap
 
 def steps_planned(monkeypatch, caplog, first_window):
     """What a run says of its plans; the first leaves at least `first_window` of the arena."""
-    plan, windows = residency.plan_step, []
+    plan, windows = step_planning.plan_step, []
 
-    def noted(step, machine, room, arena, *rest):
+    def noted(step, machine, room, arena, *rest, **more):
         least = min(first_window, room.nbytes["device"]) if not windows else arena.window_bytes
-        made = plan(step, machine, room, replace(arena, window_bytes=least), *rest)
+        made = plan(step, machine, room, replace(arena, window_bytes=least), *rest, **more)
         windows.append(made.arena.window_bytes)
         return made
 
-    monkeypatch.setattr(residency, "plan_step", noted)
+    monkeypatch.setattr(step_planning, "plan_step", noted)
     costs = functools.cache(residency.Residency.costs)  # as they are first; no hour changes them
     monkeypatch.setattr(residency.Residency, "costs", costs)
     monkeypatch.setattr(residency, "perf_counter", lambda: 0.0)  # planning takes no time

@@ -15,7 +15,7 @@ start as early as the arena's window allows.
         free b
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
@@ -26,42 +26,18 @@ from zcompile.schedule import (
     SERIALS,
     Borrow,
     EntryIndex,
-    Fetch,
-    Free,
     Instruction,
-    Left,
     Offload,
     Reduce,
-    Run,
     Schedule,
     Slot,
     Ticket,
-    Wait,
 )
-from zcompile.specs import Phase
+from zcompile.specs import HELD, ON_DEVICE, Phase
+from zcompile.stages import Stages, Value, take_apart
 from zcompile.step_chunks import DEPTH, NO_ROOM, StepRoom
 from zcompile.step_rows import Column
 from zcompile.steps import Step
-
-
-@dataclass(frozen=True)
-class Value:
-    """A parameter in the arena: its three instructions, and the first and last run that read it."""
-
-    fetch: Fetch
-    wait: Wait
-    free: Free
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Stages:
-    """A schedule taken apart. `leaving[n]`: what leaves, or has left, before run n."""
-
-    runs: tuple[Run, ...]
-    values: tuple[Value, ...]
-    leaving: tuple[tuple[Reduce | Offload | Left, ...], ...]
 
 
 def arrange(
@@ -69,14 +45,16 @@ def arrange(
     resident: frozenset[EntryIndex],
     budget_bytes: int | None,
     max_lead: int,
+    stay: frozenset[EntryIndex] = frozenset(),
 ) -> Schedule:
-    """`schedule` (forward or backward) for a call whose `resident` entries rest on the device.
+    """`schedule` (forward or backward) for a call whose `resident` entries rest on the device, and
+    the gradients of whose entries `stay` where they are made.
 
     budget_bytes  of the arena, for what is fetched
     max_lead      runs that a fetch may start ahead of its first reader
     raises  BudgetExceeded, if what one run reads does not fit
     """
-    stages = take_apart(schedule)
+    stages = _staying(take_apart(schedule), stay)
     moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
     needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
     starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
@@ -135,25 +113,35 @@ def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
 
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
-    made: dict[tuple[int, tuple[str, ...]], Schedule] = {}
+    made: dict[tuple[object, ...], Schedule] = {}
     calls = []
     for call in step.calls:
         at = tuple(homes.get(key, step.facts[key].home) for key in call.entries)
-        known = call.schedule.serial, at
+        stay = staying_of(call.schedule, (homes.get(-key) == HELD for key in call.entries))
+        known = call.schedule.serial, at, stay
         if known not in made:
-            made[known] = _arranged(call.schedule, at, arena)
+            made[known] = _arranged(call.schedule, at, stay, arena)
         calls.append(replace(call, schedule=made[known]))
     facts = {key: replace(f, home=homes.get(key, f.home)) for key, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
 
 
-def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Schedule:
+def staying_of(schedule: Schedule, stays: Iterable[bool]) -> frozenset[EntryIndex]:
+    """Of a backward, the entries whose gradients stay."""
+    if schedule.phase is not Phase.BACKWARD:
+        return frozenset()
+    return frozenset(EntryIndex(n) for n, it_does in enumerate(stays) if it_does)
+
+
+def _arranged(
+    schedule: Schedule, homes: Sequence[str], stay: frozenset[EntryIndex], arena: ArenaShare
+) -> Schedule:
     if schedule.budget_bytes is None:
         return schedule
     if schedule.phase is not Phase.STEP:
-        resident = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home == "device")
-        return arrange(schedule, resident, arena.window_bytes, arena.max_lead)
-    still = {"device", "host"} if arena.reach else {"device"}
+        resident = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home in ON_DEVICE)
+        return arrange(schedule, resident, arena.window_bytes, arena.max_lead, stay)
+    still = ON_DEVICE | {"host"} if arena.reach else ON_DEVICE
     rows = [
         replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
         for row in schedule.rows
@@ -161,8 +149,19 @@ def _arranged(schedule: Schedule, homes: Sequence[str], arena: ArenaShare) -> Sc
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), arena.step_room)
 
 
-def _rests(column: Column, home: str, still: set[str]) -> Column:
-    resident = home == "device" if column.eased else home in still
+def _staying(stages: Stages, stay: frozenset[EntryIndex]) -> Stages:
+    if not stay:
+        return stages
+    leaving = tuple(
+        tuple(replace(x, stays=True) if isinstance(x, Reduce) and x.entry in stay else x
+              for x in rows)
+        for rows in stages.leaving
+    )  # fmt: skip
+    return replace(stages, leaving=leaving)
+
+
+def _rests(column: Column, home: str, still: frozenset[str]) -> Column:
+    resident = home in ON_DEVICE if column.eased else home in still
     return replace(column, resident=resident, far=home == "disk")
 
 
@@ -170,34 +169,6 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
     """Bytes of the arena in which each fetch of a graph could start `lead` runs ahead."""
     moved = [v for v in take_apart(schedule).values if v.fetch.entry not in resident]
     return live_peak([Block(max(0, v.first - lead), v.last, v.fetch.nbytes) for v in moved])
-
-
-def take_apart(schedule: Schedule) -> Stages:
-    """Runs, what they read, and what leaves after them."""
-    runs: list[Run] = []
-    leaving: list[list[Reduce | Offload | Left]] = [[]]
-    fetches: dict[Ticket, Fetch] = {}
-    waits: dict[int, tuple[Wait, int]] = {}
-    values = []
-    for x in schedule.instructions:
-        match x:
-            case Run():
-                runs.append(x)
-                leaving.append([])
-            case Fetch():
-                fetches[x.ticket] = x
-            case Wait():
-                waits[x.register] = (x, len(runs))
-            case Free():
-                wait, first = waits.pop(x.register)
-                last = max(first, len(runs) - 1)
-                values.append(Value(fetches[wait.ticket], wait, x, first, last))
-            case Reduce() | Offload() | Left():
-                leaving[-1].append(x)
-            case _:
-                raise AssertionError(f"{x} in a schedule of a graph")
-    values.sort(key=lambda v: v.first)
-    return Stages(tuple(runs), tuple(values), tuple(tuple(rows) for rows in leaving))
 
 
 def _placed(value: Value, slot: Slot) -> Value:

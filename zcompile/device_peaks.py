@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from zcompile.holds import Level
-from zcompile.schedule import CHANGE_HOLDING, Fetch, Free, Instruction, Schedule
+from zcompile.held_walk import HeldWalk
+from zcompile.schedule import CHANGE_HOLDING, Fetch, Free, Instruction, Reduce, Schedule
 
 NOTHING_STARTS: Mapping[int, Sequence[Fetch]] = MappingProxyType({})
 
@@ -14,19 +14,20 @@ def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTH
 
     starts  instruction -> fetches of the next schedule that start after it
     """
-    levels = iter(schedule.holds.levels)
-    taken = peak = 0
-    held = schedule.holds.levels[0].before if schedule.holds.levels else 0
+    walk, taken, peak = HeldWalk(), 0, 0
+    walk.begin(schedule)
+    kept = walk.others  # a forward would have left as much
     for index, x in enumerate(schedule.instructions):
         if isinstance(x, Fetch):
             taken += x.slot.nbytes
         elif isinstance(x, Free):
             taken -= x.slot.nbytes
         elif isinstance(x, CHANGE_HOLDING):
-            level = next(levels, Level())
-            peak, held = max(peak, taken + level.peak), level.after
+            peak = max(peak, taken + walk.rise() - kept)
+            if isinstance(x, Reduce):
+                walk.leave(x)
         taken += sum(fetch.slot.nbytes for fetch in starts.get(index, ()))
-        peak = max(peak, taken + held)
+        peak = max(peak, taken + walk.now - kept)
     return peak
 
 

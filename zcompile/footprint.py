@@ -91,6 +91,7 @@ class Footprint:
     values           what is held, in the order of `first`
     departing        gradient that leaves -> bytes that may be under way with it
     left_bytes       of gradients that are still under way when the graph has ended
+    alone            the departures that are `Level.alone`
     """
 
     nodes: tuple[fx.Node, ...]
@@ -99,6 +100,7 @@ class Footprint:
     of: Mapping[fx.Node, tuple[Held, ...]]
     departing: Mapping[fx.Node, int] = field(default_factory=dict)
     left_bytes: int = 0
+    alone: frozenset[fx.Node] = frozenset()
 
     def curve(self, changes: Iterable[Change] = ()) -> list[int]:
         """Bytes held while each node runs, were it not for `changes`."""
@@ -178,10 +180,10 @@ def footprint(
     given   of a backward graph: what its forward kept for it (`Footprint.handed_over`)
     """
     walk = StorageWalk(graph, params, given or {})
-    departing, left = walk.walk()
+    departing, left, alone = walk.walk()
     kept = {id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
             for s in walk.storages}  # fmt: skip
     of = {node: tuple(kept[id(s)] for s in unique(parts))
           for node, parts in walk.parts.items() if any(parts)}  # fmt: skip
     values = tuple(sorted(kept.values(), key=lambda v: v.first))
-    return Footprint(walk.nodes, walk.boundary, values, of, departing, left)
+    return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone)

@@ -30,23 +30,25 @@ class HeldWalk:
     """
 
     def __init__(self) -> None:
-        self._kept = 0
-        self._inherited: deque[int] = deque()
-        self._own: deque[int] = deque()
+        self._kept = self._stayed = 0
+        self._inherited, self._own = _Row(), _Row()
         self._level = Level()
         self.now = 0
 
     @property
     def others(self) -> int:
-        return self._kept + sum(self._inherited)
+        return self._kept + self._stayed + self._inherited.nbytes
 
     def begin(self, schedule: Schedule) -> int:
-        """A call begins; how many departures are joined before."""
+        """A call begins; how many departures are joined before. What stayed is gone when a forward
+        begins: nothing is told to stay where that is not so (`staying.py`)."""
         self._schedule = schedule
         joined, most = 0, most_inherited(schedule)
-        while self._inherited and (not most or sum(self._inherited) > most):
-            self._inherited.popleft()
+        while self._inherited.rows and (not most or self._inherited.nbytes > most):
+            self._join(self._inherited)
             joined += 1
+        if schedule.phase is Phase.FORWARD:
+            self._stayed = 0
         self._kept -= schedule.holds.saved_bytes
         levels = schedule.holds.levels
         self._levels = iter(levels)
@@ -63,29 +65,68 @@ class HeldWalk:
     def leave(self, reduce: Reduce) -> int:
         """A gradient leaves: the oldest on their way are joined until it fits; how many."""
         joined, most = 0, self._level.departing or self._schedule.departing_bytes
-        for rows in (self._inherited, self._own):
-            while rows and self._under_way + reduce.nbytes > most:
-                rows.popleft()
+        for row in (self._inherited, self._own):
+            while row.rows and self._under_way + reduce.nbytes > most:
+                self._join(row)
                 joined += 1
-        self._own.append(reduce.nbytes)
+        self._own.append(reduce)
+        self.now = self.others + self._level.after
         return joined
+
+    def _join(self, row: "_Row") -> None:
+        """The oldest of these is under way no more; held it still is, if it stays."""
+        reduce = row.popleft()
+        if reduce.stays:
+            self._stayed += reduce.nbytes
 
     def end(self, then: Phase) -> int:
         """The call is over, and one of `then` follows; how many departures are joined now. After
         an optimizer's step, which may be several calls, nothing is on its way any more."""
         self._kept += self._schedule.holds.kept_bytes
-        self._inherited.extend(self._own)
-        self._own.clear()
+        while self._own.rows:
+            self._inherited.append(self._own.popleft())
         over = self._schedule.phase is Phase.STEP and then is not Phase.STEP
-        joined = len(self._inherited) if over else 0
-        if joined:
-            self._inherited.clear()
+        joined = len(self._inherited.rows) if over else 0
+        for _ in range(joined):
+            self._join(self._inherited)
         self.now = self.others
         return joined
 
     @property
     def _under_way(self) -> int:
-        return sum(self._inherited) + sum(self._own)
+        return self._inherited.nbytes + self._own.nbytes
+
+
+class _Row:
+    """Gradients under way, the oldest first; and their bytes."""
+
+    def __init__(self) -> None:
+        self.rows: deque[Reduce] = deque()
+        self.nbytes = 0
+
+    def append(self, reduce: Reduce) -> None:
+        self.rows.append(reduce)
+        self.nbytes += reduce.nbytes
+
+    def popleft(self) -> Reduce:
+        reduce = self.rows.popleft()
+        self.nbytes -= reduce.nbytes
+        return reduce
+
+
+def held_peak(schedule: Schedule) -> int:
+    """The most that a call of `schedule` holds, with its own gradients that stay."""
+    if not schedule.staying:
+        return schedule.holds.peak_bytes
+    walk, most = HeldWalk(), 0
+    walk.begin(schedule)
+    kept = walk.others  # what a forward would have left
+    for x in schedule.instructions:
+        if isinstance(x, CHANGE_HOLDING):
+            most = max(most, walk.rise() - kept)
+        if isinstance(x, Reduce):
+            walk.leave(x)
+    return max(most, walk.now - kept)
 
 
 def held_in_steps(calls: Sequence[StepCall]) -> int:

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 class Level(NamedTuple):
     """Bytes of values that a call holds: before an instruction, at most while it is carried out,
-    and after it. `departing`: of gradients, that may be under way once this one has left."""
+    and after it. `departing`: of gradients, that may be under way once this one has left. `alone`:
+    this one is a storage of its own, which lies as its parameter does and which nobody reads
+    later."""
 
     before: int = 0
     peak: int = 0
     after: int = 0
     departing: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,9 @@ def _levels(held: Footprint) -> Iterator[Level]:
 
     def level(first: int, last: int) -> Level:
         before = after[first - 1] if first else 0
-        departing = held.departing.get(held.nodes[last], 0)
-        return Level(before, max(curve[first : last + 1]), after[last], departing)
+        node = held.nodes[last]
+        departing, alone = held.departing.get(node, 0), node in held.alone
+        return Level(before, max(curve[first : last + 1]), after[last], departing, alone)
 
     begun: int | None = None
     region: int | None = None

@@ -47,11 +47,16 @@ class Group:
     loads: Mapping[str, Loads]
 
 
-def group(step: Step, machine: Machine, room: Room) -> list[Group]:
-    """The entries of a step that are placed, alike ones together, in the order of first use."""
+def group(
+    step: Step, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
+) -> list[Group]:
+    """The entries of a step that are placed, alike ones together, in the order of first use; but
+    for those that `stay` where compute makes them, which take nothing of a tier, nor of a link."""
     uses: dict[int, dict[Phase, tuple[int, int, int, int]]] = {}
     for call in step.calls:
         for use in call.uses():
+            if use.key in stay:
+                continue
             phases = uses.setdefault(use.key, {})
             r, rn, w, wn = phases.get(call.phase, (0, 0, 0, 0))
             phases[call.phase] = (

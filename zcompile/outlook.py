@@ -16,8 +16,8 @@ from zcompile.packing import aligned
 from zcompile.passes.place_states import place
 from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate, step_seconds
-from zcompile.specs import Phase
-from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, annex_of, plan_step
+from zcompile.specs import HELD, Phase
+from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_annex
 from zcompile.steps import Step
 from zcompile.timeline import Timeline
 from zcompile.units import GiB
@@ -136,14 +136,15 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
     arena_bytes = room.nbytes["device"]
     beside = terms.machine.tiers["device"] - arena_bytes
-    annex = annex_of(step, terms.machine, arena_bytes, beside, chunk_bytes)
+    stay, annex = stay_and_annex(step, terms.machine, arena_bytes, beside, chunk_bytes)
     arena = ArenaShare(0, lead, chunk_bytes, room.reach, annex=annex)
 
     def seconds(made: Step, homes: Mapping[int, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
     least = bound(demand, terms.machine.links, room)
-    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds)
+    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds,
+                        stay)  # fmt: skip
     homes = planned.placement.homes
     used = _used(step, homes)
     return Outlook(
@@ -195,7 +196,8 @@ def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> 
 def _used(step: Step, homes: Mapping[int, str]) -> dict[str, int]:
     used: dict[str, int] = {}
     for key, home in homes.items():
-        used[home] = used.get(home, 0) + aligned(step.facts[key].nbytes)
+        if home != HELD:  # which is where graphs hold values
+            used[home] = used.get(home, 0) + aligned(step.facts[key].nbytes)
     return used
 
 
@@ -220,7 +222,10 @@ def _shadows(
         larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
-        homes = place(step, terms.machine, replace(larger, nbytes=beside), demand.phases_s).homes
+        stay = planned.placement.stay
+        homes = place(
+            step, terms.machine, replace(larger, nbytes=beside), demand.phases_s, stay
+        ).homes
         made_again = arranged(step, homes, planned.arena)
         again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
@@ -233,7 +238,8 @@ def _shadows(
 def _lanes(
     step: Step, machine: Machine, room: Room, homes: Mapping[int, str]
 ) -> dict[Phase, dict[str, float]]:
-    groups = group(step, machine, room)
+    stay = frozenset(key for key, home in homes.items() if home == HELD)
+    groups = group(step, machine, room, stay)
     counts = []
     for g in groups:
         count: dict[str, float] = {}

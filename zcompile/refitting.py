@@ -19,13 +19,18 @@ def lead_of(session: Session) -> int:
 
 
 def refitted(
-    session: Session, schedule: Schedule, resident: frozenset[EntryIndex], budget_bytes: int
+    session: Session,
+    schedule: Schedule,
+    resident: frozenset[EntryIndex],
+    budget_bytes: int,
+    stay: frozenset[EntryIndex] = frozenset(),
 ) -> Schedule:
-    """`schedule` arranged for a call whose `resident` entries rest on the device, and proven.
+    """`schedule` arranged for a call whose `resident` entries rest on the device and the gradients
+    of whose entries `stay` there, and proven.
 
     raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
     """
-    made = arrange(schedule, resident, budget_bytes, lead_of(session))
+    made = arrange(schedule, resident, budget_bytes, lead_of(session), stay)
     verify_schedule(made)
     return made
 

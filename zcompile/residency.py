@@ -12,25 +12,23 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from zcompile.arrange import ArenaShare
-from zcompile.bounds import bound
+from zcompile.arrange import staying_of
 from zcompile.cost import Costs, replan_pays
-from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
-from zcompile.loads import Room
-from zcompile.prediction import predicted
-from zcompile.refitting import lead_of, refitted, refusal
+from zcompile.held_walk import held_peak
+from zcompile.refitting import refitted, refusal
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.moves import rehome, send_away
-from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import step_seconds
-from zcompile.specs import Phase
+from zcompile.specs import HELD, Phase
+from zcompile.staying import staying_bytes
 from zcompile.step_chunks import DEPTH, NO_ROOM
-from zcompile.step_plan import Seconds, StepPlan, annex_of, at_rest, plan_step
+from zcompile.step_plan import StepPlan, at_rest
+from zcompile.step_planning import costs_of, planned, predicted_at, seconds_at
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 
@@ -46,9 +44,6 @@ PREDICTED_FOR = 4
 """Steps for which a prediction is not made anew."""
 MOST_RELIEFS = 4
 """After so many, what needs the room has it for good."""
-HOLES = 512
-"""Such a part of the host is left over for holes. An entry that finds none large enough goes to
-the disk, if there is one; that costs no more than to leave its size over for good."""
 MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
@@ -59,13 +54,16 @@ class Residency:
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self._seen = 0
-        self._arranged: dict[tuple[int, frozenset[EntryIndex]], Schedule] = {}
+        self._arranged: dict[tuple[object, ...], Schedule] = {}
+        self._stay: frozenset[int] = frozenset()
         self._least_window = 0
         self._plans = 0
         self._next_review = WARM_UP * REVIEW
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
         self._reliefs = 0
+        self._stays = self._zeroed = True
+        """Whether gradients may stay beside the arena: so far, and those of this step."""
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -79,6 +77,7 @@ class Residency:
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
+        self._zeroed = not any(entry.of is not None for entry in self.session.entries())
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         if self._tried and lasting(step) <= self._base.facts.keys():
@@ -129,46 +128,17 @@ class Residency:
     def predicted_at(self, costs: Costs) -> dict[str, Any]:
         """As `prediction`, at these costs; there is a plan."""
         assert self.plan is not None
-        made = predicted(self.plan.step, costs, self.plan.placement.homes)
-        demand = demand_of(self._base, costs.region_seconds)
-        links = machine_for(self.session.config, self.session.device).links
-        least = bound(demand, links, self._room(self._base, holes=False))  # as they are
-        computes_s = sum(demand.phases_s.values())
-        return made | {"least_s": least.seconds, "binding": least.binding,
-                       "least_compute_s": computes_s}  # fmt: skip
+        return predicted_at(self.session, self.plan, self._base, costs)
 
     def costs(self) -> Costs:
         """What is known of this machine and what ran on it."""
-        session = self.session
-        return session.executor.clocks.costs(
-            machine_for(session.config, session.device), session.ways()
-        )
+        return costs_of(self.session)
 
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
-        session, room, costs = self.session, self._room(step), self.costs()
-        chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
-        annex = annex_of(step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes)
-        window = min(self._least_window, arena_bytes)
-        arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
-        compute = demand_of(step, costs.region_seconds).phases_s
-        return plan_step(step, costs.machine, room, arena, compute, self._seconds(costs))
-
-    def _seconds(self, costs: Costs) -> Seconds:
-        return lambda made, homes: step_seconds(made, costs, homes)
-
-    def _room(self, step: Step, holes: bool = True) -> Room:
-        """What the tiers have for the entries of this step: all but what others rest on, and what
-        is left over for `holes` on the host."""
-        session = self.session
-        nbytes = {"device": session.arena.budget_bytes, **session.homes.capacities()}
-        for entry in session.entries():
-            if key_of(entry) not in step.facts and entry.home in nbytes:
-                nbytes[entry.home] -= entry.place.extent.nbytes
-        if holes:  # between entries of different sizes; what finds none goes to disk
-            nbytes["host"] -= nbytes["host"] // HOLES
-        reach, ring = session.reaches_host, session.ways().ring_bytes
-        return Room(nbytes, reach, reach, ring, session.split.held_bytes)
+        return planned(
+            self.session, step, self.costs(), self._least_window, self._stays and self._zeroed
+        )
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -192,18 +162,20 @@ class Residency:
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         homes = {key: home for key, home in homes.items() if key not in set(crowded)}
         astray, rests = rehome(session, homes, self._base)
-        plan = at_rest(plan, self._base, rests, session.window_bytes, self._seconds(self.costs()))
+        plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
+        self._stay = plan.placement.stay
         session.depth = plan.arena.depth
         session.annex_use.plan(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
         log.info(
-            "a step was planned: %s rest on the device, %s are left to stream through; "
-            "%.3g s a step, bound by %s%s",
+            "a step was planned: %s rest on the device, %s are left to stream through, and %s of "
+            "gradients stay beside; %.3g s a step, bound by %s%s",
             show_size(device.planned_bytes),
             show_size(session.window_bytes),
+            show_size(staying_bytes(plan.step, self._stay)),
             plan.seconds,
             ", ".join(binding),
             f"; {lost} entries found no room where they should rest" if lost else "",
@@ -214,12 +186,25 @@ class Residency:
         session, device = self.session, self.session.homes.device
         with deferred_interrupts():
             self._quiet()
-            self.plan, session.depth = None, DEPTH
+            self.plan, session.depth, self._stay = None, DEPTH, frozenset()
             session.annex_use.plan(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()
             device.window_bytes = session.arena.budget_bytes
+
+    def let_go(self) -> None:
+        """The next forward needs the room of gradients that stayed, since nobody set them to None:
+        they go home, and from here on all do."""
+        session = self.session
+        held = [entry for entry in session.entries() if entry.home == HELD]
+        if not held:
+            return
+        with deferred_interrupts():
+            self._quiet()
+            send_away(session, held, {})
+        self._stays = self._tried = False
+        log.info("gradients are kept into the next forward, so they stay beside it no more")
 
     def replan(self) -> None:
         """The arena is about to have another size: what was planned for it does not hold."""
@@ -284,14 +269,29 @@ class Residency:
         resident = frozenset(
             EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
         )
-        key = schedule.serial, resident
+        try:
+            made = self._refitted(schedule, resident, self._staying(schedule, entries))
+            others = session.holding.nbytes - schedule.holds.saved_bytes
+            if made.staying and others + held_peak(made) > session.split.held_bytes:
+                made = self._refitted(schedule, resident, frozenset())
+        except BudgetExceeded as error:
+            if not self.relieve(error.needed_bytes):
+                raise refusal(session, schedule, error) from error
+            return schedule
+        return made
+
+    def _staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
+        """Of which entries the gradients stay where this call makes them."""
+        if not self._stay or all(schedule is not call.schedule for call in self._base.calls):
+            return frozenset()
+        return staying_of(schedule, (-entry.key in self._stay for entry in entries))
+
+    def _refitted(
+        self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+    ) -> Schedule:
+        session, key = self.session, (schedule.serial, resident, stay)
         if key not in self._arranged:
-            try:
-                made = refitted(session, schedule, resident, session.window_bytes)
-            except BudgetExceeded as error:
-                if not self.relieve(error.needed_bytes):
-                    raise refusal(session, schedule, error) from error
-                return schedule
+            made = refitted(session, schedule, resident, session.window_bytes, stay)
             session.homes.plan_device(made.peak_bytes)
             self._arranged[key] = made
         return self._arranged[key]

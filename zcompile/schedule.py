@@ -111,7 +111,10 @@ class Free:
 @dataclass(frozen=True)
 class Reduce:
     """A gradient leaves for its home: it becomes the entry's gradient, or is added to it. Or a tile
-    of one of `of_nbytes`, from `begin` on: all tiles of a contribution, then those of the next."""
+    of one of `of_nbytes`, from `begin` on: all tiles of a contribution, then those of the next.
+
+    stays  it is at home in the memory that compute made it in; nothing moves
+    """
 
     value: Register
     entry: EntryIndex
@@ -121,6 +124,7 @@ class Reduce:
     nbytes: int = 0
     begin: int = 0
     of_nbytes: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,11 @@ class Schedule:
         made = [x for x in self.instructions if isinstance(x, Reduce)]
         times = Counter(reduce.entry for reduce in made)
         return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
+
+    @cached_property
+    def staying(self) -> frozenset[EntryIndex]:
+        """The entries whose gradients stay where compute makes them."""
+        return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
 
     @cached_property
     def departing_bytes(self) -> int:

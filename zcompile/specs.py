@@ -17,6 +17,10 @@ NodeName = NewType("NodeName", str)
 SMALL_BYTES = 64 * KiB
 """An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
 costs several times that. So small ones rest near, even in room that is kept for others."""
+HELD = "held"
+"""Where a gradient rests that stays in the memory that compute made it in, beside the arena."""
+ON_DEVICE = frozenset({"device", HELD})
+"""Where entries rest that compute uses as they are."""
 
 
 def row_major(size: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from zcompile.machine import Machine
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Fetch, Offload, Store
-from zcompile.specs import Phase
+from zcompile.specs import ON_DEVICE, Phase
+from zcompile.staying import staying, staying_bytes
 from zcompile.step_chunks import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.steps import Step
 from zcompile.units import KiB
@@ -46,6 +47,9 @@ overhead, and what its ops make for themselves pushes the plan out."""
 ANNEX_CHUNKS = 16
 """Times the largest chunk of an operand is the most of an annex: 16 chunks of four operands have a
 quarter of it each."""
+ANNEX_SHARE = 8
+"""No more than such a part of what is beside the arena is kept for an annex from gradients that
+could stay."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
@@ -97,6 +101,7 @@ def plan_step(
     compute_seconds: Mapping[Phase, float],
     seconds: Seconds,
     least_s: float = 0.0,
+    stay: frozenset[int] = frozenset(),
 ) -> StepPlan:
     """The fastest of the plans tried, or the first that is near the least.
 
@@ -105,11 +110,12 @@ def plan_step(
     arena    its window is the least that must be left
     seconds  what an arranged step takes
     least_s  no plan takes less; 0, if that is not known
+    stay     the gradients that stay where backward makes them (`staying.py`)
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
-    windows = list(_windows(step, machine, room, arena, compute_seconds))
+    windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
         if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
@@ -184,18 +190,23 @@ def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Secon
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
 
-def annex_of(
-    step: Step, machine: Machine, arena_bytes: int, beside_bytes: int, chunk_bytes: int
-) -> StepRoom:
-    """What the optimizer of a step may stream through beside the arena: what no graph holds then.
+def stay_and_annex(
+    step: Step, machine: Machine, arena_bytes: int, beside_bytes: int, chunk_bytes: int,
+    stays: bool = True,
+) -> tuple[frozenset[int], StepRoom]:  # fmt: skip
+    """The gradients that stay beside the arena until the optimizer has read them, and what it may
+    stream through there: what nobody holds then.
 
     beside_bytes  of the device, set aside for graphs
     chunk_bytes   of one operand, at most
+    stays         whether gradients may stay at all
     """
-    free = max(0, beside_bytes - held_in_steps(step.calls))
+    most = beside_bytes - min(ANNEX_CHUNKS * chunk_bytes, beside_bytes // ANNEX_SHARE)
+    stay = staying(step, most) if stays else frozenset()
+    free = max(0, beside_bytes - held_in_steps(step.calls) - staying_bytes(step, stay))
     nbytes = min(free, ANNEX_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
     paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
-    return StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
+    return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 
 
 def _windows(
@@ -204,16 +215,17 @@ def _windows(
     room: Room,
     arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
+    stay: frozenset[int],
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with what is placed beside it."""
     whole = room.nbytes["device"]
 
     def beside(window: int) -> Placement:
         left = {**room.nbytes, "device": whole - window}
-        return place(step, machine, replace(room, nbytes=left), compute_seconds)
+        return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
 
     everything = beside(0)
-    if set(everything.homes.values()) <= {"device"} and not arena.window_bytes:
+    if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:
         yield 0, everything
     least = max(arena.window_bytes, whole // PARTS[0], min(whole // 8, LEAST_WINDOW))
     tried: list[int] = []
@@ -249,7 +261,7 @@ def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:
         if call.phase is Phase.STEP or call.schedule.budget_bytes is None:
             continue
         resident = frozenset(
-            EntryIndex(n) for n, key in enumerate(call.entries) if homes.get(key) == "device"
+            EntryIndex(n) for n, key in enumerate(call.entries) if homes.get(key) in ON_DEVICE
         )
         if (call.schedule.serial, resident) not in seen:
             seen.add((call.schedule.serial, resident))

@@ -17,7 +17,7 @@ class EntryFact:
 
     key     stands for the same entry in every call; a gradient's is that of its parameter, negated
     nbytes  of the whole entry
-    home    tier it rested on: "device", "host" or "disk"
+    home    tier it rested on: "device", "held", "host" or "disk"
     """
 
     key: int

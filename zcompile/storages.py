@@ -3,6 +3,7 @@
 Aliasing is read from the schemas of ops, bytes from the stand-ins of tracing.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -58,8 +59,9 @@ class StorageWalk:
         self.keyed: dict[str, Storage] = {}
         self.parts: dict[fx.Node, list[list[Storage]]] = {}
 
-    def walk(self) -> tuple[dict[fx.Node, int], int]:
-        """Per departure the bytes that may be under way with it, and those that are at the end."""
+    def walk(self) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node]]:
+        """Per departure the bytes that may be under way with it, those that are at the end, and the
+        departures that are `Level.alone`."""
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
@@ -130,7 +132,7 @@ class StorageWalk:
         joint = self.boundary < len(self.nodes)
         return not joint or phase_of(node) is Phase.BACKWARD or node.op == "placeholder"
 
-    def _depart(self) -> tuple[dict[fx.Node, int], int]:
+    def _depart(self) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node]]:
         """Gradients on their way are held until they are joined. In a joint graph, in which it is
         still to be chosen what is held, no more are than must be."""
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
@@ -140,11 +142,28 @@ class StorageWalk:
                     {id(s): (s.nbytes, s.last) for s in storages})
             for node, storages in zip(nodes, carried, strict=True)
         ]  # fmt: skip
+        alone = self._alone(nodes, carried)
         joins = plan_joins(leaving, self._curve(), fills=self.boundary == len(self.nodes))
         for storage in unique(carried):
             storage.last = max(storage.last, joins.until[id(storage)])
         left = sum(s.nbytes for s in unique(carried) if id(s) in joins.left)
-        return dict(zip(nodes, joins.most, strict=True)), left
+        return dict(zip(nodes, joins.most, strict=True)), left, alone
+
+    def _alone(
+        self, nodes: Sequence[fx.Node], carried: Sequence[Sequence[Storage]]
+    ) -> frozenset[fx.Node]:
+        """The whole gradients that are one storage each, as large as they are, made by compute and
+        held by nobody once they have left."""
+        times = Counter(id(s) for storages in carried for s in storages)
+        return frozenset(
+            node
+            for node, storages in zip(nodes, carried, strict=True)
+            if node.target is ops.reduce_grad and len(storages) == 1
+            for storage in storages
+            if storage.nbytes == departing_bytes(node, self.params)
+            and storage.maker.op == "call_function" and storage.maker is not node
+            and storage.last <= self.where[node] and times[id(storage)] == 1
+        )  # fmt: skip
 
     def _curve(self) -> list[int]:
         """Bytes held while each node runs, without what is only on its way."""

@@ -22,7 +22,7 @@ from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register, Schedule
-from zcompile.specs import Layout
+from zcompile.specs import ON_DEVICE, Layout
 from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
 
@@ -121,7 +121,7 @@ class _Call:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
-        if entry.home == "device":  # changed in place, as anything there
+        if entry.home in ON_DEVICE:  # changed in place, as anything there
             entry.store.deferrals.settle(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
         begin = layout.offset * layout.dtype.itemsize

@@ -19,7 +19,7 @@ from zcompile.linear_program import fractions
 from zcompile.loads import TIERS, Group, Room, evaluate, group
 from zcompile.machine import Machine
 from zcompile.packing import aligned
-from zcompile.specs import SMALL_BYTES, Phase
+from zcompile.specs import HELD, SMALL_BYTES, Phase
 from zcompile.steps import Step
 from zcompile.traffic import lane_bytes
 
@@ -43,6 +43,11 @@ class Placement:
     least_seconds: float
     binding: Mapping[Phase, str] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def stay(self) -> frozenset[int]:
+        """Gradients that stay where compute makes them."""
+        return frozenset(key for key, home in self.homes.items() if home == HELD)
+
     def resident_bytes(self, step: Step) -> int:
         """Of the arena, for what rests on the device."""
         return sum(
@@ -51,13 +56,19 @@ class Placement:
 
 
 def place(
-    step: Step, machine: Machine, room: Room, compute_seconds: Mapping[Phase, float]
+    step: Step,
+    machine: Machine,
+    room: Room,
+    compute_seconds: Mapping[Phase, float],
+    stay: frozenset[int] = frozenset(),
 ) -> Placement:
     """The placement of every weight, gradient and state in `step`. Pure.
 
     compute_seconds  of each phase, with nothing to wait for
+    stay             the gradients that stay where compute makes them
     """
-    groups = group(step, machine, room)
+    groups = group(step, machine, room, stay)
+    room = _spared(room, sum(aligned(step.facts[key].nbytes) for key in stay))
     small, groups = _small(groups, room.nbytes.get("device", 0))
     taken = sum(len(g.keys) * aligned(g.nbytes) for g in small)
     nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
@@ -67,9 +78,17 @@ def place(
     counts = best.counts if best is not None else greedy(groups, room, compute_seconds, machine)
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
     homes |= {key: "device" for g in small for key in g.keys}
+    homes |= dict.fromkeys(stay, HELD)
     seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
     least = best.seconds if best is not None else seconds
     return Placement(homes, seconds, min(least, seconds), binding)
+
+
+def _spared(room: Room, nbytes: int) -> Room:
+    """Without so many bytes of the farthest tier: what stays on the device is to find room there,
+    should the device be needed."""
+    far = next(tier for tier in reversed(TIERS) if tier in room.nbytes)
+    return replace(room, nbytes={**room.nbytes, far: max(0, room.nbytes[far] - nbytes)})
 
 
 def _small(groups: Sequence[Group], device_bytes: int) -> tuple[list[Group], list[Group]]:

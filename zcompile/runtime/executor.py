@@ -15,7 +15,7 @@ from torch import Tensor
 from zcompile.device_peaks import device_peak
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
-from zcompile.held_walk import most_inherited
+from zcompile.held_walk import held_peak, most_inherited
 from zcompile.runtime import near
 from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
@@ -79,9 +79,9 @@ class Executor:
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
         self.join_departures(most_inherited(schedule))
-        others = self.holding.nbytes - schedule.holds.saved_bytes
-        if schedule.phase is not Phase.STEP and not self.is_running:
-            self.make_room(others + schedule.holds.peak_bytes)  # or refuse, before it is a call
+        saved = schedule.holds.saved_bytes
+        if schedule.phase is not Phase.STEP and not self.is_running:  # or refuse, before it is one
+            self.make_room(self.holding.nbytes - saved + schedule.holds.peak_bytes)
         self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
@@ -91,7 +91,7 @@ class Executor:
             freshen(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
-        self._foretell(schedule, others)
+        self._foretell(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.compiled()
@@ -120,13 +120,13 @@ class Executor:
             self.store.meter.add("stall", seconds)
             self.clocks.waited_between(seconds)
 
-    def _foretell(self, schedule: Schedule, others: int) -> None:
-        """`others`: bytes held beside the arena that are not this call's."""
+    def _foretell(self, schedule: Schedule) -> None:
+        others = self.holding.nbytes - schedule.holds.saved_bytes  # held, and not of this call
         self.foresight.others = others
         if schedule.serial not in self._peaks:
             self._peaks[schedule.serial] = device_peak(schedule)
         self.store.homes.plan_together(others + self._peaks[schedule.serial])
-        self.store.meter.planned_activations.at_least(others + schedule.holds.peak_bytes)
+        self.store.meter.planned_activations.at_least(others + held_peak(schedule))
 
 
 class _Walk:
@@ -257,7 +257,7 @@ class _Walk:
         else:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
             self.gradients.take(entry, grad, offset, self._after(reduce.after))
-        leaving.sent(nbytes, freed)
+        leaving.sent(nbytes, freed, stays=self.gradients.near.stayed(entry))
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]

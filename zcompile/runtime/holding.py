@@ -80,10 +80,10 @@ class Holding:
         self._gauge.touch(nbytes)
 
     def keep(self, value: object) -> None:
-        """Autograd holds it from here on, until it dies."""
+        """Somebody else holds it from here on, until it dies: autograd, or a gradient."""
         for storage in storages_of(value):
             row = self._row(storage)
-            assert row.holders, "a call that ends holds it still"
+            assert row.holders, "a call holds it still"
             row.holders += 1
             row.watch.append(weakref.ref(storage, partial(self._gone, row)))
 

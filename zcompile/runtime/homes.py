@@ -11,6 +11,7 @@ from zcompile.errors import TierFull
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.place import Place
 from zcompile.runtime.tier_device import DeviceTier
+from zcompile.runtime.tier_held import HeldTier
 from zcompile.runtime.tiers import Compacting, Extent, TierIO
 from zcompile.specs import SMALL_BYTES, Kind
 
@@ -20,7 +21,7 @@ class Homes:
 
     def __init__(self, tiers: Sequence[TierIO], device: DeviceTier, meter: Meter) -> None:
         self._tiers = tiers
-        self.device = device
+        self.device, self.held = device, HeldTier()
         self._meter = meter
         self.wanted: Mapping[int, str] = {}
         """Parameter -> the tier its gradient is to rest on, by their keys."""

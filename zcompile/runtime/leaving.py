@@ -63,11 +63,16 @@ class Leaving:
         if self._sent is not None:
             self._sent.append((ticket, source))
 
-    def sent(self, nbytes: int, instead_of: Rows) -> None:
-        """What was expected is under way, and held for that; `instead_of` no more."""
+    def sent(self, nbytes: int, instead_of: Rows, stays: bool = False) -> None:
+        """What was expected is under way, and held for that; `instead_of` no more.
+
+        stays  it is held by more than that until it dies: it was made where it is at home
+        """
         sent, self._sent = self._sent or [], None
         sources = [source for _, source in sent]
         (rows,) = self._holding.exchange([instead_of], [sources])
+        if stays:
+            self._holding.keep(sources)
         self._departures.append(_Departure(nbytes, [t for t, _ in sent], sources, rows))
         self._nbytes += nbytes
 

@@ -11,7 +11,7 @@ from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.schedule import Offload, Reduce
-from zcompile.specs import Kind
+from zcompile.specs import HELD, ON_DEVICE, Kind
 from zcompile.steps import Step
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def rehome(
 
     Returns  the entries that found no room, and where each one rests, as `resting` says
     """
-    left, rests = resettle(session, homes), resting(session, step)
+    left, rests = resettle(session, homes), resting(session, step, homes)
     free = session.homes.free()["host"]
     astray = [key for key, home in rests.items() if homes.get(key) == "host" != home]
     if any(step.facts[key].nbytes <= free for key in astray):
@@ -33,7 +33,7 @@ def rehome(
             places = [entry.place for entry in session.entries()]
             moved = session.homes.compact(places)
         if moved:
-            left, rests = resettle(session, homes), resting(session, step)
+            left, rests = resettle(session, homes), resting(session, step, homes)
     return left, rests
 
 
@@ -52,14 +52,16 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     return left
 
 
-def resting(session: Session, step: Step) -> dict[int, str]:
-    """Where each entry rests by now; what a step like this one will make, where it will find room.
+def resting(session: Session, step: Step, homes: Mapping[int, str]) -> dict[int, str]:
+    """Where each entry rests by now; what a step like this one will make, where it will find room,
+    if `homes` does not say that it stays where it is made.
 
     Values that leave the device for backward come in forward and stay for the whole call that
     takes them, beside the gradients that it makes. Room is looked for in that order, as it will be
     then, and given back.
     """
-    rests = {key_of(entry): entry.home for entry in session.entries()}
+    stay = {key: home for key, home in homes.items() if home == HELD}
+    rests = stay | {key_of(entry): entry.home for entry in session.entries()}
     tried: dict[int, tuple[Place, Kind]] = {}
 
     def settle(key: int, kind: Kind, nbytes: int, **wish: Any) -> None:
@@ -98,7 +100,7 @@ def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, st
     left = []
     for entry in entries:
         first = homes.get(key_of(entry), "host")
-        ways = dict.fromkeys((first if first != "device" else "host", "host", "disk"))
+        ways = dict.fromkeys((first if first not in ON_DEVICE else "host", "host", "disk"))
         if not any(move(session, entry, home) for home in ways):
             left.append(entry)
     return left

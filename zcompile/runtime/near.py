@@ -6,6 +6,7 @@ comes after is behind it. The tickets say "compute has come this far".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -14,6 +15,14 @@ from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.runtime.tiers import Extent
 from zcompile.schedule import Borrow
+from zcompile.specs import Layout
+
+
+class OnDevice(Protocol):
+    """A tier whose entries compute reads and writes where they lie."""
+
+    def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
+        """A tensor over the bytes of an entry from `begin` on, not to be handed to others."""
 
 
 def is_near(entry: Entry) -> bool:
@@ -73,7 +82,7 @@ class Lent:
             nbytes = borrow.layout.end_bytes
             return borrow.layout.view(self.store.borrow(entry, begin, nbytes, borrow.writes))
         entry.version += borrow.writes
-        return self.store.arena.view(extent.offset + begin, borrow.layout)
+        return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
 
 
 def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:

@@ -1,20 +1,23 @@
-"""Gradients with a berth on the device: made there, or copied, and booked once per call.
+"""Gradients that rest on the device: made there, or copied, or where they are made anyway.
 
 Large products drive Python's own code and data out of the caches, so whatever runs between two of
 them takes about ten times as long as in a loop. What has to be done for a gradient is therefore
-done for all of a call at once, before and after it. A matrix product is made in its berth; of
-everything else a copy goes there as soon as it is made.
+done for all of a call at once, before and after it. Of one that has a berth, a matrix product is
+made there; of everything else a copy goes there as soon as it is made. One that stays becomes an
+entry as it is.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zcompile.runtime.holding import Row
+from zcompile.runtime.leaves import flat
 from zcompile.runtime.near import copy_dense, is_near
 from zcompile.runtime.norms import Norms
+from zcompile.runtime.place import Place
 from zcompile.runtime.store import Entry, Store
 from zcompile.schedule import Schedule
 from zcompile.specs import Kind, Layout
@@ -33,6 +36,15 @@ class _Coming:
     entry: Entry
     grad: Tensor
     target: Tensor
+
+
+@dataclass(frozen=True)
+class _Stayed:
+    """A gradient that a call has made, and that stays in that memory: of `layout`, in `value`."""
+
+    param: Tensor
+    layout: Layout
+    value: Tensor
 
 
 class NearGradients:
@@ -54,18 +66,24 @@ class NearGradients:
         self._lone, self._came = lone, came
         self._coming: dict[int, _Coming] = {}
         self._here: list[tuple[Entry, _Coming]] = []
+        self._stay: dict[int, Tensor] = {}
+        self._stayed: list[tuple[Entry, _Stayed]] = []
 
     def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call begins. One that a user's hook may look into takes each gradient as it comes."""
         self.abandon()
         if not schedule.lone_gradients or any(map(_is_hooked, entries)):
             return
-        device = self._store.homes.device
-        for entry in (entries[index] for index in schedule.lone_gradients):
-            if not device.has_berth(-entry.key, entry.nbytes):
+        device, staying = self._store.homes.device, schedule.staying
+        for index in schedule.lone_gradients:
+            entry, stays = entries[index], index in staying
+            if not (stays or device.has_berth(-entry.key, entry.nbytes)):
                 continue
             param = self._lone(entry)
             if param is None or not (layout := Layout.of(param)).dense:
+                continue
+            if stays:
+                self._stay[entry.key] = param
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=entry.key)
@@ -83,12 +101,14 @@ class NearGradients:
         return places if len(places) == len(coming) else ()
 
     def receive(self, entry: Entry, grad: Tensor) -> Tensor | Row | None:
-        """`grad`, computed, is in its berth when this returns; None, if it has none or does not
-        lie as it.
+        """`grad`, computed, is in its berth when this returns, or stays; None, if it has no berth,
+        or does not lie as its parameter.
 
         returns  what counts as held until it would have left, had it gone further
         """
-        coming = self._coming.pop(entry.key, None)
+        coming, param = self._coming.pop(entry.key, None), self._stay.pop(entry.key, None)
+        if param is not None:
+            return self._keep(entry, param, grad)
         if coming is None:
             return None
         target = coming.target
@@ -100,8 +120,25 @@ class NearGradients:
         copy_dense(target, grad)
         return grad
 
+    def stayed(self, entry: Entry) -> bool:
+        """Whether what was received last is that of `entry`, and stays."""
+        return bool(self._stayed) and self._stayed[-1][0] is entry
+
+    def _keep(self, entry: Entry, param: Tensor, grad: Tensor) -> Tensor | None:
+        layout = Layout.of(param)
+        own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
+        bits = grad.dtype == layout.dtype and not (grad.is_conj() or grad.is_neg())
+        if not (own and bits and grad.stride() == layout.stride):
+            return None
+        self._stayed.append((entry, _Stayed(param, replace(layout, offset=0), grad.detach())))
+        return grad
+
     def end(self) -> None:
         """The call is over: what came becomes the gradients of its parameters."""
+        stayed, self._stayed = self._stayed, []
+        self._stay.clear()
+        for entry, found in stayed:
+            self._adopt(entry, found)
         here, self._here = self._here, []
         self._coming.clear()
         for entry, coming in here:
@@ -111,8 +148,21 @@ class NearGradients:
                 self._norms.note(made, coming.target)
             self._came(entry, coming.param, coming.grad)
 
+    def _adopt(self, entry: Entry, found: _Stayed) -> None:
+        """A gradient that stays is an entry from here on."""
+        store, name = self._store, f"{found.param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
+        held, nbytes = store.homes.held, found.layout.nbytes
+        place = Place(nbytes, held, held.take(flat(found.value), name))
+        made = store.create(name, Kind.GRAD, nbytes, of=entry.key, at=place)
+        store.borrow(made, 0, nbytes, True, overwrites=True)
+        with torch.no_grad():
+            self._norms.note(made, found.value)
+        self._came(entry, found.param, self._wrap(made, found.layout))
+
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""
+        self._stay.clear()
+        self._stayed.clear()
         self._here.clear()
         self._coming.clear()
 

@@ -39,7 +39,7 @@ class Entry:
 
     born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
-    home     name of the tier it rests on: "device", "host" or "disk"
+    home     name of the tier it rests on: "device", "held", "host" or "disk"
     of       key of the parameter that it is the gradient of
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter whose gradient this is, if it is one
@@ -121,10 +121,12 @@ class Store:
         self._close = weakref.finalize(self, shut, plant)
 
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
-               of: int | None = None, tier: str | None = None) -> Entry:  # fmt: skip
-        """A new, blank entry, where `Homes` sends it; `of`: as in `Entry`. raises TierFull"""
+               of: int | None = None, tier: str | None = None,
+               at: Place | None = None) -> Entry:  # fmt: skip
+        """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull"""
         self.enter(name)
-        entry = Entry(self, kind, self.homes.reserve(name, kind, nbytes, of, tier), unset, of)
+        place = at or self.homes.reserve(name, kind, nbytes, of, tier)
+        entry = Entry(self, kind, place, unset, of)
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry

@@ -14,6 +14,7 @@ from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.arena import Arena
 from zcompile.runtime.ticket import Promise
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
+from zcompile.specs import Layout
 
 
 class DeviceTier:
@@ -113,6 +114,10 @@ class DeviceTier:
             self._spare.discard(extent.offset)
             self._arena.let_go(extent.offset)
         self._taken.discard(extent.offset)
+
+    def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
+        """A tensor over the bytes from `begin` on: the same object each time."""
+        return self._arena.view(extent.offset + begin, layout)
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         yield begin, self._arena.slot(extent.offset + begin, end - begin)

@@ -1,0 +1,78 @@
+"""What the tiers and the machine of a session offer a step, and the plan for it: nothing moves yet.
+
+`residency.py` decides when a step is planned, and puts the plan into force.
+"""
+
+from typing import Any
+
+from zcompile.arrange import ArenaShare
+from zcompile.bounds import bound
+from zcompile.cost import Costs
+from zcompile.demand import demand_of
+from zcompile.loads import Room
+from zcompile.prediction import predicted
+from zcompile.refitting import lead_of
+from zcompile.runtime.probe import machine_for
+from zcompile.runtime.recorder import key_of
+from zcompile.runtime.session import Session
+from zcompile.simulate import step_seconds
+from zcompile.step_plan import Seconds, StepPlan, plan_step, stay_and_annex
+from zcompile.steps import Step
+
+HOLES = 512
+"""Such a part of the host is left over for holes. An entry that finds none large enough goes to
+the disk, if there is one; that costs no more than to leave its size over for good."""
+
+
+def costs_of(session: Session) -> Costs:
+    """What is known of this machine and what ran on it."""
+    machine = machine_for(session.config, session.device)
+    return session.executor.clocks.costs(machine, session.ways())
+
+
+def seconds_at(costs: Costs) -> Seconds:
+    """How long an arranged step takes."""
+    return lambda made, homes: step_seconds(made, costs, homes)
+
+
+def planned(session: Session, step: Step, costs: Costs, least_window: int, stays: bool) -> StepPlan:
+    """The plan for a step like this one.
+
+    least_window  bytes of the arena to leave free
+    stays         whether gradients may stay beside it: whether they are gone before a forward
+    raises  BudgetExceeded
+    """
+    room = room_of(session, step)
+    chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
+    stay, annex = stay_and_annex(
+        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, stays
+    )
+    window = min(least_window, arena_bytes)
+    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
+    compute = demand_of(step, costs.region_seconds).phases_s
+    return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
+
+
+def predicted_at(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
+    """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
+    that any plan takes, and computes, and what binds."""
+    made = predicted(plan.step, costs, plan.placement.homes)
+    demand = demand_of(base, costs.region_seconds)
+    links = machine_for(session.config, session.device).links  # at the rates that they have
+    least = bound(demand, links, room_of(session, base, holes=False))
+    computes_s = sum(demand.phases_s.values())
+    return made | {"least_s": least.seconds, "binding": least.binding,
+                   "least_compute_s": computes_s}  # fmt: skip
+
+
+def room_of(session: Session, step: Step, holes: bool = True) -> Room:
+    """What the tiers have for the entries of this step: all but what others rest on, and what is
+    left over for `holes` on the host."""
+    nbytes = {"device": session.arena.budget_bytes, **session.homes.capacities()}
+    for entry in session.entries():
+        if key_of(entry) not in step.facts and entry.home in nbytes:
+            nbytes[entry.home] -= entry.place.extent.nbytes
+    if holes:  # between entries of different sizes; what finds none goes to disk
+        nbytes["host"] -= nbytes["host"] // HOLES
+    reach, ring = session.reaches_host, session.ways().ring_bytes
+    return Room(nbytes, reach, reach, ring, session.split.held_bytes)

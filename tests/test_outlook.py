@@ -27,9 +27,9 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
     least = []
     search = outlook.plan_step
 
-    def noted(step, machine, room, arena, compute_s, seconds, least_s):
+    def noted(step, machine, room, arena, compute_s, seconds, least_s, stay):
         least.append(least_s)
-        return search(step, machine, room, arena, compute_s, seconds, least_s)
+        return search(step, machine, room, arena, compute_s, seconds, least_s, stay)
 
     monkeypatch.setattr(outlook, "plan_step", noted)
     with torch.device("meta"):

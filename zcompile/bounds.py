@@ -8,12 +8,14 @@ of the first two per micro-batch). Take one segment and let
     C   bytes of the device
     H   bytes of the host
     G   bytes of the staging ring, which are on their way to or from the disk
-    E   bytes that graphs hold beside C, which gradients may still lie in when backward ends
+    E   bytes that graphs hold beside C, which gradients may lie in when backward ends, and until
+        an optimizer that comes next has read them
 
 At the moment a segment begins at most C of its D bytes are on the device, so at least D - C arrive
-while it lasts. At the moment it ends at most C of its W bytes are still there, so at least W - C
-have left while it lasted; of what backward writes, E less. What is neither on the device nor on the
-host comes from the disk, and goes there: at least D - C - H - G, and W - C - H - G, or E less. Its
+while it lasts; of what an optimizer reads, E less, or all gradients if that is less. At the moment
+it ends at most C of its W bytes are still there, so at least W - C have left while it lasted; of
+what backward writes, E less. What is neither on the device nor on the host comes from the disk, and
+goes there: at least D - C - H - G, and W - C - H - G, or as much less as above. Its
 compute takes its seconds (`demand.least_compute`), a link takes its bytes over its rate, and links
 that take turns add up; so the segment lasts at least as long as the largest of these. Segments
 follow each other, so a step lasts at least as long as their sum.
@@ -23,14 +25,14 @@ This counts every border between two segments with all of C for each of its two 
 there to solve it.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
-does, and in which nothing rests beside C: gradients in E leave, and what an optimizer's step
-streams through there is empty whenever a segment begins or ends.
+does, and in which nothing but these gradients rests beside C: what an optimizer's step streams
+through there is empty whenever a segment begins or ends.
 Latencies are left out, which only makes them smaller. They are bounds for updates that are
 computed on the device, or on the host where `Room.reach` says so.
 (ZeRO-Infinity, arXiv 2104.07857, section 4 has the traffic of a step without a residency.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zcompile.demand import Demand, Segment
@@ -75,7 +77,7 @@ class Bound:
 
 def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     """The least of a step, with `room` for its entries. Pure."""
-    plain = tuple(_least(segment, links, room) for segment in demand.segments)
+    plain = tuple(_least(segment, demand.gradients, links, room) for segment in demand.segments)
     sharper = least_seconds(demand, links, room)
     rows = plain
     if sharper is not None:
@@ -94,13 +96,19 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     return Bound(seconds, nbytes, binding, rows, phases)
 
 
-def _least(segment: Segment, links: Mapping[str, Link], room: Room) -> Least:
+def _least(
+    segment: Segment, gradients: Iterable[int], links: Mapping[str, Link], room: Room
+) -> Least:
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}
     counted = links_counted(links, room, segment.phase)
     late = room.held_bytes if segment.phase is Phase.BACKWARD else 0
-    ways = (("h2d", "disk_read", segment.reads, 0), ("d2h", "disk_write", segment.writes, late))
+    stays = sum(segment.reads[k] for k in gradients) if segment.phase is Phase.STEP else 0
+    ways = (
+        ("h2d", "disk_read", segment.reads, min(stays, room.held_bytes)),
+        ("d2h", "disk_write", segment.writes, late),
+    )
     for bus, disk, parts, held in ways:
         if disk in counted:
             nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes - held)

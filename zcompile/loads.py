@@ -24,8 +24,8 @@ class Room:
     reach       compute reaches the host's memory: a step borrows what rests there
     straight    disk and device memory exchange bytes without a link between host and device
     ring_bytes  of the host, in which nothing rests, may be on their way to or from the disk
-    held_bytes  of the device, in which nothing rests, are held by graphs: in the end of backward,
-                by gradients on their way
+    held_bytes  of the device are held by graphs; when backward ends, by gradients on their way, or
+                that stay until the optimizer has read them
     """
 
     nbytes: Mapping[str, int]

@@ -62,8 +62,8 @@ class Residency:
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
         self._reliefs = 0
-        self._stays = self._zeroed = True
-        """Whether gradients may stay beside the arena: so far, and those of this step."""
+        self._kept = self._in_the_way = frozenset[int]()
+        """Gradients that were alive when this step began; when one needed their room."""
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -77,7 +77,8 @@ class Residency:
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
-        self._zeroed = not any(entry.of is not None for entry in self.session.entries())
+        alive = self.session.entries()
+        self._kept = frozenset(key_of(entry) for entry in alive if entry.of is not None)
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         if self._tried and lasting(step) <= self._base.facts.keys():
@@ -137,7 +138,7 @@ class Residency:
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
         return planned(
-            self.session, step, self.costs(), self._least_window, self._stays and self._zeroed
+            self.session, step, self.costs(), self._least_window, self._kept | self._in_the_way
         )
 
     def apply(self, plan: StepPlan) -> None:
@@ -195,7 +196,7 @@ class Residency:
 
     def let_go(self) -> None:
         """The next forward needs the room of gradients that stayed, since nobody set them to None:
-        they go home, and from here on all do."""
+        they go home, from here on whenever they come."""
         session = self.session
         held = [entry for entry in session.entries() if entry.home == HELD]
         if not held:
@@ -203,8 +204,9 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             send_away(session, held, {})
-        self._stays = self._tried = False
-        log.info("gradients are kept into the next forward, so they stay beside it no more")
+        self._tried, self._in_the_way = False, self._in_the_way.union(map(key_of, held))
+        log.info("%d gradients are kept into the next forward, which needs their room: they go "
+                 "home from here on", len(held))  # fmt: skip
 
     def replan(self) -> None:
         """The arena is about to have another size: what was planned for it does not hold."""

@@ -29,20 +29,24 @@ Moments = Sequence[tuple[StepCall, Sequence[Instruction]]]
 """Calls, and of those of backward what changes what is held."""
 
 
-def staying(step: Step, room_bytes: int) -> frozenset[int]:
+def staying(
+    step: Step, room_bytes: int, annex_bytes: int = 0, kept: frozenset[int] = frozenset()
+) -> frozenset[int]:
     """Keys of the gradients that stay: of those that come once, whole, and in memory of their own
-    as many of the last as leave no more than `room_bytes` held at any time.
+    as many of the last as leave no more than `room_bytes` held at any time, and while the optimizer
+    goes on `annex_bytes` less.
 
-    For a step all of whose gradients are gone when the next forward begins.
+    kept  those that are not gone when the next forward begins, none of which stays
     """
     if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
         return frozenset()
     moments = [(call, _changes(call)) for call in step.calls]
-    may = list(_candidates(moments))
+    may = [key for key in _candidates(moments) if key not in kept]
     fewest, most = 0, len(may)
     while fewest < most:  # the more stay, the more is held
         some = (fewest + most + 1) // 2
-        if _held(moments, frozenset(may[-some:])) <= room_bytes:
+        at_most, in_steps = _held(moments, frozenset(may[-some:]))
+        if at_most <= room_bytes and in_steps + annex_bytes <= room_bytes:
             fewest = some
         else:
             most = some - 1
@@ -72,17 +76,17 @@ def _candidates(moments: Moments) -> Iterator[int]:
                     yield -key
 
 
-def _held(moments: Moments, keys: frozenset[int]) -> int:
-    """The most that is held from backward on, if these stay."""
-    walk, most = HeldWalk(), 0
+def _held(moments: Moments, keys: frozenset[int]) -> tuple[int, int]:
+    """The most that is held from backward on, and while the optimizer goes on, if these stay."""
+    walk, most, in_steps = HeldWalk(), 0, 0
     for (call, changes), (after, _) in zip(moments, [*moments[1:], moments[0]], strict=True):
         walk.begin(call.schedule)
         if call.phase is Phase.STEP:
-            most = max(most, walk.now)
+            in_steps = max(in_steps, walk.now)
         for x in changes:
             most = max(most, walk.rise())
             if isinstance(x, Reduce):
                 walk.leave(replace(x, stays=True) if -call.entries[x.entry] in keys else x)
                 most = max(most, walk.now)
         walk.end(after.phase)
-    return most
+    return max(most, in_steps), in_steps

@@ -47,9 +47,10 @@ overhead, and what its ops make for themselves pushes the plan out."""
 ANNEX_CHUNKS = 16
 """Times the largest chunk of an operand is the most of an annex: 16 chunks of four operands have a
 quarter of it each."""
+ANNEX_OPERANDS = 4
+"""For `DEEP` paced chunks of so many operands room is kept from gradients that could stay."""
 ANNEX_SHARE = 8
-"""No more than such a part of what is beside the arena is kept for an annex from gradients that
-could stay."""
+"""Or such a part of what is beside the arena, if that is less."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
@@ -192,20 +193,20 @@ def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Secon
 
 def stay_and_annex(
     step: Step, machine: Machine, arena_bytes: int, beside_bytes: int, chunk_bytes: int,
-    stays: bool = True,
+    kept: frozenset[int] = frozenset(),
 ) -> tuple[frozenset[int], StepRoom]:  # fmt: skip
     """The gradients that stay beside the arena until the optimizer has read them, and what it may
     stream through there: what nobody holds then.
 
     beside_bytes  of the device, set aside for graphs
     chunk_bytes   of one operand, at most
-    stays         whether gradients may stay at all
+    kept          gradients that are not gone when the next forward begins
     """
-    most = beside_bytes - min(ANNEX_CHUNKS * chunk_bytes, beside_bytes // ANNEX_SHARE)
-    stay = staying(step, most) if stays else frozenset()
+    paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
+    annex = min(ANNEX_OPERANDS * DEEP * paced, beside_bytes // ANNEX_SHARE)
+    stay = staying(step, beside_bytes, annex, kept)
     free = max(0, beside_bytes - held_in_steps(step.calls) - staying_bytes(step, stay))
     nbytes = min(free, ANNEX_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
-    paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
     return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 
 

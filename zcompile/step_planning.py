@@ -35,17 +35,20 @@ def seconds_at(costs: Costs) -> Seconds:
     return lambda made, homes: step_seconds(made, costs, homes)
 
 
-def planned(session: Session, step: Step, costs: Costs, least_window: int, stays: bool) -> StepPlan:
+def planned(
+    session: Session, step: Step, costs: Costs, least_window: int, kept: frozenset[int]
+) -> StepPlan:
     """The plan for a step like this one.
 
     least_window  bytes of the arena to leave free
-    stays         whether gradients may stay beside it: whether they are gone before a forward
+    kept          gradients that are not gone when the next forward begins, so that none of them
+                  may stay beside the arena
     raises  BudgetExceeded
     """
     room = room_of(session, step)
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
     stay, annex = stay_and_annex(
-        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, stays
+        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
     )
     window = min(least_window, arena_bytes)
     arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)

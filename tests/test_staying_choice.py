@@ -1,0 +1,103 @@
+"""Which gradients stay where backward makes them, and what is held then: on steps made by hand."""
+
+from dataclasses import replace
+
+import pytest
+from written import NOTHING, schedule
+
+from zcompile.held_walk import HeldWalk, held_peak
+from zcompile.holds import Holds, Level
+from zcompile.schedule import EntryIndex, Reduce, Register, Run
+from zcompile.specs import Kind, Phase
+from zcompile.staying import staying
+from zcompile.steps import EntryFact, Step, StepCall
+
+HELD_BESIDE = (9, 8, 6, 4, 2)
+"""Beside five gradients of 2, of a peak of 11: the picture in `staying.py`."""
+
+
+def backward(beside=HELD_BESIDE, **of):
+    """Makes a gradient of 2 for each of so many parameters; each is joined as the next leaves."""
+    levels, reduces, now = [Level(0, beside[0] + 2, beside[0] + 2)], [], beside[0] + 2
+    for n, bytes_beside in enumerate(beside):
+        levels.append(Level(now, now, now := bytes_beside + 2, 2, True))
+        reduces.append(Reduce(Register(0), EntryIndex(n), (), True, "w", 2))
+    rows = [Run(NOTHING, (), (), (), None), *reduces]
+    return replace(schedule(*rows, phase=Phase.BACKWARD), holds=Holds(tuple(levels)), **of)
+
+
+def step_of(*calls):
+    """Calls on parameters 1 to 5."""
+    keys = tuple(range(1, 6))
+    made = [schedule(phase=call) if isinstance(call, Phase) else call for call in calls]
+    facts = {-key: EntryFact(-key, "w.grad", Kind.GRAD, 2, "host") for key in keys}
+    return Step(tuple(StepCall(one, keys) for one in made), facts)
+
+
+USUAL = Phase.FORWARD, backward(), Phase.STEP
+
+
+@pytest.mark.parametrize(("beside", "room", "how_many"), [
+    (HELD_BESIDE, 12, 5), (HELD_BESIDE, 11, 4),
+    ((9, 8, 8, 8, 8), 18, 5), ((9, 8, 8, 8, 8), 14, 3), ((9, 8, 8, 8, 8), 11, 1),
+    ((9, 9, 9, 9, 9), 10, 0), ((0, 0, 0, 0, 0), 7, 3),
+])  # fmt: skip
+def test_the_last_gradients_stay_as_many_as_find_room(beside, room, how_many):
+    step = step_of(Phase.FORWARD, backward(beside), Phase.STEP)
+    assert staying(step, room) == {-1, -2, -3, -4, -5} - set(range(-1, how_many - 6, -1))
+
+
+@pytest.mark.parametrize("calls", [
+    (Phase.FORWARD, backward(), Phase.FORWARD, backward(), Phase.STEP),
+    (Phase.FORWARD, Phase.STEP),
+    (backward(), Phase.STEP),
+    (Phase.FORWARD, backward(), Phase.STEP, Phase.FORWARD, backward(), Phase.STEP),
+], ids=["micro-batches", "no backward", "no forward", "two in turn"])  # fmt: skip
+def test_gradients_that_are_added_to_go_home(calls):
+    assert staying(step_of(*calls), 1000) == frozenset()
+
+
+def test_a_gradient_that_comes_twice_goes_home():
+    both = staying(step_of(Phase.FORWARD, backward(), backward((9,)), Phase.STEP), 1000)
+    assert both == {-2, -3, -4, -5}
+
+
+def test_what_is_kept_into_the_next_forward_goes_home():
+    assert staying(step_of(*USUAL), 1000, kept=frozenset({-2})) == {-1, -3, -4, -5}
+
+
+def test_an_annex_has_its_room_while_the_optimizer_goes_on():
+    step = step_of(Phase.FORWARD, backward((20, 0, 0, 0, 0)), Phase.STEP)
+    assert len(staying(step, 22)) == 5
+    assert len(staying(step, 22, annex_bytes=16)) == 3
+
+
+def test_what_shares_its_memory_or_comes_in_tiles_goes_home():
+    made = backward()
+    shared = [level._replace(alone=n != 2) for n, level in enumerate(made.holds.levels)]
+    rows = list(made.instructions)
+    rows[3] = replace(rows[3], of_nbytes=4)
+    made = replace(made, instructions=tuple(rows), holds=Holds(tuple(shared)))
+    assert staying(step_of(Phase.FORWARD, made, Phase.STEP), 1000) == {-1, -4, -5}
+
+
+def test_what_stays_is_held_until_the_next_forward():
+    made = backward()
+    rows = [replace(x, stays=x.entry > 0) if isinstance(x, Reduce) else x
+            for x in made.instructions]  # fmt: skip
+    made, walk, held = replace(made, instructions=tuple(rows)), HeldWalk(), []
+    walk.begin(made)
+    for x in made.instructions:
+        walk.rise()
+        if isinstance(x, Reduce):
+            walk.leave(x)
+            held.append(walk.now)
+    walk.end(Phase.STEP)
+    walk.begin(schedule(phase=Phase.STEP))
+    assert walk.now == 8
+    walk.end(Phase.FORWARD)
+    assert walk.now == 8
+    walk.begin(schedule(phase=Phase.FORWARD))
+    assert walk.now == 0
+    assert held == [11, 10, 10, 10, 10]
+    assert held_peak(made) == 11

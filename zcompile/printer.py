@@ -123,12 +123,10 @@ def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None
         case Free():
             return "compute", "free", instruction.name, instruction.slot.nbytes
         case Reduce():
-            return (
-                "d2h",
-                "reduce",
-                instruction.name,
-                instruction.nbytes if instruction.of_nbytes else None,
-            )
+            tile = instruction.nbytes if instruction.of_nbytes else None
+            if instruction.stays:
+                return "compute", "stay", instruction.name, instruction.nbytes
+            return "d2h", "reduce", instruction.name, tile
         case Store():
             return "d2h", "store", instruction.name, instruction.nbytes
         case Offload():

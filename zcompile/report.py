@@ -38,6 +38,7 @@ class Report:
     shadows            what one more GiB of a tier saves
     peak_device_bytes  of the arena, with what rests there
     annex_bytes        beside it, for the optimizer's step, while no graph holds them
+    staying_bytes      of gradients that stay there from backward to that step
     """
 
     machine: str
@@ -66,6 +67,7 @@ class Report:
     shadows: tuple[Shadow, ...]
     peak_device_bytes: int
     annex_bytes: int
+    staying_bytes: int
 
     @classmethod
     def of(cls, found: Outlook, terms: Terms, facts: Facts) -> "Report":
@@ -101,6 +103,7 @@ class Report:
             shadows=found.shadows,
             peak_device_bytes=found.plan.peak_bytes,
             annex_bytes=found.plan.annex_bytes,
+            staying_bytes=found.plan.staying_bytes,
         )  # fmt: skip
 
     @property
@@ -168,6 +171,9 @@ def _lines(report: Report) -> Iterator[str]:
     )  # fmt: skip
     if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
+    if report.staying_bytes:
+        yield (f"  {show_size(report.staying_bytes)} of gradients stay beside it, in what activations "
+               "leave, until the optimizer has read them")  # fmt: skip
     if report.annex_bytes:
         yield (f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
                "no graph holds then")  # fmt: skip

@@ -25,7 +25,6 @@ from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
 from zcompile.simulate import step_seconds
 from zcompile.specs import HELD, Phase
-from zcompile.staying import staying_bytes
 from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import StepPlan, at_rest
 from zcompile.step_planning import costs_of, planned, predicted_at, seconds_at
@@ -176,7 +175,7 @@ class Residency:
             "gradients stay beside; %.3g s a step, bound by %s%s",
             show_size(device.planned_bytes),
             show_size(session.window_bytes),
-            show_size(staying_bytes(plan.step, self._stay)),
+            show_size(plan.staying_bytes),
             plan.seconds,
             ", ".join(binding),
             f"; {lost} entries found no room where they should rest" if lost else "",

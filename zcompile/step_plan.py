@@ -82,6 +82,11 @@ class StepPlan:
         return self.resident_bytes + max(inside, default=0)
 
     @property
+    def staying_bytes(self) -> int:
+        """Of gradients that stay beside the arena from backward to the optimizer's step."""
+        return staying_bytes(self.step, self.placement.stay)
+
+    @property
     def transfers(self) -> int:
         """Of a step, there and back."""
         rows = (x for call in self.step.calls for x in call.schedule.instructions)

@@ -40,7 +40,7 @@ USUAL = Phase.FORWARD, backward(), Phase.STEP
 @pytest.mark.parametrize(("beside", "room", "how_many"), [
     (HELD_BESIDE, 12, 5), (HELD_BESIDE, 11, 4),
     ((9, 8, 8, 8, 8), 18, 5), ((9, 8, 8, 8, 8), 14, 3), ((9, 8, 8, 8, 8), 11, 1),
-    ((9, 9, 9, 9, 9), 10, 0), ((0, 0, 0, 0, 0), 7, 3),
+    ((9, 8, 8, 8, 8), 10, 1), ((9, 9, 9, 9, 9), 8, 1), ((0, 0, 0, 0, 0), 7, 3),
 ])  # fmt: skip
 def test_the_last_gradients_stay_as_many_as_find_room(beside, room, how_many):
     step = step_of(Phase.FORWARD, backward(beside), Phase.STEP)
@@ -70,6 +70,7 @@ def test_an_annex_has_its_room_while_the_optimizer_goes_on():
     step = step_of(Phase.FORWARD, backward((20, 0, 0, 0, 0)), Phase.STEP)
     assert len(staying(step, 22)) == 5
     assert len(staying(step, 22, annex_bytes=16)) == 3
+    assert len(staying(step, 22, annex_bytes=22)) == 1, "that is on its way then, if it does not"
 
 
 def test_what_shares_its_memory_or_comes_in_tiles_goes_home():

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import le
 
 from zcompile.held_walk import HeldWalk
 from zcompile.schedule import CHANGE_HOLDING, Instruction, Reduce
@@ -34,7 +35,7 @@ def staying(
 ) -> frozenset[int]:
     """Keys of the gradients that stay: of those that come once, whole, and in memory of their own
     as many of the last as leave no more than `room_bytes` held at any time, and while the optimizer
-    goes on `annex_bytes` less.
+    goes on `annex_bytes` less; or no more than is held anyway, by those on their way.
 
     kept  those that are not gone when the next forward begins, none of which stays
     """
@@ -42,11 +43,11 @@ def staying(
         return frozenset()
     moments = [(call, _changes(call)) for call in step.calls]
     may = [key for key in _candidates(moments) if key not in kept]
+    room = tuple(map(max, _held(moments, frozenset()), (room_bytes, room_bytes - annex_bytes)))
     fewest, most = 0, len(may)
     while fewest < most:  # the more stay, the more is held
         some = (fewest + most + 1) // 2
-        at_most, in_steps = _held(moments, frozenset(may[-some:]))
-        if at_most <= room_bytes and in_steps + annex_bytes <= room_bytes:
+        if all(map(le, _held(moments, frozenset(may[-some:])), room)):
             fewest = some
         else:
             most = some - 1

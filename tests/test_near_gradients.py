@@ -9,6 +9,7 @@ from planned_runs import adamw, begun, expected, ids, offloaded, same, train
 from torch import nn
 
 import zcompile
+from zcompile import step_plan
 from zcompile.errors import Unsupported
 from zcompile.offloading import session_behind
 from zcompile.runtime import near_gradients
@@ -19,6 +20,12 @@ from zcompile.units import MiB
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""
+
+
+@pytest.fixture(autouse=True)
+def none_stays(monkeypatch):
+    """Each has a berth, if it rests on the device; those that stay have tests of their own."""
+    monkeypatch.setattr(step_plan, "staying", lambda *how: frozenset())
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from planned_runs import (
 from torch import nn
 
 import zcompile
-from zcompile import residency
+from zcompile import residency, step_plan
 from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.offloading import session_behind
 from zcompile.runtime import moves
@@ -230,6 +230,7 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
 @pytest.mark.parametrize("closes", [True, False])
 def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp_path, closes):
     """What the plan wants there has room enough, but not in one piece, before entries move."""
+    monkeypatch.setattr(step_plan, "staying", lambda *how: frozenset())  # the host is to be full
     if not closes:
         monkeypatch.setattr(Homes, "compact", lambda homes, places: False)
     made = crowded(monkeypatch, lambda session: None)

@@ -25,7 +25,7 @@ This counts every border between two segments with all of C for each of its two 
 there to solve it.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
-does, and in which nothing but these gradients rests beside C: what an optimizer's step streams
+does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
 through there is empty whenever a segment begins or ends.
 Latencies are left out, which only makes them smaller. They are bounds for updates that are
 computed on the device, or on the host where `Room.reach` says so.

@@ -7,6 +7,7 @@ runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zcompile.holds import Level
 from zcompile.schedule import CHANGE_HOLDING, Reduce, Schedule
@@ -129,9 +130,15 @@ def held_peak(schedule: Schedule) -> int:
     return max(most, walk.now - kept)
 
 
-def held_in_steps(calls: Sequence[StepCall]) -> int:
+def marked(call: StepCall, reduce: Reduce, stay: frozenset[int]) -> Reduce:
+    """As it will be, if the gradients with the keys `stay` do."""
+    return replace(reduce, stays=True) if -call.entries[reduce.entry] in stay else reduce
+
+
+def held_in_steps(calls: Sequence[StepCall], stay: frozenset[int] = frozenset()) -> int:
     """The most that is held beside the arena when an optimizer goes on; `calls` come again and
-    again. That is gradients on their way, and what a backward that never came would need."""
+    again. That is gradients on their way, or that `stay`, and what a backward that never came would
+    need."""
     walk, most = HeldWalk(), 0
     for number in range(-len(calls), len(calls)):
         call, after = calls[number], calls[(number + 1) % len(calls)]
@@ -142,6 +149,6 @@ def held_in_steps(calls: Sequence[StepCall]) -> int:
             if isinstance(x, CHANGE_HOLDING):
                 walk.rise()
             if isinstance(x, Reduce):
-                walk.leave(x)
+                walk.leave(marked(call, x, stay))
         walk.end(after.phase)
     return most

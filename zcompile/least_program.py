@@ -9,7 +9,7 @@ For every border b between two segments, the end of a step among them, and every
     r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
             sum over k of r + w <= G, the staging ring
     g[k,b]  bytes of gradients k that are held when backward ends, beside C: in the next segment the
-            optimizer reads them there, or they leave, or go into the ring;
+            optimizer reads them there, or they leave;
             sum over k of g <= what is held
 
 For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct bytes:
@@ -19,19 +19,20 @@ For every segment s, between the borders b and b', which reads R[k] and writes W
                                                so must what is there in the end, not in the
                                                beginning, and was not written
     out[k]   >= W[k] - d[k,b'] - g[k,b']       what was written is sent, or is still there only
-    out[k]   >= d[k,b] - d[k,b'] - W[k]        so is what was there only and was not written anew;
+    out[k]   >= d[k,b] + g[k,b] - d[k,b'] - g[k,b'] - W[k]
+                                               so is what was there only and was not written anew;
                                                if anybody reads it later
-    out[k]   g[k,b] more than either           if anybody reads later what k is after s
     the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came out of
     the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device exchange bytes
     themselves, what comes and leaves by either counts in the first four
     T[s]     >= seconds of its compute
     T[s]     >= seconds of each link for these bytes; links that take turns count together
 
-The sum of T is least. Every way of running the step in which nothing but gradients rests beside C
-and H obeys all of this, whatever it keeps and when: read h, q, d, e and g off what it does at each
-border. So no way is faster. Fractions of bytes, and what else must lie on the device meanwhile, are
-left out, which only makes it smaller.
+The sum of T is least. Every way of running the step in which nothing rests beside C and H, but for
+gradients from the end of backward to that of an optimizer's step after it, obeys all of this,
+whatever it keeps and when: read h, q, d, e and g off what it does at each border. So no way is
+faster. Fractions of bytes, and what else must lie on the device meanwhile, are left out, which only
+makes it smaller.
 """
 
 from collections.abc import Mapping, Sequence
@@ -211,20 +212,20 @@ def _segment(
                 ways += [(("r", k, n), -1.0), (("r", k, after), 1.0)]
             elif link == "disk_write":
                 ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
-            here, there = ((("g", k, at), 1.0) for at in (n, after))
-            if link in ("d2h", "disk_write"):
-                leaving = [here] * segment.lives[k] + [(there[0], -1.0)]
-                ways += [term for term in leaving if term[0] in program.columns]
             program.at_most(0.0, *ways)
+            beside = [(at, sign) for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
+                      if at in program.columns]  # fmt: skip
             if link in ("h2d", "disk_read"):
                 begin, end = (held, k, n), (held, k, after)
-                found = [(at, -1.0) for at in (begin, here[0]) if at in program.columns]
+                found = [(begin, -1.0), *((at, -1.0) for at, sign in beside if sign > 0)]
                 program.at_most(-read, *ways, *found)
                 program.at_most(written, *ways, *found, (end, 1.0))
             else:
-                program.at_most(-written, *ways, ((new, k, after), -1.0))
+                still = [((new, k, after), -1.0), *(term for term in beside if term[1] < 0)]
+                program.at_most(-written, *ways, *still)
                 if segment.lives[k]:
-                    program.at_most(written, *ways, ((new, k, n), 1.0), ((new, k, after), -1.0))
+                    there = [((new, k, n), 1.0), *(term for term in beside if term[1] > 0)]
+                    program.at_most(written, *ways, *there, *still)
             lanes.setdefault(links[link].lane, []).append((moved, seconds))
     for terms in lanes.values():
         program.at_most(0.0, *terms, (("T", n), -1.0))

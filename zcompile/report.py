@@ -172,8 +172,8 @@ def _lines(report: Report) -> Iterator[str]:
     if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
     if report.staying_bytes:
-        yield (f"  {show_size(report.staying_bytes)} of gradients stay beside it, in what activations "
-               "leave, until the optimizer has read them")  # fmt: skip
+        yield (f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
+               "until the optimizer has read them")  # fmt: skip
     if report.annex_bytes:
         yield (f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
                "no graph holds then")  # fmt: skip

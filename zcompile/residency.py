@@ -27,7 +27,7 @@ from zcompile.simulate import step_seconds
 from zcompile.specs import HELD, Phase
 from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import StepPlan, at_rest
-from zcompile.step_planning import costs_of, planned, predicted_at, seconds_at
+from zcompile.step_planning import costs_of, plan_of, prediction_of, seconds_at
 from zcompile.steps import Step, joined, lasting, of_the_living
 from zcompile.units import show_size
 
@@ -61,8 +61,8 @@ class Residency:
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
         self._reliefs = 0
-        self._kept = self._in_the_way = frozenset[int]()
-        """Gradients that were alive when this step began; when one needed their room."""
+        self._kept: frozenset[int] = frozenset()  # gradients alive when this step began
+        self._barred, self._let_go_in = False, -WARM_UP
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -76,8 +76,8 @@ class Residency:
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
-        alive = self.session.entries()
-        self._kept = frozenset(key_of(entry) for entry in alive if entry.of is not None)
+        entries = self.session.entries()
+        self._kept = frozenset(key_of(entry) for entry in entries if entry.of is not None)
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         if self._tried and lasting(step) <= self._base.facts.keys():
@@ -128,7 +128,7 @@ class Residency:
     def predicted_at(self, costs: Costs) -> dict[str, Any]:
         """As `prediction`, at these costs; there is a plan."""
         assert self.plan is not None
-        return predicted_at(self.session, self.plan, self._base, costs)
+        return prediction_of(self.session, self.plan, self._base, costs)
 
     def costs(self) -> Costs:
         """What is known of this machine and what ran on it."""
@@ -136,9 +136,8 @@ class Residency:
 
     def planned(self, step: Step) -> StepPlan:
         """The plan for a step like this one. raises BudgetExceeded"""
-        return planned(
-            self.session, step, self.costs(), self._least_window, self._kept | self._in_the_way
-        )
+        kept = frozenset(step.facts) if self._barred else self._kept
+        return plan_of(self.session, step, self.costs(), self._least_window, kept)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -194,8 +193,8 @@ class Residency:
             device.window_bytes = session.arena.budget_bytes
 
     def let_go(self) -> None:
-        """The next forward needs the room of gradients that stayed, since nobody set them to None:
-        they go home, from here on whenever they come."""
+        """A forward needs the room of gradients that stayed and were not set to None: they go home.
+        An evaluation may come before they are. If it is so step after step, none stays any more."""
         session = self.session
         held = [entry for entry in session.entries() if entry.home == HELD]
         if not held:
@@ -203,9 +202,11 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             send_away(session, held, {})
-        self._tried, self._in_the_way = False, self._in_the_way.union(map(key_of, held))
-        log.info("%d gradients are kept into the next forward, which needs their room: they go "
-                 "home from here on", len(held))  # fmt: skip
+        again, self._let_go_in = self._seen - self._let_go_in == 1, self._seen
+        log.info("%d gradients that stayed go home: a forward needs their room%s", len(held),
+                 "; the next plan lets none stay" if again else "")  # fmt: skip
+        if again:
+            self._barred, self._tried = True, False
 
     def replan(self) -> None:
         """The arena is about to have another size: what was planned for it does not hold."""

@@ -232,12 +232,13 @@ class SimulatedSteps:
 
     def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> Done:
         before = self._host
-        self._make_room(x.nbytes)
+        if journey.route:  # else it is at home where it is
+            self._make_room(x.nbytes)
+            self._backlog.append(journey)
         self._waited += self._host - before
         mark = () if x.after else (self._compute,)
         begin = x.begin if isinstance(x, Reduce) else 0
         self._start(journey, key, begin, x.nbytes, True, x.after, mark)
-        self._backlog.append(journey)
         self._issue(x, x.nbytes)
         return None, journey
 

@@ -14,11 +14,9 @@ forward needs the room again.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
-from operator import le
 
-from zcompile.held_walk import HeldWalk
+from zcompile.held_walk import HeldWalk, marked
 from zcompile.schedule import CHANGE_HOLDING, Instruction, Reduce
 from zcompile.specs import Phase
 from zcompile.steps import Step, StepCall
@@ -43,11 +41,13 @@ def staying(
         return frozenset()
     moments = [(call, _changes(call)) for call in step.calls]
     may = [key for key in _candidates(moments) if key not in kept]
-    room = tuple(map(max, _held(moments, frozenset()), (room_bytes, room_bytes - annex_bytes)))
+    anyway, anyway_in_steps = _held(moments, frozenset())
+    room, in_steps = max(room_bytes, anyway), max(room_bytes - annex_bytes, anyway_in_steps)
     fewest, most = 0, len(may)
     while fewest < most:  # the more stay, the more is held
         some = (fewest + most + 1) // 2
-        if all(map(le, _held(moments, frozenset(may[-some:])), room)):
+        held, then = _held(moments, frozenset(may[-some:]))
+        if held <= room and then <= in_steps:
             fewest = some
         else:
             most = some - 1
@@ -84,10 +84,24 @@ def _held(moments: Moments, keys: frozenset[int]) -> tuple[int, int]:
         walk.begin(call.schedule)
         if call.phase is Phase.STEP:
             in_steps = max(in_steps, walk.now)
-        for x in changes:
-            most = max(most, walk.rise())
-            if isinstance(x, Reduce):
-                walk.leave(replace(x, stays=True) if -call.entries[x.entry] in keys else x)
-                most = max(most, walk.now)
+        # When a call begins, all that others hold then is counted beside its own peak.
+        most = max(most, walk.others + _most(HeldWalk(), call, changes, keys))
+        _most(walk, call, changes, keys, begun=True)
         walk.end(after.phase)
     return max(most, in_steps), in_steps
+
+
+def _most(
+    walk: HeldWalk, call: StepCall, changes: Sequence[Instruction], keys: frozenset[int],
+    begun: bool = False,
+) -> int:  # fmt: skip
+    """The most held in the call, beside what others hold when it begins."""
+    if not begun:
+        walk.begin(call.schedule)
+    others, most = walk.others, 0
+    for x in changes:
+        most = max(most, walk.rise() - others)
+        if isinstance(x, Reduce):
+            walk.leave(marked(call, x, keys))
+            most = max(most, walk.now - others)
+    return most

@@ -35,7 +35,7 @@ def seconds_at(costs: Costs) -> Seconds:
     return lambda made, homes: step_seconds(made, costs, homes)
 
 
-def planned(
+def plan_of(
     session: Session, step: Step, costs: Costs, least_window: int, kept: frozenset[int]
 ) -> StepPlan:
     """The plan for a step like this one.
@@ -56,7 +56,7 @@ def planned(
     return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
 
 
-def predicted_at(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
+def prediction_of(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
     """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
     that any plan takes, and computes, and what binds."""
     made = predicted(plan.step, costs, plan.placement.homes)

@@ -16,7 +16,7 @@ from zcompile.units import show_size
 
 log = logging.getLogger(__name__)
 
-HELD = "values of compiled graphs"
+OF_GRAPHS = "values of compiled graphs"
 
 
 class DeviceSplit:
@@ -56,7 +56,7 @@ class DeviceSplit:
             raise self._refusal(
                 store.device_budget + nbytes - self.held_bytes,
                 "a compiled graph, beside what rests there,",
-                [(HELD, nbytes), *((entry.name, entry.nbytes) for entry in near)],
+                [(OF_GRAPHS, nbytes), *((entry.name, entry.nbytes) for entry in near)],
                 "give zcompile.offload more device_memory, or more host_memory or a disk: what "
                 "rests on the device has to leave for what the graph holds, and finds no room",
             )
@@ -74,7 +74,7 @@ class DeviceSplit:
             return error
         needed = error.needed_bytes + self.held_bytes
         return self._refusal(
-            needed, where, [(what, error.needed_bytes), (HELD, self.held_bytes)],
+            needed, where, [(what, error.needed_bytes), (OF_GRAPHS, self.held_bytes)],
             f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
         )  # fmt: skip
 

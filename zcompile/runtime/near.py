@@ -76,7 +76,7 @@ class Lent:
 
     def lend(self, borrow: Borrow) -> Tensor:
         """As `Store.borrow`, a tensor to read and write, and not to hand to others: of what rests
-        on the device it is the same object each time."""
+        in the arena it is the same object each time."""
         entry, extent, begin = self.entries[borrow.entry], self.extents[borrow.entry], borrow.begin
         if extent is None or entry.place.extent is not extent:
             nbytes = borrow.layout.end_bytes

@@ -152,12 +152,18 @@ class NearGradients:
         """A gradient that stays is an entry from here on."""
         store, name = self._store, f"{found.param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
         held, nbytes = store.homes.held, found.layout.nbytes
-        place = Place(nbytes, held, held.take(flat(found.value), name))
-        made = store.create(name, Kind.GRAD, nbytes, of=entry.key, at=place)
+        extent = held.take(flat(found.value), name)
+        try:
+            place = Place(nbytes, held, extent)
+            made = store.create(name, Kind.GRAD, nbytes, of=entry.key, at=place)
+        except BaseException:
+            held.release(extent)
+            raise
+        grad = self._wrap(made, found.layout)  # from here on the entry dies with it
         store.borrow(made, 0, nbytes, True, overwrites=True)
         with torch.no_grad():
             self._norms.note(made, found.value)
-        self._came(entry, found.param, self._wrap(made, found.layout))
+        self._came(entry, found.param, grad)
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""

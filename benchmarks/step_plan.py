@@ -46,8 +46,9 @@ WARM_UP = 7
 """Two steps as the passes planned them, four under the first plan, one after its review."""
 MOST_HELD_BYTES = 8 * GiB
 """Of values of graphs, while they are counted."""
-HOST_SHARE = 0.7
-"""Of all states: the host holds so much, the disk the rest."""
+HOST_SHARE = 0.45
+"""Of weights, gradients and optimizer states: the host holds so much. Gradients, a quarter of them,
+stay beside the arena, so with more of it little or nothing would be left for the disk."""
 
 
 @dataclass(frozen=True)

@@ -5,29 +5,25 @@ whether or not its entry exists: a gradient comes anew in every step and finds i
 What a step makes for itself may rest in room that is *spare*, between the window and the berths.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.packing import ALIGNMENT, aligned
+from zcompile.packing import aligned
 from zcompile.runtime.arena import Arena
-from zcompile.runtime.ticket import Promise
-from zcompile.runtime.tiers import Buffer, Extent, Stretch
+from zcompile.runtime.tier_near import NearTier
+from zcompile.runtime.tiers import Extent
 from zcompile.specs import Layout
 
 
-class DeviceTier:
+class DeviceTier(NearTier):
     """Berths of one arena. Bytes are moved by compute itself, so nothing here moves any.
 
     window_bytes  of the arena, from its bottom, that stay free of berths and spare room
     """
 
     name = "device"
-    alignment = ALIGNMENT
-    granule = 1
-    in_memory = True
-    on_device = True
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -121,15 +117,6 @@ class DeviceTier:
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         yield begin, self._arena.slot(extent.offset + begin, end - begin)
-
-    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
-
-    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
-
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
-        return ()
 
     def usage(self) -> tuple[str, int, int]:
         return self.name, self.planned_bytes, self._arena.budget_bytes

@@ -3,27 +3,22 @@
 Nothing is reserved for them: they lie where they were made, and their memory is free once they die.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.packing import ALIGNMENT
-from zcompile.runtime.ticket import Promise
-from zcompile.runtime.tiers import Buffer, Extent, Stretch
+from zcompile.runtime.tier_near import NearTier
+from zcompile.runtime.tiers import Extent
 from zcompile.specs import HELD, Layout
 
 
-class HeldTier:
+class HeldTier(NearTier):
     """Tensors of the device, by the entries that they are. Compute alone moves their bytes."""
 
     name = HELD
-    alignment = ALIGNMENT
-    granule = 1
-    in_memory = True
-    on_device = True
 
     def __init__(self) -> None:
         self._bytes: dict[int, Tensor] = {}
@@ -48,15 +43,6 @@ class HeldTier:
 
     def release(self, extent: Extent) -> None:
         del self._bytes[extent.file]
-
-    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
-
-    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
-
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
-        return ()
 
     def usage(self) -> tuple[str, int, int]:
         used = sum(value.numel() for value in self._bytes.values())

@@ -110,7 +110,7 @@ def test_the_annex_has_what_those_that_stay_leave_of_the_room(held):
     base, machine = planner._base, planner.costs().machine
     stay, annex = stay_and_annex(base, machine, 1 << 20, held, 1 << 20)
     assert stay == planner.plan.placement.stay
-    taken = held_in_steps(base.calls, stay)
+    taken = held_in_steps([call.with_staying(stay) for call in base.calls])
     assert taken == held_in_steps(base.calls) >= sum(base.facts[key].nbytes for key in stay)
     assert held - taken - ALIGNMENT < annex.nbytes <= held - taken
 

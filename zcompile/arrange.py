@@ -15,7 +15,7 @@ start as early as the arena's window allows.
         free b
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
@@ -28,7 +28,6 @@ from zcompile.schedule import (
     EntryIndex,
     Instruction,
     Offload,
-    Reduce,
     Schedule,
     Slot,
     Ticket,
@@ -54,7 +53,7 @@ def arrange(
     max_lead      runs that a fetch may start ahead of its first reader
     raises  BudgetExceeded, if what one run reads does not fit
     """
-    stages = _staying(take_apart(schedule), stay)
+    stages = take_apart(schedule.with_staying(stay))
     moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
     needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
     starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
@@ -114,23 +113,16 @@ def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
     made: dict[tuple[object, ...], Schedule] = {}
-    calls = []
+    calls, held = [], {key for key, home in homes.items() if home == HELD}
     for call in step.calls:
         at = tuple(homes.get(key, step.facts[key].home) for key in call.entries)
-        stay = staying_of(call.schedule, (homes.get(-key) == HELD for key in call.entries))
+        stay = call.staying(held)
         known = call.schedule.serial, at, stay
         if known not in made:
             made[known] = _arranged(call.schedule, at, stay, arena)
         calls.append(replace(call, schedule=made[known]))
     facts = {key: replace(f, home=homes.get(key, f.home)) for key, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
-
-
-def staying_of(schedule: Schedule, stays: Iterable[bool]) -> frozenset[EntryIndex]:
-    """Of a backward, the entries whose gradients stay."""
-    if schedule.phase is not Phase.BACKWARD:
-        return frozenset()
-    return frozenset(EntryIndex(n) for n, it_does in enumerate(stays) if it_does)
 
 
 def _arranged(
@@ -147,17 +139,6 @@ def _arranged(
         for row in schedule.rows
     ]
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), arena.step_room)
-
-
-def _staying(stages: Stages, stay: frozenset[EntryIndex]) -> Stages:
-    if not stay:
-        return stages
-    leaving = tuple(
-        tuple(replace(x, stays=True) if isinstance(x, Reduce) and x.entry in stay else x
-              for x in rows)
-        for rows in stages.leaving
-    )  # fmt: skip
-    return replace(stages, leaving=leaving)
 
 
 def _rests(column: Column, home: str, still: frozenset[str]) -> Column:

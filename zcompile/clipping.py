@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.near import is_near
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
-from zcompile.specs import ON_DEVICE, Kind, Layout
+from zcompile.specs import Kind, Layout
 from zcompile.torch_private import Dispatched
 
 aten = torch.ops.aten
@@ -86,7 +87,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
         return NotImplemented
-    if all(entry.home in ON_DEVICE for entry in entries.values()):
+    if all(map(is_near, entries.values())):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:

@@ -7,7 +7,6 @@ runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zcompile.holds import Level
 from zcompile.schedule import CHANGE_HOLDING, Reduce, Schedule
@@ -80,6 +79,16 @@ class HeldWalk:
         if reduce.stays:
             self._stayed += reduce.nbytes
 
+    def through(self, schedule: Schedule) -> int:
+        """From the beginning of a call to its end; the most that is held meanwhile."""
+        most = self.now
+        for x in schedule.instructions:
+            if isinstance(x, CHANGE_HOLDING):
+                most = max(most, self.rise())
+                if isinstance(x, Reduce):
+                    self.leave(x)
+        return max(most, self.now)
+
     def end(self, then: Phase) -> int:
         """The call is over, and one of `then` follows; how many departures are joined now. After
         an optimizer's step, which may be several calls, nothing is on its way any more."""
@@ -117,27 +126,15 @@ class _Row:
 
 def held_peak(schedule: Schedule) -> int:
     """The most that a call of `schedule` holds, with its own gradients that stay."""
-    if not schedule.staying:
-        return schedule.holds.peak_bytes
-    walk, most = HeldWalk(), 0
+    walk = HeldWalk()
     walk.begin(schedule)
     kept = walk.others  # what a forward would have left
-    for x in schedule.instructions:
-        if isinstance(x, CHANGE_HOLDING):
-            most = max(most, walk.rise() - kept)
-        if isinstance(x, Reduce):
-            walk.leave(x)
-    return max(most, walk.now - kept)
+    return walk.through(schedule) - kept
 
 
-def marked(call: StepCall, reduce: Reduce, stay: frozenset[int]) -> Reduce:
-    """As it will be, if the gradients with the keys `stay` do."""
-    return replace(reduce, stays=True) if -call.entries[reduce.entry] in stay else reduce
-
-
-def held_in_steps(calls: Sequence[StepCall], stay: frozenset[int] = frozenset()) -> int:
+def held_in_steps(calls: Sequence[StepCall]) -> int:
     """The most that is held beside the arena when an optimizer goes on; `calls` come again and
-    again. That is gradients on their way, or that `stay`, and what a backward that never came would
+    again. That is gradients on their way, or that stay, and what a backward that never came would
     need."""
     walk, most = HeldWalk(), 0
     for number in range(-len(calls), len(calls)):
@@ -145,10 +142,6 @@ def held_in_steps(calls: Sequence[StepCall], stay: frozenset[int] = frozenset())
         walk.begin(call.schedule)
         if call.phase is Phase.STEP:
             most = max(most, walk.now)
-        for x in call.schedule.instructions:
-            if isinstance(x, CHANGE_HOLDING):
-                walk.rise()
-            if isinstance(x, Reduce):
-                walk.leave(marked(call, x, stay))
+        walk.through(call.schedule)
         walk.end(after.phase)
     return most

@@ -13,7 +13,7 @@ from zcompile.demand import Demand, demand_of
 from zcompile.loads import Room, group, totals
 from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
-from zcompile.passes.place_states import place
+from zcompile.passes.place_states import Placement, place
 from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate, step_seconds
 from zcompile.specs import HELD, Phase
@@ -156,7 +156,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
         missing=_missing(terms, room, used, beside_bytes),
         shadows=_shadows(step, terms, room, planned, demand, least) if prices else (),
         compute_s=compute_s,
-        lanes_s=_lanes(step, terms.machine, room, homes),
+        lanes_s=_lanes(step, terms.machine, room, planned.placement),
     )
 
 
@@ -236,10 +236,9 @@ def _shadows(
 
 
 def _lanes(
-    step: Step, machine: Machine, room: Room, homes: Mapping[int, str]
+    step: Step, machine: Machine, room: Room, placement: Placement
 ) -> dict[Phase, dict[str, float]]:
-    stay = frozenset(key for key, home in homes.items() if home == HELD)
-    groups = group(step, machine, room, stay)
+    groups, homes = group(step, machine, room, placement.stay), placement.homes
     counts = []
     for g in groups:
         count: dict[str, float] = {}

@@ -28,7 +28,7 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
 from zcompile.runtime.ticket import Ready, Ticket
-from zcompile.schedule import CHANGE_HOLDING, Borrow, Reduce, Schedule
+from zcompile.schedule import Borrow, Schedule
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Kind, Layout, Phase
 from zcompile.tiered import TieredTensor, own
@@ -168,11 +168,7 @@ class _PaperExecutor(Executor):
         held.begin(schedule)
         if schedule.phase is not Phase.STEP:
             self.hold(held.others + schedule.holds.peak_bytes)
-        for x in schedule.instructions:
-            if isinstance(x, CHANGE_HOLDING):
-                held.rise()
-            if isinstance(x, Reduce):
-                held.leave(x)
+        held.through(schedule)
 
 
 class OnPaper(DispatchMode):

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-from zcompile.arrange import staying_of
 from zcompile.cost import Costs, replan_pays
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.held_walk import held_peak
@@ -28,7 +27,7 @@ from zcompile.specs import HELD, Phase
 from zcompile.step_chunks import DEPTH, NO_ROOM
 from zcompile.step_plan import StepPlan, at_rest
 from zcompile.step_planning import costs_of, plan_of, prediction_of, seconds_at
-from zcompile.steps import Step, joined, lasting, of_the_living
+from zcompile.steps import Step, StepCall, joined, lasting, of_the_living
 from zcompile.units import show_size
 
 log = logging.getLogger(__name__)
@@ -53,16 +52,15 @@ class Residency:
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self._seen = 0
-        self._arranged: dict[tuple[object, ...], Schedule] = {}
-        self._stay: frozenset[int] = frozenset()
+        self._arranged: dict[tuple[object, ...], tuple[Schedule, int]] = {}
         self._least_window = 0
         self._plans = 0
         self._next_review = WARM_UP * REVIEW
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
         self._reliefs = 0
-        self._kept: frozenset[int] = frozenset()  # gradients alive when this step began
-        self._barred, self._let_go_in = False, -WARM_UP
+        self._let_go_in, self._barred = -1, False
+        """The last step in which gradients that stayed had to go home; whether none may now."""
         self._base = Step(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
@@ -76,8 +74,6 @@ class Residency:
     def step_ended(self, step: Step) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
-        entries = self.session.entries()
-        self._kept = frozenset(key_of(entry) for entry in entries if entry.of is not None)
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         if self._tried and lasting(step) <= self._base.facts.keys():
@@ -135,8 +131,10 @@ class Residency:
         return costs_of(self.session)
 
     def planned(self, step: Step) -> StepPlan:
-        """The plan for a step like this one. raises BudgetExceeded"""
-        kept = frozenset(step.facts) if self._barred else self._kept
+        """The plan for a step like this one, before the next begins: gradients that are alive then
+        may not stay. raises BudgetExceeded"""
+        alive = (key_of(entry) for entry in self.session.entries() if entry.of is not None)
+        kept = frozenset(step.facts if self._barred else alive)
         return plan_of(self.session, step, self.costs(), self._least_window, kept)
 
     def apply(self, plan: StepPlan) -> None:
@@ -163,7 +161,6 @@ class Residency:
         astray, rests = rehome(session, homes, self._base)
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
-        self._stay = plan.placement.stay
         session.depth = plan.arena.depth
         session.annex_use.plan(plan.arena.annex)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
@@ -185,7 +182,7 @@ class Residency:
         session, device = self.session, self.session.homes.device
         with deferred_interrupts():
             self._quiet()
-            self.plan, session.depth, self._stay = None, DEPTH, frozenset()
+            self.plan, session.depth = None, DEPTH
             session.annex_use.plan(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
@@ -272,28 +269,30 @@ class Residency:
             EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
         )
         try:
-            made = self._refitted(schedule, resident, self._staying(schedule, entries))
-            others = session.holding.nbytes - schedule.holds.saved_bytes
-            if made.staying and others + held_peak(made) > session.split.held_bytes:
-                made = self._refitted(schedule, resident, frozenset())
+            return self._refitted(schedule, resident, self._staying(schedule, entries))
         except BudgetExceeded as error:
             if not self.relieve(error.needed_bytes):
                 raise refusal(session, schedule, error) from error
             return schedule
-        return made
 
     def _staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
         """Of which entries the gradients stay where this call makes them."""
-        if not self._stay or all(schedule is not call.schedule for call in self._base.calls):
+        if self.plan is None or schedule.serial not in self._base.serials:
             return frozenset()
-        return staying_of(schedule, (-entry.key in self._stay for entry in entries))
+        call = StepCall(schedule, tuple(entry.key for entry in entries))
+        return call.staying(self.plan.placement.stay)
 
     def _refitted(
         self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
     ) -> Schedule:
+        """Arranged for this; none stays where more is held besides than was planned."""
         session, key = self.session, (schedule.serial, resident, stay)
         if key not in self._arranged:
             made = refitted(session, schedule, resident, session.window_bytes, stay)
             session.homes.plan_device(made.peak_bytes)
-            self._arranged[key] = made
-        return self._arranged[key]
+            self._arranged[key] = made, held_peak(made)
+        made, held = self._arranged[key]
+        others = session.holding.nbytes - schedule.holds.saved_bytes
+        if stay and others + held > session.split.held_bytes:
+            return self._refitted(schedule, resident, frozenset())
+        return made

@@ -9,7 +9,7 @@ into the values of one call.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NewType
@@ -252,6 +252,14 @@ class Schedule:
     def staying(self) -> frozenset[EntryIndex]:
         """The entries whose gradients stay where compute makes them."""
         return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
+
+    def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
+        """As it is if the gradients of these entries stay where compute makes them."""
+        if not entries:
+            return self
+        rows = [replace(x, stays=True) if isinstance(x, Reduce) and x.entry in entries else x
+                for x in self.instructions]  # fmt: skip
+        return replace(self, instructions=tuple(rows))
 
     @cached_property
     def departing_bytes(self) -> int:

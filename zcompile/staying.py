@@ -13,19 +13,16 @@ forward needs the room again.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 
-from zcompile.held_walk import HeldWalk, marked
+from zcompile.held_walk import HeldWalk, held_peak
 from zcompile.schedule import CHANGE_HOLDING, Instruction, Reduce
 from zcompile.specs import Phase
 from zcompile.steps import Step, StepCall
 
 PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 """Of a step: with more than one backward pass, gradients are added to."""
-
-Moments = Sequence[tuple[StepCall, Sequence[Instruction]]]
-"""Calls, and of those of backward what changes what is held."""
 
 
 def staying(
@@ -39,14 +36,13 @@ def staying(
     """
     if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
         return frozenset()
-    moments = [(call, _changes(call)) for call in step.calls]
-    may = [key for key in _candidates(moments) if key not in kept]
-    anyway, anyway_in_steps = _held(moments, frozenset())
+    may = [key for key in _candidates(step) if key not in kept]
+    anyway, anyway_in_steps = _held(step, frozenset())
     room, in_steps = max(room_bytes, anyway), max(room_bytes - annex_bytes, anyway_in_steps)
     fewest, most = 0, len(may)
     while fewest < most:  # the more stay, the more is held
         some = (fewest + most + 1) // 2
-        held, then = _held(moments, frozenset(may[-some:]))
+        held, then = _held(step, frozenset(may[-some:]))
         if held <= room and then <= in_steps:
             fewest = some
         else:
@@ -59,49 +55,34 @@ def staying_bytes(step: Step, keys: frozenset[int]) -> int:
     return sum(step.facts[key].nbytes for key in keys)
 
 
-def _changes(call: StepCall) -> Sequence[Instruction]:
-    if call.phase is not Phase.BACKWARD:
-        return ()
-    return [x for x in call.schedule.instructions if isinstance(x, CHANGE_HOLDING)]
-
-
-def _candidates(moments: Moments) -> Iterator[int]:
+def _candidates(step: Step) -> Iterator[int]:
     """Keys of the gradients that could stay, in the order in which they are made."""
-    made = [(call, x) for call, changes in moments for x in changes if isinstance(x, Reduce)]
-    times = Counter(call.entries[x.entry] for call, x in made)
-    for call, changes in moments:
-        for x, level in zip(changes, call.schedule.holds.levels, strict=False):
-            if isinstance(x, Reduce) and level.alone and not x.of_nbytes:
-                key = call.entries[x.entry]
-                if times[key] == 1:
-                    yield -key
+    made = [
+        (call.entries[x.entry], level.alone and not x.of_nbytes)
+        for call in step.calls
+        if call.phase is Phase.BACKWARD
+        for x, level in zip(_changes(call), call.schedule.holds.levels, strict=False)
+        if isinstance(x, Reduce)
+    ]
+    times = Counter(key for key, _ in made)
+    return (-key for key, may in made if may and times[key] == 1)
 
 
-def _held(moments: Moments, keys: frozenset[int]) -> tuple[int, int]:
-    """The most that is held from backward on, and while the optimizer goes on, if these stay."""
+def _changes(call: StepCall) -> Iterator[Instruction]:
+    return (x for x in call.schedule.instructions if isinstance(x, CHANGE_HOLDING))
+
+
+def _held(step: Step, keys: frozenset[int]) -> tuple[int, int]:
+    """The most that is held from backward on, and while the optimizer goes on, if these stay. When
+    a call begins, all that others hold then is counted beside its own peak, as a run does."""
     walk, most, in_steps = HeldWalk(), 0, 0
-    for (call, changes), (after, _) in zip(moments, [*moments[1:], moments[0]], strict=True):
+    calls = [call.with_staying(keys) for call in step.calls]
+    for call, after in zip(calls, [*calls[1:], calls[0]], strict=True):
         walk.begin(call.schedule)
-        if call.phase is Phase.STEP:
+        if call.phase is Phase.BACKWARD:
+            most = max(most, walk.others + held_peak(call.schedule))
+            walk.through(call.schedule)
+        elif call.phase is Phase.STEP:
             in_steps = max(in_steps, walk.now)
-        # When a call begins, all that others hold then is counted beside its own peak.
-        most = max(most, walk.others + _most(HeldWalk(), call, changes, keys))
-        _most(walk, call, changes, keys, begun=True)
         walk.end(after.phase)
     return max(most, in_steps), in_steps
-
-
-def _most(
-    walk: HeldWalk, call: StepCall, changes: Sequence[Instruction], keys: frozenset[int],
-    begun: bool = False,
-) -> int:  # fmt: skip
-    """The most held in the call, beside what others hold when it begins."""
-    if not begun:
-        walk.begin(call.schedule)
-    others, most = walk.others, 0
-    for x in changes:
-        most = max(most, walk.rise() - others)
-        if isinstance(x, Reduce):
-            walk.leave(marked(call, x, keys))
-            most = max(most, walk.now - others)
-    return most

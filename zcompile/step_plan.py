@@ -210,7 +210,7 @@ def stay_and_annex(
     paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
     annex = min(ANNEX_OPERANDS * DEEP * paced, beside_bytes // ANNEX_SHARE)
     stay = staying(step, beside_bytes, annex, kept)
-    free = max(0, beside_bytes - held_in_steps(step.calls, stay))
+    free = max(0, beside_bytes - held_in_steps([call.with_staying(stay) for call in step.calls]))
     nbytes = min(free, ANNEX_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
     return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 

@@ -3,10 +3,11 @@
 Pure data, recorded in a real step or in one on paper; all planning of a whole step starts here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from zcompile.schedule import Borrow, Fetch, Reduce, Schedule
+from zcompile.schedule import Borrow, EntryIndex, Fetch, Reduce, Schedule
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Kind, Phase
 
@@ -52,6 +53,17 @@ class StepCall:
     def phase(self) -> Phase:
         return self.schedule.phase
 
+    def staying(self, gradients: Container[int]) -> frozenset[EntryIndex]:
+        """Of a backward, the entries whose gradients are among these keys."""
+        if self.phase is not Phase.BACKWARD:
+            return frozenset()
+        found = (n for n, key in enumerate(self.entries) if -key in gradients)
+        return frozenset(map(EntryIndex, found))
+
+    def with_staying(self, gradients: Container[int]) -> "StepCall":
+        """As it is if the gradients with these keys stay where compute makes them."""
+        return replace(self, schedule=self.schedule.with_staying(self.staying(gradients)))
+
     def uses(self) -> Iterator[Use]:
         """What compute needs of each entry, however the schedule at hand brings it."""
         read: dict[int, int] = {}
@@ -85,6 +97,11 @@ class Step:
     calls: tuple[StepCall, ...]
     facts: Mapping[int, EntryFact] = field(default_factory=dict)
     micro_batches: int = 1
+
+    @cached_property
+    def serials(self) -> frozenset[int]:
+        """Of the schedules that its calls walk."""
+        return frozenset(call.schedule.serial for call in self.calls)
 
 
 def joined(before: Step, step: Step) -> Step:

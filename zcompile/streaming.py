@@ -19,10 +19,11 @@ from zcompile.narrowing import Narrowing, column_of, copy_of
 from zcompile.rows import Application, goes_in_one_call
 from zcompile.runtime.deferred import Deferred
 from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.near import is_near
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Register, Schedule
-from zcompile.specs import ON_DEVICE, Layout
+from zcompile.specs import Layout
 from zcompile.torch_private import Dispatched, trees
 from zcompile.unbacked import Unbacked
 
@@ -121,7 +122,7 @@ class _Call:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
-        if entry.home in ON_DEVICE:  # changed in place, as anything there
+        if is_near(entry):  # changed in place, as anything there
             entry.store.deferrals.settle(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
         begin = layout.offset * layout.dtype.itemsize

@@ -12,6 +12,7 @@ section 4); that a pinned set is the least for a cyclic scan is Belady's argumen
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 from zcompile.greedy_placement import greedy
@@ -43,7 +44,7 @@ class Placement:
     least_seconds: float
     binding: Mapping[Phase, str] = field(default_factory=lambda: MappingProxyType({}))
 
-    @property
+    @cached_property
     def stay(self) -> frozenset[int]:
         """Gradients that stay where compute makes them."""
         return frozenset(key for key, home in self.homes.items() if home == HELD)

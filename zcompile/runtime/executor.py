@@ -51,7 +51,7 @@ class Executor:
         )
         self._busy = threading.Lock()
         self._walked: set[int] = set()
-        self._peaks: dict[int, int] = {}
+        self._peaks: dict[int, tuple[int, int]] = {}
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
         self.fit: Fit = as_it_is
@@ -121,12 +121,12 @@ class Executor:
             self.clocks.waited_between(seconds)
 
     def _foretell(self, schedule: Schedule) -> None:
-        others = self.holding.nbytes - schedule.holds.saved_bytes  # held, and not of this call
-        self.foresight.others = others
+        self.foresight.others = others = self.holding.nbytes - schedule.holds.saved_bytes
         if schedule.serial not in self._peaks:
-            self._peaks[schedule.serial] = device_peak(schedule)
-        self.store.homes.plan_together(others + self._peaks[schedule.serial])
-        self.store.meter.planned_activations.at_least(others + held_peak(schedule))
+            self._peaks[schedule.serial] = device_peak(schedule), held_peak(schedule)
+        together, beside = self._peaks[schedule.serial]
+        self.store.homes.plan_together(others + together)
+        self.store.meter.planned_activations.at_least(others + beside)
 
 
 class _Walk:
@@ -257,7 +257,7 @@ class _Walk:
         else:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
             self.gradients.take(entry, grad, offset, self._after(reduce.after))
-        leaving.sent(nbytes, freed, stays=self.gradients.near.stayed(entry))
+        leaving.sent(nbytes, freed, stays=reduce.stays and held is not None)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]

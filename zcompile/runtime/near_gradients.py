@@ -8,7 +8,7 @@ entry as it is.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,9 +40,10 @@ class _Coming:
 
 @dataclass(frozen=True)
 class _Stayed:
-    """A gradient that a call has made, and that stays in that memory: of `layout`, in `value`."""
+    """A gradient that a call has made for `entry`, and that stays in the memory of `value`."""
 
     param: Tensor
+    entry: Entry
     layout: Layout
     value: Tensor
 
@@ -67,7 +68,7 @@ class NearGradients:
         self._coming: dict[int, _Coming] = {}
         self._here: list[tuple[Entry, _Coming]] = []
         self._stay: dict[int, Tensor] = {}
-        self._stayed: list[tuple[Entry, _Stayed]] = []
+        self._stayed: list[_Stayed] = []
 
     def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call begins. One that a user's hook may look into takes each gradient as it comes."""
@@ -120,25 +121,21 @@ class NearGradients:
         copy_dense(target, grad)
         return grad
 
-    def stayed(self, entry: Entry) -> bool:
-        """Whether what was received last is that of `entry`, and stays."""
-        return bool(self._stayed) and self._stayed[-1][0] is entry
-
     def _keep(self, entry: Entry, param: Tensor, grad: Tensor) -> Tensor | None:
         layout = Layout.of(param)
         own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
         bits = grad.dtype == layout.dtype and not (grad.is_conj() or grad.is_neg())
         if not (own and bits and grad.stride() == layout.stride):
             return None
-        self._stayed.append((entry, _Stayed(param, replace(layout, offset=0), grad.detach())))
+        self._stayed.append(_Stayed(param, entry, layout, grad.detach()))
         return grad
 
     def end(self) -> None:
         """The call is over: what came becomes the gradients of its parameters."""
         stayed, self._stayed = self._stayed, []
         self._stay.clear()
-        for entry, found in stayed:
-            self._adopt(entry, found)
+        for found in stayed:
+            self._adopt(found)
         here, self._here = self._here, []
         self._coming.clear()
         for entry, coming in here:
@@ -148,14 +145,14 @@ class NearGradients:
                 self._norms.note(made, coming.target)
             self._came(entry, coming.param, coming.grad)
 
-    def _adopt(self, entry: Entry, found: _Stayed) -> None:
+    def _adopt(self, found: _Stayed) -> None:
         """A gradient that stays is an entry from here on."""
         store, name = self._store, f"{found.param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
         held, nbytes = store.homes.held, found.layout.nbytes
         extent = held.take(flat(found.value), name)
         try:
             place = Place(nbytes, held, extent)
-            made = store.create(name, Kind.GRAD, nbytes, of=entry.key, at=place)
+            made = store.create(name, Kind.GRAD, nbytes, of=found.entry.key, at=place)
         except BaseException:
             held.release(extent)
             raise
@@ -163,7 +160,7 @@ class NearGradients:
         store.borrow(made, 0, nbytes, True, overwrites=True)
         with torch.no_grad():
             self._norms.note(made, found.value)
-        self._came(entry, found.param, grad)
+        self._came(found.entry, found.param, grad)
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""

@@ -12,15 +12,20 @@ from zcompile.prediction import predicted, told
 from zcompile.simulate import simulate
 
 WIDTH, LAYERS = 256, 4
-RATE = 30e6
-"""Bytes per second: a step of this model then takes a few tenths of a second, nearly all of it on
-the links, so that a busy machine does not matter."""
-STEPS = 4
+RATE = 10e6
+"""Bytes per second: a step of this model then takes half a second, nearly all of it on the links,
+so that a busy machine does not matter. Of its thousand transfers each takes some 0.2 ms of the
+interpreter, in whichever thread, which no simulation counts: at three times this rate that is as
+much as the links take, and was what failed this test."""
+STEPS = 5
+SETTLED = 2
+"""Of those, how many are over before time is compared: the first is longer by the look at `stats`
+before it, and what links do meanwhile makes the second shorter by as much."""
 DEVICE = {False: "4MiB", True: "1MiB"}
 """With residency a fifth of all states, so that links are most of a step then too."""
 FACTOR = 1.5
-"""How far the time may be off, here, where others use the processors too: 0.94 to 1.22 was seen on
-a quiet machine, 0.73 with two busy loops beside."""
+"""How far the time may be off, here, where others use the processors too: 0.90 to 1.02 was seen on
+a quiet machine, 0.74 with four busy loops beside."""
 
 
 def trained(tmp_path, throttle, host, record=True, residency=False):
@@ -74,7 +79,7 @@ def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
     assert {link: found["bytes"][link] for link in moved} == moved
     assert found["peak"] == {what: stats["peak"][what] for what in found["peak"]}
     # Of the shortest: others can make a step longer than it is, and never shorter.
-    assert 1 / FACTOR < found["step_s"] / min(seconds) < FACTOR
+    assert 1 / FACTOR < found["step_s"] / min(seconds[SETTLED:]) < FACTOR
     assert found["bound_s"] <= found["step_s"]
 
 

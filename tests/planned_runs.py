@@ -1,6 +1,8 @@
 """Runs of a small GPT long enough to be planned, and what they must come to."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from small_models import GPT
@@ -80,6 +82,16 @@ def expected(make=adamw, **how) -> list[Tensor]:
 
 def same(model: nn.Module, want: list[Tensor]) -> bool:
     return all(map(torch.equal, values(model), want))
+
+
+@contextmanager
+def made_on(device: str) -> Iterator[None]:
+    """Tensors that name no device are made on this one."""
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 def homes(model: nn.Module) -> set[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import planned_runs
 import pytest
 import torch
-from planned_runs import VOCABULARY, WEIGHT_BYTES, adamw, gpt, loss_of, same, values
+from planned_runs import VOCABULARY, WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
 
 import zcompile
 from zcompile import step_plan
@@ -128,8 +128,7 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
 
 @pytest.mark.gpu
 def test_on_a_gpu_too_the_bits_are_those_of_eager_there():
-    torch.set_default_device("cuda")
-    try:
+    with made_on("cuda"):
         plain = gpt().cuda()
         train(plain, adamw(plain), 0, STEPS)
         torch._dynamo.reset()
@@ -140,8 +139,6 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager_there():
         for mine, theirs in zip(values(model), plain.parameters(), strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu())
         assert zcompile.stats(model)["peak"]["together"] <= room["device_memory"]
-    finally:
-        torch.set_default_device(None)
 
 
 def test_graphs_have_all_of_it_back(budget, monkeypatch):

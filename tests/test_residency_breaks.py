@@ -15,6 +15,7 @@ from planned_runs import (
     held_bytes,
     homes,
     ids,
+    made_on,
     offloaded,
     same,
     train,
@@ -139,16 +140,13 @@ def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device
 def test_another_default_device_changes_nothing():
     model, compiled, optimizer = begun(2, device_memory="16MiB")
     tokens = [ids(20), ids(30), ids(40)]
-    torch.set_default_device("meta")
-    try:
+    with made_on("meta"):
         for batch in tokens:
             logits = compiled(batch[:, :-1])
             nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        torch.set_default_device(None)
     assert same(model, expected())
 
 

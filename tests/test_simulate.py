@@ -21,7 +21,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.simulate import simulate
-from zcompile.specs import Kind, Phase, Region, Work
+from zcompile.specs import HELD, Kind, Phase, Region, Work
 from zcompile.steps import EntryFact, Step, StepCall
 
 ONE = 1000
@@ -220,6 +220,14 @@ def test_gradients_that_pile_up_make_backward_wait():
     step = step_of(a_call(*rows, phase=Phase.BACKWARD))
     assert first(step, backlog_bytes=4 * ONE).stall_s == 2.0, "two are under way at once"
     assert first(step, backlog_bytes=ONE).stall_s == 3.0
+
+
+@pytest.mark.parametrize("home", ["device", HELD])
+def test_a_gradient_at_home_where_it_is_made_waits_for_none_that_leaves(home):
+    rows = computing(1, 0), reducing(0, after=(0,)), reducing(1, after=(0,)), computing(1)
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    assert first(step, backlog_bytes=ONE).stall_s == 1.0
+    assert first(step, homes={-2: home}, backlog_bytes=ONE).stall_s == 0.0
 
 
 def test_compute_on_an_entry_waits_for_what_moves_it():

@@ -1,8 +1,11 @@
 """Gradients that stay where backward made them: what that saves, and that nobody can tell."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
-from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, same, values
+from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
 from staying_runs import (
     STEPS,
     begun,
@@ -17,24 +20,18 @@ from torch import nn
 import zcompile
 from zcompile import step_plan
 from zcompile.held_walk import held_in_steps
+from zcompile.machine import Compute, Link, Machine
 from zcompile.offloading import session_behind
 from zcompile.packing import ALIGNMENT
+from zcompile.printer import schedule_text
+from zcompile.specs import Phase
 from zcompile.step_plan import stay_and_annex
-
-
-@pytest.fixture
-def expected():
-    return plainly_trained()
-
-
-@pytest.fixture
-def held():
-    return held_bytes()
+from zcompile.units import MiB, show_size
 
 
 @pytest.mark.parametrize("share", [8, 1, 0.5])
-def test_a_step_moves_no_gradient_and_takes_what_was_predicted(held, expected, share):
-    budget = held + int(share * WEIGHT_BYTES)
+def test_a_step_moves_no_gradient_and_takes_what_was_predicted(share):
+    budget = held_bytes() + int(share * WEIGHT_BYTES)
     model, compiled, optimizer = begun(budget, 4)
     zcompile.stats(model, reset=True)
     train(compiled, optimizer, 4, STEPS)
@@ -46,12 +43,12 @@ def test_a_step_moves_no_gradient_and_takes_what_was_predicted(held, expected, s
     plan = session_behind(model).planner.plan
     assert len(plan.placement.stay) > len(list(model.parameters())) // 2
     assert held_gradients(model) == 0, "they are gone with zero_grad"
-    assert same(model, expected)
+    assert same(model, plainly_trained())
 
 
-def test_without_them_the_same_step_moves_more(held, monkeypatch):
+def test_without_them_the_same_step_moves_more(monkeypatch):
     def moved():
-        model, compiled, optimizer = begun(held + WEIGHT_BYTES, 4)
+        model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
         zcompile.stats(model, reset=True)
         train(compiled, optimizer, 4, STEPS)
         return sum(zcompile.stats(model)["bytes"].values())
@@ -61,7 +58,7 @@ def test_without_them_the_same_step_moves_more(held, monkeypatch):
     assert less < moved()
 
 
-def test_a_gradient_that_stays_is_read_changed_and_clipped_as_any(held):
+def test_a_gradient_that_stays_is_read_changed_and_clipped_as_any():
     def loop(model, forward, optimizer):
         for number in range(STEPS):
             loss_of(forward, many(10 * number)).backward()
@@ -78,14 +75,14 @@ def test_a_gradient_that_stays_is_read_changed_and_clipped_as_any(held):
     plain = gpt()
     loop(plain, plain, adamw(plain))
     want, sums = sums, []
-    model, compiled = begun(held + WEIGHT_BYTES, 0)[:2]
+    model, compiled = begun(held_bytes() + WEIGHT_BYTES, 0)[:2]
     loop(model, compiled, adamw(model))
     assert session_behind(model).planner.plan.placement.stay
     assert sums == want
     assert same(model, values(plain))
 
 
-def test_where_gradients_live_on_none_is_planned_to_stay(held):
+def test_where_gradients_live_on_none_is_planned_to_stay():
     def loop(model, forward, optimizer):
         for number in range(STEPS):
             loss = loss_of(forward, many(10 * number))
@@ -95,7 +92,7 @@ def test_where_gradients_live_on_none_is_planned_to_stay(held):
 
     plain = gpt()
     loop(plain, plain, adamw(plain))
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES, 0)
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 0)
     loop(model, compiled, optimizer)
     plan = session_behind(model).planner.plan
     assert plan is not None
@@ -103,22 +100,46 @@ def test_where_gradients_live_on_none_is_planned_to_stay(held):
     assert same(model, values(plain))
 
 
-def test_the_annex_has_what_those_that_stay_leave_of_the_room(held):
+def test_the_annex_has_what_those_that_stay_leave_of_the_room():
     """One that stays is on its way for a while as well, and counts once."""
-    model, *_ = begun(held + WEIGHT_BYTES, 4)
+    model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
     planner = session_behind(model).planner
     base, machine = planner._base, planner.costs().machine
-    stay, annex = stay_and_annex(base, machine, 1 << 20, held, 1 << 20)
+    stay, annex = stay_and_annex(base, machine, 1 << 20, held_bytes(), 1 << 20)
     assert stay == planner.plan.placement.stay
     taken = held_in_steps([call.with_staying(stay) for call in base.calls])
     assert taken == held_in_steps(base.calls) >= sum(base.facts[key].nbytes for key in stay)
-    assert held - taken - ALIGNMENT < annex.nbytes <= held - taken
+    assert held_bytes() - taken - ALIGNMENT < annex.nbytes <= held_bytes() - taken
+
+
+def test_a_report_tells_their_bytes():
+    tokens = many(0)[:, :-1]
+    links = {name: Link(name, 2e8) for name in ("h2d", "d2h")}
+    tiers = {"device": held_bytes() + WEIGHT_BYTES, "host": 64 * MiB}
+    machine = Machine("small", tiers, links, Compute({"float32": 1e11}, 1e10))
+    report = zcompile.plan(gpt(), tokens, machine=machine)
+    assert 0 < report.staying_bytes <= WEIGHT_BYTES
+    line = f"{show_size(report.staying_bytes)} of gradients stay in what activations leave"
+    assert line in str(report)
+    assert json.loads(report.to_json())["staying_bytes"] == report.staying_bytes
+    assert "gradients stay" not in str(replace(report, staying_bytes=0))
+
+
+def test_a_listing_says_which_stay():
+    model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
+    plan = session_behind(model).planner.plan
+    listed = [line.split()[1:4] for call in plan.step.calls if call.phase is Phase.BACKWARD
+              for line in schedule_text(call.schedule).splitlines()[1:]]  # fmt: skip
+    named = {name for stream, kind, name in listed if (stream, kind) == ("compute", "stay")}
+    sent = {name for stream, kind, name in listed if (stream, kind) == ("d2h", "reduce")}
+    stay = {plan.step.facts[key].name.removesuffix(".grad") for key in plan.placement.stay}
+    assert named == stay
+    assert named | sent == {name for name, _ in model.named_parameters()}
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_too_the_bits_are_those_of_eager():
-    torch.set_default_device("cuda")
-    try:
+    with made_on("cuda"):
         plain = gpt().cuda()
         train(plain, adamw(plain), 0, STEPS)
         torch._dynamo.reset()
@@ -128,5 +149,3 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager():
         assert session_behind(model).planner.plan.placement.stay
         assert all(torch.equal(mine.cpu(), theirs.cpu())
                    for mine, theirs in zip(values(model), values(plain), strict=True))  # fmt: skip
-    finally:
-        torch.set_default_device(None)

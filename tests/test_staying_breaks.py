@@ -23,16 +23,6 @@ from zcompile.runtime.store import Store
 from zcompile.specs import HELD, Kind
 
 
-@pytest.fixture
-def expected():
-    return plainly_trained()
-
-
-@pytest.fixture
-def held():
-    return held_bytes()
-
-
 def loop_of(model, forward, optimizer, begin=4):
     """Trains as planned, then without setting gradients to None."""
     train(forward, optimizer, 0, begin)
@@ -42,11 +32,11 @@ def loop_of(model, forward, optimizer, begin=4):
 
 
 @pytest.mark.parametrize("where", ["host", "disk"])
-def test_gradients_that_nobody_drops_go_home_before_the_next_forward(held, caplog, tmp_path, where):
+def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp_path, where):
     """A loop that forgets to set them to None sums them up, as eager does, within the budget."""
     plain = gpt()
     loop_of(plain, plain, adamw(plain))
-    budget = held + WEIGHT_BYTES // 2
+    budget = held_bytes() + WEIGHT_BYTES // 2
     room = {"disk": tmp_path, "host_memory": "520KiB"} if where == "disk" else {}
     model, compiled, optimizer = begun(budget, 0, **room)
     with caplog.at_level("INFO", "zcompile.residency"):
@@ -63,7 +53,7 @@ def test_gradients_that_nobody_drops_go_home_before_the_next_forward(held, caplo
     assert HELD in gradients(model), "they stay again once they are dropped"
 
 
-def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(held, caplog):
+def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(caplog):
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
         for number in range(4, STEPS + 2):
@@ -74,7 +64,7 @@ def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(held, ca
 
     plain = gpt()
     loop(plain, plain, adamw(plain))
-    budget = held + WEIGHT_BYTES // 2
+    budget = held_bytes() + WEIGHT_BYTES // 2
     model, compiled, optimizer = begun(budget, 0)
     with caplog.at_level("INFO", "zcompile.residency"):
         loop(model, compiled, optimizer)
@@ -84,7 +74,7 @@ def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(held, ca
     assert same(model, values(plain))
 
 
-def test_an_evaluation_now_and_then_does_not_stop_it(held, caplog):
+def test_an_evaluation_now_and_then_does_not_stop_it(caplog):
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
         for number in range(4, STEPS + 3):
@@ -101,7 +91,7 @@ def test_an_evaluation_now_and_then_does_not_stop_it(held, caplog):
     plain = gpt()
     loop(plain, plain, adamw(plain))
     want, losses = losses, []
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES // 2, 0)
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES // 2, 0)
     with caplog.at_level("INFO", "zcompile.residency"):
         loop(model, compiled, optimizer)
     assert "a forward needs their room" in caplog.text
@@ -112,9 +102,9 @@ def test_an_evaluation_now_and_then_does_not_stop_it(held, caplog):
 
 
 def test_a_forward_that_finds_no_room_for_them_elsewhere_is_refused_and_nothing_is_lost(
-    held, expected, monkeypatch
+    monkeypatch,
 ):
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES // 2, 4)
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES // 2, 4)
     loss_of(compiled, many(40)).backward()
     assert HELD in gradients(model)
     kept = [p.grad.on_host() for p in model.parameters()]
@@ -128,17 +118,17 @@ def test_a_forward_that_finds_no_room_for_them_elsewhere_is_refused_and_nothing_
     optimizer.step()
     optimizer.zero_grad()
     train(compiled, optimizer, 5, STEPS)
-    assert same(model, expected)
+    assert same(model, plainly_trained())
 
 
-def test_accumulation_under_a_plan_without_it_is_eagers(held):
+def test_accumulation_under_a_plan_without_it_is_eagers():
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
         train(forward, optimizer, 4, STEPS, batches=3)
 
     plain = gpt()
     loop(plain, plain, adamw(plain))
-    budget = held + WEIGHT_BYTES // 2
+    budget = held_bytes() + WEIGHT_BYTES // 2
     model, compiled, optimizer = begun(budget, 0)
     loop(model, compiled, optimizer)
     assert zcompile.stats(model)["peak"]["together"] <= budget
@@ -146,7 +136,7 @@ def test_accumulation_under_a_plan_without_it_is_eagers(held):
 
 
 @pytest.mark.parametrize("drops", [True, False])
-def test_an_optimizer_within_backward_reads_them_where_they_are(held, drops):
+def test_an_optimizer_within_backward_reads_them_where_they_are(drops):
     """Each parameter is updated as soon as its gradient is there, which is then dropped, or not."""
 
     def loop(model, forward):
@@ -165,7 +155,7 @@ def test_an_optimizer_within_backward_reads_them_where_they_are(held, drops):
 
     plain = gpt()
     loop(plain, plain)
-    budget = held + WEIGHT_BYTES
+    budget = held_bytes() + WEIGHT_BYTES
     model, compiled = begun(budget, 0)[:2]
     loop(model, compiled)
     assert zcompile.stats(model)["peak"]["together"] <= budget
@@ -173,7 +163,7 @@ def test_an_optimizer_within_backward_reads_them_where_they_are(held, drops):
     assert same(model, values(plain))
 
 
-def test_two_optimizers_that_take_turns_within_a_step(held):
+def test_two_optimizers_that_take_turns_within_a_step():
     def loop(model, forward):
         params = list(model.parameters())
         both = [torch.optim.AdamW(params[:5], lr=1e-2, fused=True),
@@ -186,14 +176,14 @@ def test_two_optimizers_that_take_turns_within_a_step(held):
 
     plain = gpt()
     loop(plain, plain)
-    model, compiled = begun(held + WEIGHT_BYTES, 0)[:2]
+    model, compiled = begun(held_bytes() + WEIGHT_BYTES, 0)[:2]
     loop(model, compiled)
     assert session_behind(model).planner.plan.placement.stay
     assert same(model, values(plain))
 
 
-def test_one_that_stays_can_be_copied_zeroed_and_given_away(held):
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES, 4)
+def test_one_that_stays_can_be_copied_zeroed_and_given_away():
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     loss_of(compiled, many(40)).backward()
     param = next(p for p in model.parameters() if p.grad.entry.home == HELD)
     value = param.grad.on_host()
@@ -208,8 +198,8 @@ def test_one_that_stays_can_be_copied_zeroed_and_given_away(held):
     assert held_gradients(model) == 0
 
 
-def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home(held, expected):
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES, 4)
+def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home():
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     assert session_behind(model).planner.plan.placement.stay
     seen = []
     hook = next(model.parameters()).register_hook(lambda grad: seen.append(grad.numel()))
@@ -220,12 +210,12 @@ def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home(held, expec
     optimizer.zero_grad()
     hook.remove()
     train(compiled, optimizer, 5, STEPS)
-    assert same(model, expected)
+    assert same(model, plainly_trained())
 
 
-def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home(held, expected):
+def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home():
     """A forward without its backward holds what it kept; a call after it is within the budget."""
-    budget = 2 * held + WEIGHT_BYTES
+    budget = 2 * held_bytes() + WEIGHT_BYTES
     model, compiled, optimizer = begun(budget, 4)
     pending = loss_of(compiled, many(7))
     loss_of(compiled, many(40)).backward()
@@ -235,11 +225,11 @@ def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home(held, expec
     assert session_behind(model).planner.plan is None
     del pending
     train(compiled, optimizer, 5, STEPS)
-    assert same(model, expected)
+    assert same(model, plainly_trained())
 
 
-def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(held, expected, monkeypatch):
-    model, compiled, optimizer = begun(held + WEIGHT_BYTES, 4)
+def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
+    model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     create, left = Store.create, [3]
 
     def failing(self, name, kind, nbytes, **how):
@@ -257,12 +247,12 @@ def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(held, expected, m
     assert held_gradients(model) == 0
     assert session_behind(model).holding.nbytes == 0
     train(compiled, optimizer, 4, STEPS)
-    assert same(model, expected)
+    assert same(model, plainly_trained())
 
 
-def test_they_move_where_the_device_has_to_have_the_room_back(held, expected):
+def test_they_move_where_the_device_has_to_have_the_room_back():
     """A longer batch holds more than was set aside: what stays goes home, and nothing is lost."""
-    model, compiled, optimizer = begun(2 * held + 2 * WEIGHT_BYTES, 4)
+    model, compiled, optimizer = begun(2 * held_bytes() + 2 * WEIGHT_BYTES, 4)
     loss_of(compiled, many(40)).backward()
     assert HELD in gradients(model)
     kept = [p.grad.on_host() for p in model.parameters()]
@@ -273,4 +263,4 @@ def test_they_move_where_the_device_has_to_have_the_room_back(held, expected):
     optimizer.step()
     optimizer.zero_grad()
     train(compiled, optimizer, 5, STEPS)
-    assert same(model, expected)
+    assert same(model, plainly_trained())

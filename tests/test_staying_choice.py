@@ -26,6 +26,19 @@ def backward(beside=HELD_BESIDE, **of):
     return replace(schedule(*rows, phase=Phase.BACKWARD), holds=Holds(tuple(levels)), **of)
 
 
+def in_two():
+    """Backward in two graphs: a gradient of 4, on its way when the second begins; three of 2, the
+    first of which has left when 10 are needed, as has that of the first graph."""
+    made, small = Run(NOTHING, (), (), (), None), Level(2, 2, 2, 2, True)
+    one = Holds((Level(0, 4, 4), Level(4, 4, 4, 4, True)))
+    two = Holds((Level(0, 2, 2), small, small, Level(2, 10, 2), small))
+    reduces = [Reduce(Register(0), EntryIndex(n), (), True, "w", nbytes)
+               for n, nbytes in enumerate((2, 2, 2, 4))]  # fmt: skip
+    rows = (made, reduces[3]), (made, *reduces[:2], made, reduces[2])
+    return [replace(schedule(*of, phase=Phase.BACKWARD), holds=holds)
+            for of, holds in zip(rows, (one, two), strict=True)]  # fmt: skip
+
+
 def step_of(*calls):
     """Calls on parameters 1 to 5."""
     keys = tuple(range(1, 6))
@@ -60,6 +73,20 @@ def test_gradients_that_are_added_to_go_home(calls):
 def test_a_gradient_that_comes_twice_goes_home():
     both = staying(step_of(Phase.FORWARD, backward(), backward((9,)), Phase.STEP), 1000)
     assert both == {-2, -3, -4, -5}
+
+
+@pytest.mark.parametrize(("room", "stay"), [(14, {-2, -3}), (15, {-2, -3}), (16, {-1, -2, -3, -4})])
+def test_what_another_graph_left_under_way_counts_beside_all_of_the_next(room, stay):
+    """A run looks once, before a call, at what others hold then and at the peak of the call."""
+    step = step_of(Phase.FORWARD, *in_two(), Phase.STEP)
+    assert staying(step, room) == stay
+    walk = HeldWalk()
+    for call in step.calls:
+        made = call.with_staying(staying(step, room)).schedule
+        walk.begin(made)
+        assert walk.others + held_peak(made) <= room
+        walk.through(made)
+        walk.end(Phase.STEP)
 
 
 def test_what_is_kept_into_the_next_forward_goes_home():

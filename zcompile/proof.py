@@ -225,6 +225,8 @@ class Proof:
             raise walk.fail(f"the gradient of {reduce.name!r} leaves before it is computed")
         if reduce.of_nbytes:
             walk.tile_leaves(reduce)
+        if reduce.stays:
+            _stays(walk, reduce)
         if reduce.drop:
             walk.forget(reduce.value)
 
@@ -268,6 +270,16 @@ class Proof:
         walk.borrowed[borrow.register] = walk.span
         if borrow.writes:
             walk.written_in_place[borrow.register] = walk.span
+
+
+def _stays(walk: Walk, reduce: Reduce) -> None:
+    """From here on it is an entry: whole, in memory that nobody else has, and nobody reads."""
+    if reduce.of_nbytes:
+        raise walk.fail(f"a tile of the gradient of {reduce.name!r} stays, which is no entry")
+    if not reduce.drop:
+        raise walk.fail(f"the gradient of {reduce.name!r} stays, and is read later as a value")
+    if not walk.level.alone:
+        raise walk.fail(f"the gradient of {reduce.name!r} stays, in memory that is not its own")
 
 
 def _left(walk: Walk, left: Left, now: int) -> None:

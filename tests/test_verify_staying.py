@@ -1,0 +1,93 @@
+"""Gradients that stay where compute makes them: which may, as the proof has it, and which not."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from mutation.samples import TILED, compiled
+from small_models import SMALL_MODELS
+from written import run, schedule
+
+from zcompile.errors import ScheduleInvalid
+from zcompile.holds import Holds, Level
+from zcompile.schedule import CHANGE_HOLDING, EntryIndex, Reduce, Register, Schedule, Ticket
+from zcompile.specs import Phase
+from zcompile.verify_schedule import verify_schedule
+
+ROWS = (
+    run(0, out=(1,), ticket=0),
+    Reduce(Register(1), EntryIndex(0), (Ticket(0),), True, "w", 4, stays=True),
+)
+OWN = Holds((Level(0, 4, 4), Level(4, 4, 4, alone=True)))
+
+
+def staying(reduce: Reduce, holds: Holds = OWN) -> Schedule:
+    return replace(schedule(ROWS[0], reduce, phase=Phase.BACKWARD), holds=holds)
+
+
+BROKEN_STAYING = {
+    "a tile": (
+        staying(replace(ROWS[1], of_nbytes=8)),
+        "a tile of the gradient of 'w' stays, which is no entry",
+    ),
+    "read later": (
+        staying(replace(ROWS[1], drop=False)),
+        "the gradient of 'w' stays, and is read later as a value",
+    ),
+    "memory of others": (
+        staying(ROWS[1], Holds((Level(), Level(alone=False)))),
+        "the gradient of 'w' stays, in memory that is not its own",
+    ),
+    "memory that nothing is known of": (
+        staying(ROWS[1], Holds()),
+        "the gradient of 'w' stays, in memory that is not its own",
+    ),
+}
+
+
+def test_what_they_were_broken_from_is_safe():
+    verify_schedule(staying(ROWS[1]))
+
+
+@pytest.mark.parametrize("case", BROKEN_STAYING)
+def test_one_that_may_not_stay_earns_its_sentence(case):
+    broken, sentence = BROKEN_STAYING[case]
+    with pytest.raises(ScheduleInvalid) as caught:
+        verify_schedule(broken)
+    assert caught.value.why == sentence
+
+
+def reduces(made: Schedule):
+    """(where, the reduce, what is held around it) of each."""
+    changes = [(i, x) for i, x in enumerate(made.instructions) if isinstance(x, CHANGE_HOLDING)]
+    assert len(changes) == len(made.holds.levels)
+    return [(i, x, level) for (i, x), level in zip(changes, made.holds.levels, strict=True)
+            if isinstance(x, Reduce)]  # fmt: skip
+
+
+def marked(made: Schedule, at: int, **how) -> Schedule:
+    rows = list(made.instructions)
+    rows[at] = replace(rows[at], **how)
+    return replace(made, instructions=tuple(rows))
+
+
+def accepted(made: Schedule) -> bool:
+    """Not refused because of a gradient that stays."""
+    try:
+        verify_schedule(made)
+    except ScheduleInvalid as error:
+        return re.search("stays|is read before", error.why) is None
+    return True
+
+
+@pytest.mark.parametrize("name", [*SMALL_MODELS, *TILED])
+def test_in_a_real_backward_those_stay_that_are_whole_and_whose_memory_is_their_own(name):
+    seen = 0
+    for made in compiled(name):
+        for at, reduce, level in reduces(made) if made.phase is Phase.BACKWARD else ():
+            whole = level.alone and not reduce.of_nbytes
+            assert accepted(marked(made, at, stays=True)) == whole
+            assert not whole or reduce.drop, "what is read later is not its own"
+            assert not accepted(marked(made, at, stays=True, drop=False))
+            seen += whole
+    assert seen

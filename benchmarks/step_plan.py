@@ -264,6 +264,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk", default=None)
+    parser.add_argument("--host-share", type=float, default=HOST_SHARE, help="of all states")
     parser.add_argument("--only", choices=["sweep", "ablations", "eager"])
     parser.add_argument("--links", choices=list(SHARES), help="of the sweep, one ratio")
     args = parser.parse_args()
@@ -271,7 +272,7 @@ def main() -> None:
     whole = int(states * 1.02) + 2 * MiB
     args.held_bytes = 0
     args.held_bytes = held_bytes(args, whole)
-    args.host_memory = int(states * HOST_SHARE) + 8 * MiB
+    args.host_memory = int(states * args.host_share) + 8 * MiB
     mine, like = probed(torch.device("cpu"), ()), find("h200-node")
     throttles = {name: throttle_of(mine, like, share) for name, share in SHARES.items()}
     first = next(iter(throttles.values()))

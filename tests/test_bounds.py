@@ -139,8 +139,7 @@ def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @pytest.mark.parametrize(("forward_s", "least"), [(0.85, 4.597), (0.0, 4.115)])
 def test_states_are_written_behind_forward_from_the_room_that_gradients_have(forward_s, least):
-    # MB/s and MB of a GPT of 155 MB of weights, gradients and states, none of which stay; where
-    # each rests in one place all step long, its links alone take 4.95 s.
+    # MB/s and MB of a GPT of 155 MB of weights, gradients and states, none of which stay.
     part = 38_800_000
     ahead = Segment(F, forward_s, (part, 0, 0), (0, 0, 0), (True, True, True))
     back = Segment(B, 1.6, (part, 0, 0), (0, part, 0), (True, True, True))

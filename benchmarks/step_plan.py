@@ -264,7 +264,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk", default=None)
-    parser.add_argument("--host-share", type=float, default=HOST_SHARE, help="of all states")
+    parser.add_argument(
+        "--host-share",
+        type=float,
+        default=HOST_SHARE,
+        help="part of all states that the host holds, in the sweep",
+    )
     parser.add_argument("--only", choices=["sweep", "ablations", "eager"])
     parser.add_argument("--links", choices=list(SHARES), help="of the sweep, one ratio")
     args = parser.parse_args()

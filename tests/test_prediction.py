@@ -12,31 +12,35 @@ from zcompile.prediction import predicted, told
 from zcompile.simulate import simulate
 
 WIDTH, LAYERS = 256, 4
-RATE = 10e6
-"""Bytes per second: a step of this model then takes half a second, nearly all of it on the links,
-so that a busy machine does not matter. At three times this rate the thousand transfers of a step on
-four links, of 16 KiB each, keep the interpreter as long as the links, in threads that no simulation
-counts: 0.62 to 0.82 of what was measured was predicted."""
-STEPS = 5
+RATE = 40e6
+"""Bytes per second of all throttled links together: a step of this model then takes some tenths of
+a second, nearly all of it on the links, so that a busy machine does not matter. The thousand
+transfers of a step on four links, of 16 KiB each, cost the interpreter as much as links of 30 MB/s
+take for them, in threads that no simulation counts."""
+STEPS = 6
 SETTLED = 2
-"""Of those, how many are over before time is compared: the first is longer by the look at `stats`
-before it, and what links do meanwhile makes the second shorter by as much."""
+"""Steps that are over before time is compared: a step ends when the next begins, so the first is
+that in whose end `stats` is looked at, and the second finds done what links did meanwhile."""
 DEVICE = {False: "4MiB", True: "1MiB"}
 """With residency a fifth of all states, so that links are most of a step then too."""
 FACTOR = 1.5
-"""How far the time may be off, here, where others use the processors too: 0.90 to 1.02 was seen on
-a quiet machine, 0.74 with four busy loops beside."""
+"""How far the time may be off, here, where others use the processors too."""
+
+
+def rate_of(throttle):
+    """Bytes per second of each of these links."""
+    return RATE / len(throttle)
 
 
 def trained(tmp_path, throttle, host, record=True, residency=False):
-    """(what was measured of the last steps, the session, what it is of, and the seconds of each of
-    those steps), some steps into a run."""
+    """(what was measured of the last steps, the session, what it is of, and the seconds of as many
+    steps that were over by then), some steps into a run."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = zcompile.offload(
         nn.Sequential(*layers), device="cpu", device_memory=DEVICE[residency], host_memory=host,
-        disk=tmp_path, throttle=dict.fromkeys(throttle, RATE), residency=residency,
+        disk=tmp_path, throttle=dict.fromkeys(throttle, rate_of(throttle)), residency=residency,
     )  # fmt: skip
     session = session_behind(model)
     session.executor.clocks.record = record
@@ -58,7 +62,7 @@ def trained(tmp_path, throttle, host, record=True, residency=False):
 
 def costs_of(session, throttle):
     """Of this run: links that nobody throttled are as fast as memory."""
-    rates = {link: RATE if link in throttle else 4e9
+    rates = {link: rate_of(throttle) if link in throttle else 4e9
              for link in ("h2d", "d2h", "disk_read", "disk_write")}  # fmt: skip
     links = {name: Link(name, rate) for name, rate in rates.items()}
     machine = Machine("here", {}, links, Compute({"float32": 1e10}, 4e9))

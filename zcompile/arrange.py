@@ -116,7 +116,7 @@ def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
     calls, held = [], {key for key, home in homes.items() if home == HELD}
     for call in step.calls:
         at = tuple(homes.get(key, step.facts[key].home) for key in call.entries)
-        stay = call.staying(held)
+        stay = call.making(held)
         known = call.schedule.serial, at, stay
         if known not in made:
             made[known] = _arranged(call.schedule, at, stay, arena)

@@ -11,12 +11,16 @@ beyond the list:
     gradients that leave from there, whose end has no ticket
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
+
+That the memory of a gradient that stays is its own is read off its level (`storages.py`); the
+runtime looks once more at its bytes and strides, before it keeps it.
 """
 
 from collections.abc import Mapping
 
 from zcompile.byte_ranges import ByteRanges
 from zcompile.happens_before import BEGUN, start
+from zcompile.holds import Level
 from zcompile.home_bytes import HomeBytes, Span
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.schedule import (
@@ -273,12 +277,13 @@ class Proof:
 
 
 def _stays(walk: Walk, reduce: Reduce) -> None:
-    """From here on it is an entry: whole, in memory that nobody else has, and nobody reads."""
-    if reduce.of_nbytes:
-        raise walk.fail(f"a tile of the gradient of {reduce.name!r} stays, which is no entry")
+    """It becomes an entry as it is: all that comes for one, which the call reads no more, and in
+    memory of its own."""
+    if reduce.entry not in walk.schedule.lone_gradients:
+        raise walk.fail(f"the gradient of {reduce.name!r} stays, and is not all that comes for it")
     if not reduce.drop:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, and is read later as a value")
-    if not walk.level.alone:
+    if not walk.schedule.level_at.get(walk.index, Level()).alone:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, in memory that is not its own")
 
 

@@ -280,12 +280,12 @@ class Residency:
         if self.plan is None or schedule.serial not in self._base.serials:
             return frozenset()
         call = StepCall(schedule, tuple(entry.key for entry in entries))
-        return call.staying(self.plan.placement.stay)
+        return call.making(self.plan.placement.stay)
 
     def _refitted(
         self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
     ) -> Schedule:
-        """Arranged for this; none stays where more is held besides than was planned."""
+        """Arranged for this; if others hold more than was planned, no gradient stays."""
         session, key = self.session, (schedule.serial, resident, stay)
         if key not in self._arranged:
             made = refitted(session, schedule, resident, session.window_bytes, stay)

@@ -16,7 +16,7 @@ from typing import Any, NewType
 
 import torch
 
-from zcompile.holds import NOTHING_HELD, Holds
+from zcompile.holds import NOTHING_HELD, Holds, Level
 from zcompile.specs import Layout, Phase, Region
 
 Register = NewType("Register", int)
@@ -253,13 +253,19 @@ class Schedule:
         """The entries whose gradients stay where compute makes them."""
         return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
 
+    @cached_property
+    def level_at(self) -> Mapping[int, Level]:
+        """What is held around the instruction at an index, if it changes that and it is known."""
+        changes = (i for i, x in enumerate(self.instructions) if isinstance(x, CHANGE_HOLDING))
+        return dict(zip(changes, self.holds.levels, strict=False))
+
     def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
         """As it is if the gradients of these entries stay where compute makes them."""
         if not entries:
             return self
         rows = [replace(x, stays=True) if isinstance(x, Reduce) and x.entry in entries else x
                 for x in self.instructions]  # fmt: skip
-        return replace(self, instructions=tuple(rows))
+        return replace(self, instructions=tuple(rows), serial=next(SERIALS))
 
     @cached_property
     def departing_bytes(self) -> int:

@@ -23,7 +23,7 @@ def simulate(
 ) -> Timeline:
     """What a step will take, in the middle of a long run of the same.
 
-    homes   key of an entry -> "device", "host" or "disk"; where it is silent, as it was recorded
+    homes   key of an entry -> "device", "held", "host" or "disk"; where silent, as it was recorded
     raises  Unsupported, if a transfer needs a link that the machine does not have
     """
     walk = SimulatedSteps(step, costs, homes or {})

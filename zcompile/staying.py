@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from zcompile.held_walk import HeldWalk, held_peak
-from zcompile.schedule import CHANGE_HOLDING, Instruction, Reduce
+from zcompile.holds import Level
+from zcompile.schedule import Reduce, Schedule
 from zcompile.specs import Phase
-from zcompile.steps import Step, StepCall
+from zcompile.steps import Step
 
 PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 """Of a step: with more than one backward pass, gradients are added to."""
@@ -58,18 +59,18 @@ def staying_bytes(step: Step, keys: frozenset[int]) -> int:
 def _candidates(step: Step) -> Iterator[int]:
     """Keys of the gradients that could stay, in the order in which they are made."""
     made = [
-        (call.entries[x.entry], level.alone and not x.of_nbytes)
+        (call.entries[x.entry], _whole_and_alone(call.schedule, index, x))
         for call in step.calls
         if call.phase is Phase.BACKWARD
-        for x, level in zip(_changes(call), call.schedule.holds.levels, strict=False)
+        for index, x in enumerate(call.schedule.instructions)
         if isinstance(x, Reduce)
     ]
     times = Counter(key for key, _ in made)
     return (-key for key, may in made if may and times[key] == 1)
 
 
-def _changes(call: StepCall) -> Iterator[Instruction]:
-    return (x for x in call.schedule.instructions if isinstance(x, CHANGE_HOLDING))
+def _whole_and_alone(schedule: Schedule, index: int, reduce: Reduce) -> bool:
+    return not reduce.of_nbytes and schedule.level_at.get(index, Level()).alone
 
 
 def _held(step: Step, keys: frozenset[int]) -> tuple[int, int]:

@@ -53,8 +53,8 @@ class StepCall:
     def phase(self) -> Phase:
         return self.schedule.phase
 
-    def staying(self, gradients: Container[int]) -> frozenset[EntryIndex]:
-        """Of a backward, the entries whose gradients are among these keys."""
+    def making(self, gradients: Container[int]) -> frozenset[EntryIndex]:
+        """Of a backward, the entries whose gradients have one of these keys."""
         if self.phase is not Phase.BACKWARD:
             return frozenset()
         found = (n for n, key in enumerate(self.entries) if -key in gradients)
@@ -62,7 +62,7 @@ class StepCall:
 
     def with_staying(self, gradients: Container[int]) -> "StepCall":
         """As it is if the gradients with these keys stay where compute makes them."""
-        return replace(self, schedule=self.schedule.with_staying(self.staying(gradients)))
+        return replace(self, schedule=self.schedule.with_staying(self.making(gradients)))
 
     def uses(self) -> Iterator[Use]:
         """What compute needs of each entry, however the schedule at hand brings it."""

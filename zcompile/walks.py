@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from zcompile.byte_ranges import ByteRanges
 from zcompile.errors import ScheduleInvalid
 from zcompile.happens_before import NEVER, Transfer
-from zcompile.holds import Level
 from zcompile.home_bytes import Copies, Span, moved_and_borrowed, span_of
 from zcompile.printer import instruction_row
 from zcompile.schedule import (
-    CHANGE_HOLDING,
     Borrow,
     EntryIndex,
     Fetch,
@@ -107,13 +105,6 @@ class Walk:
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
         self._leaving: dict[EntryIndex, _Tiles] = {}
-        changes = (i for i, x in enumerate(schedule.instructions) if isinstance(x, CHANGE_HOLDING))
-        self._levels = dict(zip(changes, schedule.holds.levels, strict=False))
-
-    @property
-    def level(self) -> Level:
-        """What is held around the instruction at hand, if that is known."""
-        return self._levels.get(self.index, Level())
 
     @property
     def span(self) -> Span:

@@ -159,10 +159,11 @@ def _carried(user: fx.Node, node: fx.Node, member: _Member) -> _Member | None:
 
 def _range(user: fx.Node, count: int) -> tuple[int, int, int]:
     """First row, one past the last, and step of a slice; no rows, if only a call knows them."""
-    given = [*user.args[2:], None, None, None]
-    if any(not isinstance(n, int | None) for n in given):
+    given: list[object] = [*user.args[2:], None, None, None]
+    known = [n for n in given if n is None or isinstance(n, int)]
+    if len(known) < len(given):
         return 0, 0, 1
-    start, end, step, *_ = given
+    start, end, step, *_ = known
     return slice(start, end, step).indices(count)
 
 

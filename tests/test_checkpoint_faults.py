@@ -1,6 +1,8 @@
 """A checkpoint is replaced as a whole, and a damaged one is refused as a whole."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from border import Border, offloaded
 from durable_runs import Run, after_a_crash, same
 from pairs import assert_alike, assert_equal, other
 from small_models import mlp
@@ -132,11 +135,11 @@ if sys.argv[2] == "exchange":
     checkpoint_directory.shutil.rmtree = lambda *_, **__: end()
 elif sys.argv[2] == "rename":
     checkpoint_directory.exchange = lambda *_: False
-    real = checkpoint_directory.Path.rename
-    def rename(path, to):
-        real(path, to)
+    real = os.rename
+    def rename(path, to, **where):
+        real(path, to, **where)
         end()
-    checkpoint_directory.Path.rename = rename
+    os.rename = rename
 zcompile.save(sys.argv[1], mlp(), progress=end if sys.argv[2] == "write" else None, new=True)
 """
 
@@ -167,6 +170,61 @@ def test_where_two_directories_cannot_be_exchanged_they_are_renamed(tmp_path, mo
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_others_files_come_along_from_the_checkpoint_that_a_killed_save_left(tmp_path):
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    (tmp_path / "c/config.json").write_text("{}")
+    (tmp_path / "c").rename(tmp_path / "c.zinf-previous")  # where it was killed between two renames
+    zcompile.save(tmp_path / "c", mlp(), n=2)
+    assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 2}
+    assert (tmp_path / "c/config.json").read_text() == "{}"
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("backup", ["c.previous", "c.partial-1", "c.partial-backup"])
+def test_a_backup_of_the_users_own_beside_a_checkpoint_stays(
+    tmp_path, monkeypatch, exchanged, backup
+):
+    if not exchanged:
+        monkeypatch.setattr(checkpoint_directory, "exchange", lambda *_: False)
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    shutil.copytree(tmp_path / "c", tmp_path / backup)
+    for n in (2, 3):
+        zcompile.save(tmp_path / "c", mlp(), n=n)
+    assert zcompile.resume(tmp_path / backup, mlp()) == {"n": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", backup]
+
+
+def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path):
+    """Where directories cannot be exchanged, and the old one has been renamed already."""
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+
+    def around(call, go):
+        if call.name == "exchange":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if call.name == "rename" and "partial" in str(call.arguments["name"]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go()
+
+    fields = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"}
+    model = offloaded(mlp(), Border(around), **fields)
+    with pytest.raises(CheckpointUnwritable, match="Input/output error"):
+        zcompile.save(tmp_path / "c", model, n=2)
+    zcompile.close(model)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 1}
+
+
+@pytest.mark.timeout(60)
+def test_what_only_bears_the_name_of_a_killed_save_is_left_alone(tmp_path):
+    os.mkfifo(tmp_path / "c.zinf-partial-1")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c.zinf-partial-2").symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.iterdir())
+    zcompile.save(tmp_path / "c", mlp())
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "c"])
+
+
 def full(*_):
     raise OSError(28, "No space left on device")
 
@@ -189,7 +247,7 @@ def test_a_checkpoint_too_large_for_the_disk_is_refused_before_a_byte_is_written
     class Disk:
         f_bavail, f_frsize = 2, 4096
 
-    monkeypatch.setattr(checkpoint.os, "statvfs", lambda _: Disk)
+    monkeypatch.setattr(checkpoint.os, "statvfs", lambda *_: Disk)
     with pytest.raises(CheckpointUnwritable, match=r"it needs .* KiB, and 8.00 KiB are free"):
         zcompile.save(tmp_path / "c", mlp())
     assert list(tmp_path.iterdir()) == []

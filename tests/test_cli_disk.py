@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from committed import read_index
 from torch import nn
 
 import zcompile
 from zcompile.offloading import session_behind
-from zcompile.runtime.index import read_index
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,14 +6,13 @@ import signal
 
 import pytest
 import torch
+from committed import check_all, read_index
 from durable_runs import ON_DISK, ON_HOST, WIDTH, Net, Run, after_a_crash, plain, same
 
 import zcompile
 from zcompile.errors import CommitFailed
 from zcompile.offloading import session_behind
 from zcompile.runtime.commit import Ledger
-from zcompile.runtime.data_check import check_all
-from zcompile.runtime.index import read_index
 from zcompile.units import KiB
 
 
@@ -35,6 +34,18 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path, make, fields
     assert again.resume() == {"step": 3}
     assert same(again.state(), expected[0])
     assert same(again.train(3, 5).state(), expected[1])
+    again.close()
+
+
+def test_resuming_takes_over_what_lies_on_disk_and_writes_it_nowhere(tmp_path):
+    Run(tmp_path).train(0, 2).close()
+    again = after_a_crash(tmp_path)
+    store = again.model.up.weight.entry.store
+    store.drain()
+    before = store.meter.bytes()["disk_write"]
+    again.resume()
+    store.drain()
+    assert store.meter.bytes()["disk_write"] - before < 4 * KiB  # small ones are in the index
     again.close()
 
 
@@ -158,7 +169,7 @@ def test_after_a_commit_that_failed_nothing_is_written_over_it(tmp_path, monkeyp
     def refused(directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("zcompile.runtime.index.sync_directory", refused)  # the rename was well
+    monkeypatch.setattr("zcompile.runtime.directory.Directory.sync", refused)  # the rename was well
     with pytest.raises(CommitFailed, match="step 3 was not committed"):
         run.train(2, 3)
     run.model.up.weight.data.mul_(2)

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from committed import check_all, read_index
 from durable_runs import ON_DISK, ON_HOST, WIDTH, Run, after_a_crash, flip, same
 from torch import nn
 
@@ -19,8 +20,6 @@ from zcompile.errors import (
     Unsupported,
 )
 from zcompile.offloading import session_behind
-from zcompile.runtime.data_check import check_all
-from zcompile.runtime.index import read_index
 
 
 def test_a_commit_that_nobody_resumed_is_not_lost_by_a_step(tmp_path):

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from committed import read_index
 from durable_runs import Net, Run, after_a_crash, plain, same
 
 import zcompile
 from zcompile.errors import CheckpointInvalid, Unsupported
-from zcompile.runtime.index import read_index
 
 SGD = partial(torch.optim.SGD, momentum=0.0)
 

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,21 @@ def one(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -
     (b"[1]", b"", "has a header that is no object"),
     (b"{]", b"", "has a header that is not sound"),
     (b"{\xff}", b"", "has a header that is not sound"),
+    (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", b"", "has a .* it nests more than 8 deep"),
+    (b'{"a":' * 200_000, b"", "has a header that is not sound: it nests more than 8 deep"),
+    (b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}', b"", "has a .* NaN in it is no"),
+    (b'{"w":{"dtype":"F32","shape":[-Infinity],"data_offsets":[0,0]}}', b"", "has a .* no number"),
+    (b'{"w":{"shape":[' + b"9" * 5000 + b"]}}", b"", "has a .* a number in it has 5000 digits"),
+    (b'{"w":{"shape":[-' + b"9" * 4000 + b"]}}", b"", "has a .* a number in it has 4001 digits"),
+    (one(shape=[2**62, 4], offsets=[0, 0]), b"", "gives 'w' 0 bytes, which F32.* does not fill"),
+    (one(shape=[9 * 10**18, 2**62, 0], offsets=[0, 8]), b"8" * 8, "gives 'w' 8 bytes, which F32"),
+    (one(shape=[2**63, 0], offsets=[0, 0]), b"", r"has 'w' with shape \[9223372036854775808, 0\]"),
+    (one(shape=[1] * 65, offsets=[0, 4]), b"4" * 4, "has 'w' with 65 dimensions"),
+    (one(shape=[2.0]), b"8" * 8, r"has 'w' with shape \[2.0\]"),
+    (one(shape=[True, 2]), b"8" * 8, r"has 'w' with shape \[True, 2\]"),
+    (one(offsets=[0, -8]), b"8" * 8, r"has 'w' with .* data_offsets \[0, -8\]"),
+    (one(dtype=["F32"]), b"8" * 8, r"has 'w' of dtype \['F32'\], which is not one of"),
+    ({"__metadata__": {"a": 1}}, b"", "has __metadata__ with 'a' that is no text"),
     (b'{"a":1,"a":2}', b"", "has a header that is not sound: a name stands in it twice"),
     ({"w": 3}, b"", "has 'w' without dtype, shape and two data_offsets"),
     ({"__metadata__": 3}, b"", "has __metadata__ that is no object"),
@@ -126,3 +143,40 @@ def test_files_that_end_in_the_header_or_have_none(tmp_path):
 def test_a_dtype_that_the_format_lacks_is_refused():
     with pytest.raises(Unsupported, match=r"'w' is of torch.complex128, which safetensors"):
         arrange({"w": (torch.complex128, (2,))}, {})
+
+
+def test_a_header_that_the_file_does_not_have_is_not_allocated(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(struct.pack("<Q", 99_000_000) + b"{}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointInvalid, match="ends after 10 bytes, within its header"):
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_raised_recursion_limit_does_not_let_a_header_reach_the_end_of_the_stack(tmp_path):
+    path = broken(tmp_path / "x", b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        with pytest.raises(CheckpointInvalid, match="nests more than 8 deep"):
+            read_header(path)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_brackets_within_names_do_not_nest(tmp_path):
+    name = '[{"' * 500 + "\\"
+    write(tmp_path / "x", {name: filled(torch.float32, (2,))})
+    assert list(read_header(tmp_path / "x").rows) == [name]
+
+
+def test_a_header_in_another_encoding_is_refused_before_it_is_nested(tmp_path):
+    """In UTF-16 one character has the byte of a quotation mark, which would hide brackets."""
+    text = '{"a":["\u2200",' + "[" * 20 + "]" * 20 + "]}"
+    path = broken(tmp_path / "x", text.encode("utf-16-le"))
+    with pytest.raises(CheckpointInvalid, match="header that is not sound"):
+        read_header(path)

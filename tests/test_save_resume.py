@@ -1,5 +1,6 @@
 """Checkpoints go out and come back bit by bit, are read by others, and are replaced as a whole."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -196,7 +197,7 @@ def test_a_filesystem_without_direct_requests_is_written_through_the_cache(tmp_p
 
     def refusing(call):
         def request(fd, data, offset):
-            if block_files.fcntl.fcntl(fd, block_files.fcntl.F_GETFL) & os.O_DIRECT:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
                 raise OSError(22, "Invalid argument")
             return call(fd, data, offset)
 

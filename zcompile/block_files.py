@@ -5,9 +5,7 @@ cache should hold, and copying it there costs more CPU than all the rest.
 """
 
 import errno
-import fcntl
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from zcompile.errors import IOFault
 from zcompile.runtime.pages import host_pages
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tiers import Buffer, Stretch
 from zcompile.safetensors_file import PAGE_BYTES
 from zcompile.units import KiB, MiB
@@ -26,9 +25,6 @@ BLOCKS = 4
 """Two that arrive, two that leave."""
 LEAST_DIRECT_BYTES = 256 * KiB
 """Less than this comes through the page cache, whose read-ahead serves the neighbours too."""
-_FICLONERANGE = 0x4020940D
-"""Of linux/fs.h: struct file_clone_range, as `_CLONE`."""
-_CLONE = struct.Struct("qQQQ")
 
 
 def new_blocks() -> list[Tensor]:
@@ -40,32 +36,34 @@ class BlockFile:
     """An open file.
 
     nbytes  given: a new file that will have so many; None: one that exists, to be read
+    system  makes all calls
     raises  IOFault, with what the system said
     """
 
-    def __init__(self, path: Path, nbytes: int | None = None) -> None:
+    def __init__(self, path: Path, nbytes: int | None = None, system: SystemCalls = KERNEL) -> None:
         self.path = path
+        self._system = system
         self._new = nbytes is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if self._new else os.O_RDONLY
         verb = "write" if self._new else "read"
         try:
-            self._fd = self._open(flags | os.O_CLOEXEC)
+            self._fd = self._open(flags)
         except OSError as error:
             raise self._fault(error, verb, path.name, 0, 0, nbytes or 0) from error
 
     def _open(self, flags: int) -> int:
         try:
-            return os.open(self.path, flags | os.O_DIRECT, 0o666)
+            return self._system.open(self.path, flags | os.O_DIRECT, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Some systems create the file before they say that it cannot be direct.
-            return os.open(self.path, flags & ~os.O_EXCL, 0o666)
+            return self._system.open(self.path, flags & ~os.O_EXCL, 0o666)
 
     def reserve(self, nbytes: int) -> None:
         """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            self._system.allocate(self._fd, 0, nbytes)
         except OSError as error:
             raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
 
@@ -76,9 +74,8 @@ class BlockFile:
         these bytes.
         """
         for stretch in stretches:
-            asked = _CLONE.pack(stretch.fd, stretch.offset, stretch.nbytes, begin)
             try:
-                fcntl.ioctl(self._fd, _FICLONERANGE, asked)
+                self._system.clone(self._fd, begin, stretch.fd, stretch.offset, stretch.nbytes)
             except OSError:
                 return False  # streaming takes its place, and raises what still stands in the way
             begin += stretch.nbytes
@@ -93,7 +90,9 @@ class BlockFile:
         view, done = Buffer.over(source).view, 0
         while done < len(view):
             try:
-                done += os.pwrite(self._fd, view[done:], begin + done)
+                if not (moved := self._system.pwrite(self._fd, view[done:], begin + done)):
+                    raise OSError(errno.EIO, "the device takes no more")
+                done += moved
             except OSError as error:
                 if not self._buffered_from_now_on(error):
                     raise self._fault(error, "write", name, begin, done, len(view)) from error
@@ -110,7 +109,7 @@ class BlockFile:
             # What was read in part goes on at a page, as direct reads must.
             done = done // PAGE_BYTES * PAGE_BYTES
             try:
-                moved = os.preadv(self._fd, [view[done:]], low + done)
+                moved = self._system.pread(self._fd, view[done:], low + done)
             except OSError as error:
                 if not self._buffered_from_now_on(error):
                     raise self._fault(error, "read", name, begin, done, end - begin) from error
@@ -125,8 +124,11 @@ class BlockFile:
         """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
         made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         try:
-            with self.path.open("rb", buffering=0) as file:
-                moved = os.preadv(file.fileno(), [Buffer.over(made).view], begin)
+            file = self._system.open(self.path, os.O_RDONLY)
+            try:
+                moved = self._system.pread(file, Buffer.over(made).view, begin)
+            finally:
+                self._system.close(file)
         except OSError as error:
             raise self._fault(error, "read", name, begin, 0, end - begin) from error
         if moved < end - begin:
@@ -137,22 +139,22 @@ class BlockFile:
     def finish(self, nbytes: int) -> None:
         """A new file has all its bytes: cut off what the last page has beyond them, and sync."""
         try:
-            os.ftruncate(self._fd, nbytes)
-            os.fsync(self._fd)
+            self._system.truncate(self._fd, nbytes)
+            self._system.fsync(self._fd)
         except OSError as error:
             raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            self._system.close(fd)
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether a request that failed may work without O_DIRECT, which is off then."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        flags = self._system.flags(self._fd)
         if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
             return False
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._system.set_flags(self._fd, flags & ~os.O_DIRECT)
         return True
 
     def _fault(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zcompile.checkpoint_directory import STATE_FILE, replacing, standing, sync
+from zcompile.checkpoint_directory import STATE_FILE, replacing, standing
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
 from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
 from zcompile.errors import (
@@ -33,7 +33,9 @@ from zcompile.errors import (
     Unsupported,
 )
 from zcompile.model_state import Held, fact_of, held_by
+from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.session import session_of
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
 from zcompile.tensor_loader import Loader
 from zcompile.tensor_writer import NewFile, Told
@@ -99,17 +101,19 @@ def save(
         if progress is not None:
             progress(done, total)
 
-    with replacing(path) as directory:
+    system = _system_of(model)
+    with replacing(path, system) as directory:
         # Also for what is shared: the next step writes other values, and takes room for them then.
-        _check_room(directory, path, total)
-        _write(shards, directory, told)
+        _check_room(directory, path, total, system)
+        _write(shards, directory, told, system)
         for kind in KINDS:
             several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
             if several:
-                _write_json(directory / f"{kind}.safetensors.index.json", index_of(several))
+                index = directory / f"{kind}.safetensors.index.json"
+                _write_json(index, index_of(several), system)
         files = [shard.file for shard in shards]
         told_state = {"checkpoint": name, "files": files, "state": state.meta}
-        _write_json(directory / STATE_FILE, told_state)
+        _write_json(directory / STATE_FILE, told_state, system)
     seconds = time.perf_counter() - since
     logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
 
@@ -132,13 +136,13 @@ def resume(
     if (ledger := ledger_over(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
     if is_durable(path):
-        return resume_copy(path, model, optimizer)
+        return resume_copy(path, model, optimizer, _system_of(model))
     directory = standing(Path(path))
     if directory.is_file():
         raise CheckpointInvalid(directory, "is a file, and a checkpoint is a directory",
                                 "name the one that zcompile.save wrote; zcompile.load reads "
                                 "weights from files")  # fmt: skip
-    with Loader() as loader:
+    with Loader(_system_of(model)) as loader:
         return restore(CheckpointSource(directory, loader), model, optimizer)
 
 
@@ -169,12 +173,19 @@ def load(
         rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
     if rows:
         raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
-    with Loader() as loader:
+    with Loader(_system_of(model)) as loader:
         for name, place in found.items():
             first = wanted[name]
             if first in held.tensors and (name == first or first not in found):
                 loader.fill(place.path, name, place.row, held.tensors[first].detach())
     return Loaded(missing, unexpected)
+
+
+def _system_of(model: nn.Module) -> SystemCalls:
+    """What makes the calls on files: what the model's session was opened with."""
+    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
+    first = next(tiered, None)
+    return KERNEL if first is None else session_of(first.entry).system
 
 
 def _check_order(call: str, path: object, model: object) -> None:
@@ -195,21 +206,22 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     return shards
 
 
-def _write(shards: Sequence[Shard], directory: Path, told: Told) -> None:
+def _write(shards: Sequence[Shard], directory: Path, told: Told, system: SystemCalls) -> None:
     with ExitStack() as stack:
         files = []
         for shard in shards:
             to = directory / shard.file
-            files.append(NewFile(to, shard.first, shard.header, shard.tensors))
-            stack.callback(files[-1].close)
+            with deferred_interrupts():  # one after it was opened would leave it open
+                files.append(NewFile(to, shard.first, shard.header, shard.tensors, system))
+                stack.callback(files[-1].close)
         for file in files:
             file.reserve()
         for file in files:
             file.stream(told)
 
 
-def _check_room(directory: Path, path: Path, total: int) -> None:
-    disk = os.statvfs(directory)
+def _check_room(directory: Path, path: Path, total: int, system: SystemCalls) -> None:
+    disk = system.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if total > free:
         raise CheckpointUnwritable(
@@ -220,9 +232,15 @@ def _check_room(directory: Path, path: Path, total: int) -> None:
         )
 
 
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    sync(path)
+@uninterrupted
+def _write_json(path: Path, value: object, system: SystemCalls) -> None:
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        system.write_all(fd, text.encode())
+        system.fsync(fd)
+    finally:
+        system.close(fd)
 
 
 def _listed(paths: Paths) -> list[Path]:

@@ -1,33 +1,36 @@
 """A directory that is replaced as a whole: at every instant a complete one stands.
 
-A new one is written beside the old, as `<path>.partial-<pid>`, synced, and exchanged with it in one
-call of the system. Where there is no such call the old one is `<path>.previous` for a moment. What
-a killed process left behind is nobody's, since the system has dropped its lock, and is removed.
+A new one is written beside the old, as `<path>.zinf-partial-<pid>`, synced, and exchanged with it
+in one call of the system. Where there is no such call the old one is `<path>.zinf-previous` for a
+moment. Nobody else gives such names, so that what a killed process left behind is known, and is
+removed; of what is partial the system has dropped the lock.
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zcompile.errors import CheckpointUnwritable
 from zcompile.runtime.claim import LOCK_NAME, TIER_FILE
 from zcompile.runtime.index import DATA_NAME, INDEX_NAME
+from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.system_calls import SystemCalls
+from zcompile.units import MiB
 
+COPY_BYTES = 1 * MiB
 STATE_FILE = "training.json"
 """Written last; a directory that has it is a checkpoint."""
+_PARTIAL = ".zinf-partial-"
+_PREVIOUS = ".zinf-previous"
 _OURS = re.compile(
     r"(model|optimizer|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z|training\.json\Z"
 )
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-"""Of linux/fcntl.h and linux/fs.h."""
 
 logger = logging.getLogger("zcompile.checkpoint")
 
@@ -42,90 +45,136 @@ def standing(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, system: SystemCalls) -> Iterator[Path]:
     """A new directory, which is `path` once the block has ended well, and gone if it has not.
 
     Files of others in the old directory come along.
+
+    system  makes the calls that change anything
     raises  CheckpointUnwritable; then, and whatever the block raises, the old one is as it was
     """
     path = Path(os.path.realpath(path))
     _check_replaceable(path)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}")
+    lock, mine = None, False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path)
-        partial.mkdir()
-        lock = _locked(partial)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
+        with deferred_interrupts():
+            _make(path.parent, system)
+            _sweep(path, system)
+            system.mkdir(partial)
+            mine = True
+            lock = _locked(partial, system)
         yield partial
-        _bring_along(path, partial)
-        sync(partial)
+        if (old := standing(path)).is_dir():
+            _bring_along(old, partial, system, _OURS)
+        sync(partial, system)
         _check_no_disk(path)  # a model may have been offloaded to it since
-        _take_place(partial, path)
+        with deferred_interrupts():
+            _take_place(partial, path, system)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        if mine:
+            shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, CheckpointUnwritable):
             raise
         raise _unwritable(path, error) from error
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if mine:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         if lock is not None:
-            os.close(lock)
+            with suppress(OSError):  # nothing was written by it, and it is given back anyway
+                system.close(lock)
 
 
-def sync(path: Path) -> None:
+@uninterrupted
+def sync(path: Path, system: SystemCalls) -> None:
     """The file or directory is on the disk. raises OSError"""
-    fd = os.open(path, os.O_RDONLY)
+    fd = system.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        system.fsync(fd)
     finally:
-        os.close(fd)
+        system.close(fd)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path, system: SystemCalls) -> bool:
     """Each becomes the other, at once; False where the system cannot. raises OSError"""
-    call: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    paths = [ctypes.c_char_p(os.fsencode(path)) for path in (one, other)]
-    if call(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), os.fspath(one))
+    try:
+        system.exchange(one, other)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    return True
 
 
-def _take_place(new: Path, path: Path) -> None:
+def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
     previous = _previous(path)
     old = None
     if not path.exists():
-        new.rename(path)
-    elif exchange(new, path):
+        system.rename(new, path)
+    elif exchange(new, path, system):
         old = new
     else:
         shutil.rmtree(previous, ignore_errors=True)
-        path.rename(previous)
-        new.rename(path)
-    sync(path.parent)
+        system.rename(path, previous)
+        try:
+            system.rename(new, path)
+        except OSError:
+            system.rename(previous, path)
+            raise
+    sync(path.parent, system)
     for left in (old, previous):
         if left is not None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _bring_along(old: Path, new: Path) -> None:
-    """What others keep in the directory, such as a config.json, is not for us to remove."""
-    for item in sorted(old.iterdir()) if old.is_dir() else ():
-        if _OURS.match(item.name):
+def _make(directory: Path, system: SystemCalls) -> None:
+    """Also what it lies in; each name is on the disk before anything is below it."""
+    for missing in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
+        with suppress(FileExistsError):  # another process was quicker
+            system.mkdir(missing)
+        sync(missing.parent, system)
+
+
+def _bring_along(
+    old: Path, new: Path, system: SystemCalls, but: re.Pattern[str] | None = None
+) -> None:
+    """What others keep in the directory, such as a config.json, is not for us to lose.
+
+    but  names that stay behind
+    """
+    for item in sorted(old.iterdir()):
+        to = new / item.name
+        if but is not None and but.match(item.name):
             continue
-        if item.is_dir() and not item.is_symlink():
-            shutil.copytree(item, new / item.name, symlinks=True)
+        if item.is_symlink() or not (item.is_dir() or item.is_file()):
+            shutil.copy2(item, to, follow_symlinks=False)
+        elif item.is_file():
+            _copy(item, to, system)
         else:
-            shutil.copy2(item, new / item.name, follow_symlinks=False)
+            system.mkdir(to)
+            _bring_along(item, to, system)
+            shutil.copystat(item, to)
+            sync(to, system)
+
+
+def _copy(item: Path, to: Path, system: SystemCalls) -> None:
+    """A file with its mode and times; it is on the disk."""
+    source = system.open(item, os.O_RDONLY)
+    try:
+        made = system.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        try:
+            block, at = memoryview(bytearray(COPY_BYTES)), 0
+            while moved := system.pread(source, block, at):
+                system.write_all(made, block[:moved], at)
+                at += moved
+            shutil.copystat(item, to)
+            system.fsync(made)
+        finally:
+            system.close(made)
+    finally:
+        system.close(source)
 
 
 def _check_replaceable(path: Path) -> None:
@@ -155,31 +204,33 @@ def _check_no_disk(path: Path) -> None:
                 )
 
 
-def _sweep(path: Path) -> None:
+def _sweep(path: Path, system: SystemCalls) -> None:
     """Remove what saves to `path` left that were killed."""
-    for left in path.parent.glob(f"{_escaped(path.name)}.partial-*"):
-        if (lock := _locked(left)) is not None:
+    for left in path.parent.glob(f"{_escaped(path.name)}{_PARTIAL}*"):
+        if (lock := _locked(left, system)) is not None:
             logger.info("removing %s, which a killed save left", left)
             shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+            system.close(lock)
 
 
-def _locked(directory: Path) -> int | None:
-    """The lock on a directory; None if another process, or another save of this one, holds it."""
+def _locked(directory: Path, system: SystemCalls) -> int | None:
+    """The lock on a directory; None if it is none, or another save holds it. raises OSError"""
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = system.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
+        system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        system.close(fd)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     return fd
 
 
 def _previous(path: Path) -> Path:
-    return path.with_name(f"{path.name}.previous")
+    return path.with_name(f"{path.name}{_PREVIOUS}")
 
 
 def _escaped(name: str) -> str:

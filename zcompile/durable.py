@@ -6,9 +6,10 @@ runtime. Resuming moves nothing that rests on disk: entries take the extents tha
 
 import copy
 import logging
+import math
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.checkpoint_directory import STATE_FILE
-from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported
+from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.model_state import Fact
 from zcompile.runtime.adopting import Adopter, Copier
 from zcompile.runtime.claim import Claim
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import check_all
+from zcompile.runtime.directory import Directory, let_go, opened, unusable
 from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.reclaim import check_original
+from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.reclaim import check_data
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.specs import Layout
 from zcompile.tiered import TieredTensor
 from zcompile.training_state import describe, restore
@@ -46,8 +50,7 @@ def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> Ledger | None
         ledger = session_of(param.entry).ledger
         if ledger is None:
             return None
-        wanted = Path(path).resolve()
-        own = wanted in [directory.resolve() for directory in ledger.files.directories]
+        own = any(directory.is_at(Path(path)) for directory in ledger.files.directories)
         return ledger if own else None
     return None
 
@@ -90,7 +93,7 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
 def _check_resumed(ledger: Ledger) -> None:
     """raises  Unsupported, if the next commit would lose the states of an optimizer"""
     if ledger.unresumed is not None:
-        home = str(ledger.files.home)
+        home = str(ledger.files.home.path)
         raise Unsupported(
             f"disk={home!r} was resumed without an optimizer, and the commit holds states of an "
             f"optimizer ({ledger.unresumed}), which the next one would lose",
@@ -158,22 +161,22 @@ def resume_durable(
     found = ledger.files.index
     if ledger.serial or ledger.adopting:
         raise Unsupported(
-            f"{ledger.files.home} holds what this very model committed",
+            f"{ledger.files.home.path} holds what this very model committed",
             "resume once, before the first step; to go back to an earlier state, resume in a new "
             "process",
         )
     if found is None:
-        raise _nothing_in(ledger.files.home)
+        raise _nothing_in(ledger.files.home.path)
     check_all(found, ledger.files.directories)
     adopter = Adopter(ledger, found)
-    source = DurableSource(ledger.files.home, found, ledger.files.smalls, adopter)
+    source = DurableSource(ledger.files.home.path, found, ledger.files.smalls, adopter)
     extra = restore(source, model, optimizer)
     ledger.resume(found, adopter.left())
     ledger.extra, ledger.extra_step = extra, _extra_step(found)
     ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
     ledger.unresumed = _optimizer_in(found) if optimizer is None else None
-    logger.info("%s: resumed at step %d", ledger.files.home, found.step)
-    _tell_age(ledger.files.home, extra, found)
+    logger.info("%s: resumed at step %d", ledger.files.home.path, found.step)
+    _tell_age(ledger.files.home.path, extra, found)
     return {**extra, "step": found.step}
 
 
@@ -216,28 +219,52 @@ def is_durable(path: str | os.PathLike[str]) -> bool:
 
 
 def resume_copy(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    system: SystemCalls = KERNEL,
 ) -> dict[str, Any]:
     """As `resume_durable`, for a model that rests elsewhere, or nowhere; the commit stays as it is.
 
+    system  makes all calls on the files of the commit
     raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch
     """
-    directory = Path(path)
     with ExitStack() as stack:
-        stack.callback(Claim(directory, reclaiming=False).release)
-        found = read_index(directory)
-        if found is None:
-            raise NothingCommitted(directory, "holds no commit")
-        index, smalls = found
-        directories = [directory, *map(Path, index.directories[1:])]
-        for number, other in enumerate(directories[1:], 1):
-            check_original(directory, index, number, other)
-            stack.callback(Claim(other, reclaiming=False).release)
+        try:
+            with deferred_interrupts():  # one between a lock and its callback would leave it held
+                directories, index, smalls = _claimed(stack, Path(path), system)
+        except ZinfError:
+            raise
+        except OSError as error:
+            raise unusable(Path(path), error) from error
+        home = directories[0]
         check_all(index, directories)
-        source = DurableSource(directory, index, smalls, Copier(directories))
+        source = DurableSource(home.path, index, smalls, Copier(directories))
         extra = restore(source, model, optimizer)
-        _tell_age(directory, extra, index)
+        _tell_age(home.path, extra, index)
         return {**extra, "step": index.step}
+
+
+def _claimed(
+    stack: ExitStack, path: Path, system: SystemCalls
+) -> tuple[Sequence[Directory], Index, bytes]:
+    """The directories of the commit in `path`, ours until `stack` ends, and what its index holds.
+
+    raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
+    """
+    home = stack.enter_context(opened(path, system))
+    stack.callback(let_go, home.path, Claim(home, reclaiming=False).release)
+    found = read_index(home)
+    if found is None:
+        raise NothingCommitted(home.path, "holds no commit")
+    index, smalls = found
+    others = [stack.enter_context(opened(Path(name), system)) for name in index.directories[1:]]
+    directories = [home, *others]
+    check_data(index, home, directories)  # before anything is made where the index says
+    for other in others:
+        stack.callback(let_go, other.path, Claim(other, reclaiming=False).release)
+    check_data(index, home, directories)
+    return directories, index, smalls
 
 
 def _model_of(session: Session) -> nn.Module:
@@ -262,6 +289,24 @@ class DurableSource:
         self._smalls = {small.name: small for small in index.smalls}
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._bytes = smalls
+        self._check_layouts()
+
+    def _check_layouts(self) -> None:
+        """Whether each tensor finds its elements in its bytes. raises DurableDamaged"""
+        for kept in self._index.tensors:
+            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(kept.name, kept.dtype))
+            needed = (layout.offset + layout.span) * layout.dtype.itemsize
+            if needed > kept.nbytes:
+                raise self._misfit(kept, needed, kept.nbytes)
+        for small in self._index.smalls:
+            needed = math.prod(small.size) * self._dtype(small.name, small.dtype).itemsize
+            if needed != small.end - small.begin:
+                raise self._misfit(small, needed, small.end - small.begin)
+
+    def _misfit(self, row: Resting | Small, needed: int, given: int) -> DurableDamaged:
+        return DurableDamaged(
+            self._path, repr(row.name), f"takes {needed} bytes by its size, and has {given}"
+        )
 
     def facts(self) -> Mapping[str, Fact]:
         rows: list[Resting | Small] = [*self._index.tensors, *self._index.smalls]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zcompile import sound_json
 from zcompile.errors import CheckpointInvalid, Unsupported
 
 PAGE_BYTES = 4096
@@ -21,6 +22,12 @@ MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+MOST_DIMENSIONS = 64
+"""Of a tensor of PyTorch."""
+MOST_DEPTH = 8
+"""Of a header: an object of objects, with lists in them."""
+_NO_SIZE = 1 << 63
+"""Sizes and offsets are smaller, in PyTorch and in files."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -132,7 +139,8 @@ def read_header(path: Path) -> Header:
             if length > MOST_HEADER_BYTES:
                 raise CheckpointInvalid(path, "is no safetensors file: its header would have "
                                         f"{length} bytes")  # fmt: skip
-            text = file.read(length)
+            # A length that the file does not have is not asked for: it would be allocated first.
+            text = file.read(length) if _LENGTH.size + length <= nbytes else b""
     except FileNotFoundError as error:
         raise CheckpointInvalid(path, "does not exist", "name one that does") from error
     except OSError as error:
@@ -144,19 +152,16 @@ def read_header(path: Path) -> Header:
     metadata = told.pop(_METADATA, {})
     if not isinstance(metadata, dict):
         raise CheckpointInvalid(path, f"has {_METADATA} that is no object")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise CheckpointInvalid(path, f"has {_METADATA} with {key!r:.80} that is no text")
     rows = {name: _row(path, name, row) for name, row in told.items()}
     return Header(_checked(path, rows, _LENGTH.size + length, nbytes), metadata, nbytes)
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
-            raise ValueError("a name stands in it twice")
-        return made
-
     try:
-        told = json.loads(text, object_pairs_hook=unique)
+        told = sound_json.loads_sizes(text, MOST_DEPTH)
     except ValueError as error:  # also what is not UTF-8
         raise CheckpointInvalid(path, f"has a header that is not sound: {error}") from error
     if not isinstance(told, dict):
@@ -169,20 +174,22 @@ def _row(path: Path, name: str, told: Any) -> Row:
     try:
         dtype, size, (begin, end) = told["dtype"], told["shape"], told["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointInvalid(path, f"has {name!r} without dtype, shape and two "
+        raise CheckpointInvalid(path, f"has {name!r:.200} without dtype, shape and two "
                                 "data_offsets") from error  # fmt: skip
-    if dtype not in DTYPES:
-        raise CheckpointInvalid(path, f"has {name!r} of dtype {dtype!r}, which is not one of "
-                                f"{', '.join(DTYPES)}", "convert it first")  # fmt: skip
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointInvalid(path, f"has {name!r:.200} of dtype {dtype!r:.80}, which is not "
+                                f"one of {', '.join(DTYPES)}", "convert it first")  # fmt: skip
     if not isinstance(size, list) or not all(
-        type(n) is int and n >= 0 for n in (*size, begin, end)
+        type(n) is int and 0 <= n < _NO_SIZE for n in (*size, begin, end)
     ):
-        raise CheckpointInvalid(path, f"has {name!r} with shape {size} and data_offsets "
-                                f"{[begin, end]}")  # fmt: skip
+        raise CheckpointInvalid(path, f"has {name!r:.200} with shape {size!s:.200} and "
+                                f"data_offsets {[begin, end]!s:.200}")  # fmt: skip
+    if len(size) > MOST_DIMENSIONS:
+        raise CheckpointInvalid(path, f"has {name!r:.200} with {len(size)} dimensions")
     row = Row(DTYPES[dtype], tuple(size), begin, end)
     if row.nbytes != nbytes_of(row.dtype, row.size):
-        raise CheckpointInvalid(path, f"gives {name!r} {row.nbytes} bytes, which {dtype}{size} "
-                                f"does not fill")  # fmt: skip
+        raise CheckpointInvalid(path, f"gives {name!r:.200} {row.nbytes} bytes, which "
+                                f"{dtype}{size} does not fill")  # fmt: skip
     return row
 
 

@@ -4,7 +4,6 @@ One file is `model.safetensors`; several are `model-00001-of-00003.safetensors` 
 `model.safetensors.index.json`, which says where each tensor is.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from zcompile import sound_json
 from zcompile.errors import CheckpointInvalid
 from zcompile.safetensors_file import Header, Row, arrange, nbytes_of, read_header
 
@@ -100,7 +100,7 @@ def places(paths: Iterable[Path]) -> dict[str, Place]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. raises CheckpointInvalid"""
     try:
-        told = json.loads(path.read_bytes())
+        told = sound_json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointInvalid(path, "does not exist", "name a checkpoint") from error
     except OSError as error:

@@ -12,6 +12,7 @@ from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.tiers import Stretch
 from zcompile.safetensors_file import PAGE_BYTES
 from zcompile.tiered import TieredTensor
+from zcompile.torch_private import is_lazy, materialised
 
 
 class TensorBytes(ABC):
@@ -66,8 +67,9 @@ class _Tiered(TensorBytes):
         return entry.store.stretches(entry, self._first, self._first + self.nbytes)
 
     def finish(self) -> None:
-        if not self.nbytes:
-            self.tensor.entry.store.zero(self.tensor.entry)  # without bytes, but no longer unset
+        entry = self.tensor.entry
+        if not entry.nbytes:
+            entry.store.zero(entry)  # without bytes, but no longer unset
         # A compiled graph saves handles for backward, and asks them whether they were written.
         increment_version(self.tensor._handle)
 
@@ -99,7 +101,7 @@ class _Whole(TensorBytes):
         if self._rows is None:
             value = self.tensor.detach()
             value = value.on_host() if isinstance(value, TieredTensor) else value.cpu()
-            self._rows = value.resolve_conj().resolve_neg().contiguous()
+            self._rows = materialised(value).contiguous()
         flat = self._rows.reshape(-1).view(torch.uint8)
         _copy(into, flat[begin : begin + into.numel()])
         if begin + into.numel() == self.nbytes:
@@ -120,7 +122,7 @@ class _Whole(TensorBytes):
 
 
 def bytes_of(tensor: Tensor) -> TensorBytes:
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_contiguous() or is_lazy(tensor):
         return _Whole(tensor)
     return _Tiered(tensor) if isinstance(tensor, TieredTensor) else _Plain(tensor)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from zcompile.block_files import BLOCK_BYTES, BLOCKS, LEAST_DIRECT_BYTES, BlockFile, new_blocks
+from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.ticket import Ticket
 from zcompile.safetensors_file import PAGE_BYTES, Row
 from zcompile.tensor_bytes import bytes_of
@@ -28,7 +30,8 @@ class Loader:
     raises  at the end of the context too, what the last transfers raise
     """
 
-    def __init__(self) -> None:
+    def __init__(self, system: SystemCalls) -> None:
+        self._system = system
         self._files: dict[Path, BlockFile] = {}
         self._free = new_blocks()
         self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
@@ -52,7 +55,8 @@ class Loader:
     def fill(self, path: Path, name: str, row: Row, target: Tensor) -> None:
         """`target` takes the value of a tensor of the file, cast as `copy_` casts."""
         if path not in self._files:
-            self._files[path] = BlockFile(path)
+            with deferred_interrupts():
+                self._files[path] = BlockFile(path, system=self._system)
         file, to = self._files[path], bytes_of(target)
         for begin, raw, block in self._pieces(file, name, row):
             first = begin * target.dtype.itemsize // row.dtype.itemsize

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zcompile.block_files import BLOCK_BYTES, BLOCKS, BlockFile, new_blocks
+from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.ticket import Ticket
 from zcompile.safetensors_file import PAGE_BYTES, Header
 from zcompile.tensor_bytes import TensorBytes, bytes_of
@@ -69,14 +70,23 @@ class NewFile:
     """
 
     def __init__(
-        self, path: Path, first: bytes, header: Header, tensors: Mapping[str, Tensor]
+        self,
+        path: Path,
+        first: bytes,
+        header: Header,
+        tensors: Mapping[str, Tensor],
+        system: SystemCalls,
     ) -> None:
         self._header = header
-        self._file = BlockFile(path, header.nbytes)
+        self._file = BlockFile(path, header.nbytes, system)
         self._names = ("the header", *header.rows)
         self._sources: list[_First | TensorBytes] = [_First(first)]
-        self._sources += [bytes_of(tensors[name]) for name in header.rows]
-        self._shared = self._share()
+        try:
+            self._sources += [bytes_of(tensors[name]) for name in header.rows]
+            self._shared = self._share()
+        except BaseException:
+            self.close()
+            raise
 
     def reserve(self) -> None:
         """Take the room. raises IOFault, if there is none"""

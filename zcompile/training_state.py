@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zcompile.errors import CheckpointMismatch
 from zcompile.model_state import Held, StateSource, fact_of, held_by, read_back, set_module_state
 from zcompile.optimizer_state import pack_optimizer, restore_optimizer, unfitting_groups
-from zcompile.plain_values import Packer, unpack
+from zcompile.plain_values import Packer, check_packed, unpack
 from zcompile.tiered import TieredTensor
 from zcompile.version import VERSION
 
@@ -88,6 +88,7 @@ def restore(
     raises  CheckpointMismatch, which lists everything that does not fit
     """
     held = held_by(model)
+    _check_said(source)
     _check_fits(source, held, optimizer)
     for name, tensor in held.tensors.items():
         source.fill(f"model.{name}", tensor.detach())
@@ -100,6 +101,55 @@ def restore(
     for device, state in unpack(source.meta["rng"], read).items():
         _set_random_state(device, state)
     return extra
+
+
+def _check_said(source: StateSource) -> None:
+    """Whether the meta of a checkpoint is such as `describe` makes, before any of it is used.
+
+    raises  CheckpointMismatch
+    """
+    saved: Mapping[str, Any] = source.meta
+    if saved.get("format") != FORMAT:
+        return  # told as such
+    names = source.facts()
+    try:
+        for key in ("aliases", "modules", "optimizer", "extra", "rng"):
+            if key not in saved:
+                raise ValueError(f"it lacks {key!r}")
+        if not _texts(saved["aliases"]):
+            raise ValueError("'aliases' are not names")
+        for key in ("modules", "rng", "extra"):
+            if not isinstance(saved[key], dict):
+                raise ValueError(f"{key!r} is not a mapping")
+            check_packed(saved[key], names, key)
+        if saved["optimizer"] is not None:
+            _check_optimizer_said(saved["optimizer"], names)
+    except ValueError as error:
+        raise CheckpointMismatch(source.where, [str(error)]) from None
+
+
+def _check_optimizer_said(saved: Any, names: Mapping[str, object]) -> None:
+    """raises  ValueError"""
+    sound = (
+        isinstance(saved, dict)
+        and isinstance(saved.get("class"), str)
+        and isinstance(saved.get("shared"), dict)
+        and isinstance(saved.get("states"), dict)
+        and isinstance(saved.get("groups"), list)
+        and all(isinstance(group, dict) for group in saved["groups"])
+        and all(isinstance(group.get("params"), list) for group in saved["groups"])
+        and all(isinstance(state, dict) for state in saved["states"].values())
+    )
+    if not sound:
+        raise ValueError("what it says of an optimizer is not of a checkpoint's making")
+    strangers = [name for name in saved["states"] if f"model.{name}" not in names]
+    if strangers:
+        raise ValueError(f"it holds states of {strangers[0]!r:.80}, which it does not hold")
+    check_packed([saved["shared"], saved["states"], saved["groups"]], names, "optimizer")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _check_fits(source: StateSource, held: Held, optimizer: torch.optim.Optimizer | None) -> None:

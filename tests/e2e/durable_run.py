@@ -5,23 +5,25 @@ without interruption. A child is forked for each, so that it starts at once and 
 """
 
 import hashlib
-import itertools
 import json
 import os
 import signal
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from border import Border, Call, offloaded
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "durable": True}
 FEATURES = 192
+At = tuple[int, str, int, bool]
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -33,9 +35,11 @@ def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def durable(disk: str, host_memory: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def durable(
+    disk: str, host_memory: str, system: SystemCalls = KERNEL
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = built()
-    return zcompile.offload(model, disk=disk, host_memory=host_memory, **FIELDS), optimizer
+    return offloaded(model, system, disk=disk, host_memory=host_memory, **FIELDS), optimizer
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -87,62 +91,85 @@ def resumed(disk: str, steps: int, host_memory: str) -> tuple[int, list[str]]:
     return found, digests
 
 
-def killed(
-    disk: str,
-    steps: int,
-    host_memory: str,
-    delay: float | None,
-    at: tuple[str, int, bool] | None = None,
-) -> tuple[int, int, float]:
+class Death:
+    """Ends this process at one call on a file.
+
+    at      which step of this run, name of the call, which of these in the step, counted from 0,
+            and whether the call is made before the end
+    last    told the name of the call, right before
+    called  names of the calls of each step so far
+    """
+
+    def __init__(self, at: At | None, last: Callable[[str], object]) -> None:
+        self._at, self._last = at, last
+        self._lock = threading.Lock()
+        self.called: list[list[str]] = []
+        self.inside = False
+
+    def around(self, call: Call, go: Callable[[], Any]) -> Any:
+        if not self.inside:
+            return go()
+        with self._lock:
+            number = self.called[-1].count(call.name)
+            self.called[-1].append(call.name)
+        if self._at is None or [len(self.called) - 1, call.name, number] != list(self._at[:3]):
+            return go()
+        if self._at[3]:
+            go()
+        self._last(call.name)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
+
+    def step(self, train: Callable[[], None]) -> None:
+        """`train` is one step, in which it may come."""
+        self.called.append([])
+        self.inside = True
+        train()
+        self.inside = False
+
+
+def trained(disk: str, steps: int, host_memory: str, death: Death, ended: Callable[[int], object]
+            ) -> None:  # fmt: skip
+    """Go on from what is in `disk`; `ended` is told how many steps have, from the very first."""
+    model, optimizer = durable(disk, host_memory, Border(death.around))
+    try:
+        begin = int(zcompile.resume(disk, model, optimizer)["step"])
+    except FileNotFoundError:
+        begin = 0
+    ended(begin)
+    for number in range(begin, begin + steps):
+        death.step(partial(train_step, model, optimizer, number))
+        ended(number + 1)
+
+
+def calls(disk: str, steps: int, host_memory: str) -> list[list[str]]:
+    """Names of the calls on files that each step makes."""
+    death = Death(None, lambda name: None)
+    trained(disk, steps, host_memory, death, lambda number: None)
+    return death.called
+
+
+def killed(disk: str, steps: int, host_memory: str, at: At | None) -> tuple[int, int, str | None]:
     """Go on from what is in `disk`, and be killed.
 
-    delay    seconds from the start to `kill -9`; None: train to the end
-    at       name of a function of `os`, which call of it ends the process, and whether the call
-             is made before that
-    returns  steps that had ended, counted from the very first; the signal; seconds
+    at       as `Death` has it; None: train to the end
+    returns  steps that had ended, counted from the very first; the signal; the call in which
+             the end came, None if it did not come in a step
     """
     reading, writing = os.pipe()
-    since = time.perf_counter()
     child = os.fork()
     if child == 0:
         os.close(reading)
         with _leaving():
-            model, optimizer = durable(disk, host_memory)
-            if at is not None:
-                _end_at(*at)
-            try:
-                begin = int(zcompile.resume(disk, model, optimizer)["step"])
-            except FileNotFoundError:
-                begin = 0
-            os.write(writing, f"{begin}\n".encode())
-            for number in range(begin, begin + steps):
-                train_step(model, optimizer, number)
-                os.write(writing, f"{number + 1}\n".encode())
+            death = Death(at, lambda name: os.write(writing, f"{name}\n".encode()))
+            trained(disk, steps, host_memory, death, lambda n: os.write(writing, f"{n}\n".encode()))
     os.close(writing)
-    if delay is not None:
-        time.sleep(max(0.0, delay - (time.perf_counter() - since)))
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    seconds = time.perf_counter() - since
     with os.fdopen(reading) as told:
-        ended = told.read().split()
-    return int(ended[-1]) if ended else 0, os.waitstatus_to_exitcode(status), seconds
-
-
-def _end_at(name: str, count: int, after: bool) -> None:
-    """Be killed at the `count`th call of a function of `os`."""
-    real, calls = getattr(os, name), itertools.count(1)
-
-    def ending(*args: Any, **kwargs: Any) -> Any:
-        last = next(calls) == count
-        if last and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = real(*args, **kwargs)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(os, name, ending)
+        lines = told.read().split()
+    ended = [int(line) for line in lines if line.isdigit()]
+    call = next((line for line in lines if not line.isdigit()), None)
+    return ended[-1] if ended else 0, os.waitstatus_to_exitcode(status), call
 
 
 def in_child(job: Callable[[], object]) -> object:
@@ -182,7 +209,9 @@ def main() -> None:
         host = asked.get("host_memory", "256KiB")
         answer: object
         if asked["do"] == "kill":
-            answer = killed(disk, steps, host, asked["delay"], asked.get("at"))
+            answer = killed(disk, steps, host, asked.get("at"))
+        elif asked["do"] == "calls":
+            answer = in_child(lambda d=disk, n=steps, h=host: calls(d, n, h))
         elif asked["do"] == "resume":
             answer = in_child(lambda d=disk, n=steps, h=host: resumed(d, n, h))
         else:
@@ -192,5 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     main()

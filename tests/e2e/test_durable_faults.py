@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from committed import check_all, read_index
 from runtime.disks import mounted_ext4, mounted_tmpfs, shut_down
 from torch import Tensor, nn
 
 import zcompile
 from zcompile.errors import CommitFailed, DiskUnusable, TierFull, ZinfError
 from zcompile.offloading import session_behind
-from zcompile.runtime.data_check import check_all
-from zcompile.runtime.index import read_index
 from zcompile.units import KiB, MiB
 
 WIDTH = 768
@@ -149,7 +148,7 @@ def test_a_disk_that_is_full_when_a_step_commits_keeps_the_step_before(tmp_path)
 
 
 CALLS = [("fdatasync", errno.EIO), ("fsync", errno.EIO), ("rename", errno.EROFS),
-         ("write", errno.EDQUOT)]  # fmt: skip
+         ("pwrite", errno.EDQUOT)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "code"), CALLS, ids=lambda value: str(value))

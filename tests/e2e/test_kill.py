@@ -2,11 +2,11 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6
 MORE = 2
 """Steps after each resume, to see that training goes on as if nothing had happened."""
-FEW, MANY = 20, 200
 ON_DISK, ON_HOST = "256KiB", "64MiB"
 BUDGETS = [(ON_DISK, ON_DISK), (ON_HOST, ON_HOST), (ON_DISK, ON_HOST), (ON_HOST, ON_DISK)]
 
 Ask = Callable[..., Any]
+At = tuple[int, str, int, bool]
+"""`durable_run.Death`: step, call, which of these, and whether it is made before the end."""
 
 
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
     """Obeyed by a process that has torch imported and forks a child for each request."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     program = [sys.executable, str(Path(__file__).with_name("durable_run.py"))]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
@@ -49,15 +50,6 @@ def expected(ask: Ask) -> list[str]:
     return ask("plain", steps=3 * STEPS + MORE)
 
 
-@pytest.fixture(scope="module")
-def seconds(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> float:
-    """What a run of STEPS steps takes that nobody kills."""
-    disk = tmp_path_factory.mktemp("calm")
-    ended, code, seconds = ask("kill", disk=str(disk), steps=STEPS, delay=None)
-    assert (ended, code) == (STEPS, 0)
-    return seconds
-
-
 def check_resume(
     ask: Ask, disk: Path, ended: int, expected: list[str], host_memory: str = ON_DISK
 ) -> int:
@@ -68,59 +60,123 @@ def check_resume(
     return found + MORE
 
 
-def check_killed(ask: Ask, disk: Path, delay: float, expected: list[str], at: int) -> None:
-    """Weights rest on disk or on the host, before and after, by turns of `at`."""
-    disk.mkdir()
-    before, after = BUDGETS[at % 4]
-    ended, code, _ = ask("kill", disk=str(disk), steps=STEPS, delay=delay, host_memory=before)
-    assert code in (0, -signal.SIGKILL)
+def check_killed(ask: Ask, disk: Path, at: At, expected: list[str], turn: int) -> str:
+    """The phase in which the kill came, in the middle of a step.
+
+    Weights rest on disk or on the host, before and after, by turns.
+    """
+    before, after = BUDGETS[turn % 4]
+    ended, code, call = ask("kill", disk=str(disk), steps=STEPS, at=at, host_memory=before)
+    assert code == -signal.SIGKILL
+    assert ended == at[0], "it came in the middle of that step"
+    assert call == at[1]
     check_resume(ask, disk, ended, expected, after)
+    return phase_of(call)
 
 
-def instants(count: int, seconds: float) -> list[float]:
-    """Of a run: evenly spread, each somewhere in its share."""
-    chance = random.Random(count)
-    return [seconds * (at + chance.random()) / count for at in range(count)]
+def phase_of(call: str) -> str:
+    if call in ("ring_write", "pwrite", "allocate", "truncate"):
+        return "write"
+    if call in ("fsync", "fdatasync"):
+        return "sync"
+    return "rename" if call == "rename" else "between"
+
+
+@pytest.fixture(scope="module")
+def calls(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
+    """Of each step: how many calls on files of each name it makes at least, with any budget."""
+    found: list[dict[str, int]] = []
+    told = [ask("calls", disk=str(tmp_path_factory.mktemp("calm")), steps=3, host_memory=budget)
+            for budget in (ON_DISK, ON_HOST)]  # fmt: skip
+    for one, other in zip(*([Counter(step) for step in steps] for steps in told), strict=True):
+        found.append(dict(one & other))
+    return found
+
+
+def spread(most: int, count: int) -> list[int]:
+    """At most so many numbers below `most`, evenly."""
+    count = min(most, count)
+    return [most * (2 * at + 1) // (2 * count) for at in range(count)]
+
+
+def chosen_of(calls: list[dict[str, int]], step: int, count: int) -> list[At]:
+    """Some calls of each name in a step; those that are made and those that are not by turns."""
+    found = [(step, name, number) for name in sorted(calls[step])
+             for number in spread(calls[step][name], count)]  # fmt: skip
+    return [(*at, turn % 2 == 0) for turn, at in enumerate(found)]
 
 
 def test_an_uninterrupted_durable_run_is_that_of_plain_torch(ask, tmp_path, expected):
-    ended, code, _ = ask("kill", disk=str(tmp_path), steps=STEPS, delay=None)
-    assert (ended, code) == (STEPS, 0)
+    assert ask("kill", disk=str(tmp_path), steps=STEPS) == [STEPS, 0, None]
     assert check_resume(ask, tmp_path, STEPS, expected) == STEPS + MORE
 
 
-@pytest.mark.parametrize("at", range(FEW))
-def test_a_run_that_is_killed_resumes_at_its_last_commit(ask, tmp_path, expected, seconds, at):
-    check_killed(ask, tmp_path / "disk", instants(FEW, seconds)[at], expected, at)
+def kills(ask: Ask, base: Path, expected: list[str], chosen: Sequence[At]) -> Counter[str]:
+    """How many came in each phase."""
+    found: Counter[str] = Counter()
+    for turn, at in enumerate(chosen):
+        (disk := base / f"{turn}").mkdir()
+        found[check_killed(ask, disk, at, expected, turn)] += 1
+    return found
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", ["fdatasync", "fsync", "rename", "write"])
-def test_a_run_that_is_killed_inside_a_commit_has_the_old_one_or_the_new(
-    ask, tmp_path, expected, call, after
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_run_that_is_killed_in_a_step_has_the_old_commit_or_the_new(
+    ask, tmp_path, expected, calls, step, record_property
 ):
-    # The index is synced, then its directory; the first commit also syncs data file and directory.
-    for count in range(1, 10):
-        disk = tmp_path / str(count)
-        disk.mkdir()
-        ended, code, _ = ask("kill", disk=str(disk), steps=2, delay=None, at=[call, count, after])
-        if code == 0:
-            break
-        assert code == -signal.SIGKILL
-        check_resume(ask, disk, ended, expected)
-    assert count > 2
+    chosen = chosen_of(calls, step, 1)
+    phases = kills(ask, tmp_path, expected, chosen)
+    record_property("killed in", dict(phases))
+    assert phases.total() == len(chosen), "every one came in the middle of a step"
+    assert set(phases) == {"write", "sync", "rename", "between"}
 
 
-def test_a_run_may_be_killed_again_and_again(ask, tmp_path, expected, seconds):
-    disk, chance, before = tmp_path, random.Random(5), 0
-    for _ in range(4):
-        ended, _, _ = ask("kill", disk=str(disk), steps=3, delay=seconds * chance.random())
-        before = max(before, ended)
-    check_resume(ask, disk, before, expected)
+COMMIT = {
+    0: [("fsync", 0), ("fdatasync", 0), ("fsync", 1), ("rename", 0), ("fsync", 2), ("fsync", 3)],
+    1: [("fdatasync", 0), ("fsync", 0), ("rename", 0), ("fsync", 1)],
+}
+"""Of a commit's syncs and renames, in order: the first one syncs the names of the data files before
+the index, and marks the data file after it; each then syncs data and index, renames the index,
+and syncs its directory."""
+
+
+@pytest.mark.parametrize(("step", "after"), [
+    pytest.param(0, False, marks=pytest.mark.slow),
+    (0, True),
+    (1, False),
+    pytest.param(1, True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_run_that_is_killed_at_any_sync_or_rename_of_a_commit_loses_none(
+    ask, tmp_path, expected, step, after, record_property
+):
+    phases = kills(ask, tmp_path, expected, [(step, *at, after) for at in COMMIT[step]])
+    record_property("killed in", dict(phases))
+    assert phases == Counter(phase_of(name) for name, _ in COMMIT[step])
+
+
+def test_a_step_has_the_syncs_at_which_it_is_killed(calls):
+    for step, made in COMMIT.items():
+        wanted = Counter(name for name, _ in made)
+        assert {name: calls[step].get(name) for name in wanted} == wanted
+
+
+def test_a_run_may_be_killed_again_and_again(ask, tmp_path, expected):
+    before = 0
+    for call in ("ring_write", "fdatasync", "rename", "ring_read"):
+        ended, code, name = ask("kill", disk=str(tmp_path), steps=3, at=(1, call, 0, False))
+        assert (code, name) == (-signal.SIGKILL, call)
+        assert ended == before + 1, "a step had ended before"
+        before = ended
+    check_resume(ask, tmp_path, before, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_no_instant_of_many_loses_more_than_the_step_in_flight(ask, tmp_path, expected, seconds):
-    for at, delay in enumerate(instants(MANY, seconds)):
-        check_killed(ask, tmp_path / f"disk{at}", delay, expected, at)
+@pytest.mark.parametrize("step", range(3))
+def test_no_call_of_many_loses_more_than_the_step_in_flight(
+    ask, tmp_path, expected, calls, step, record_property
+):
+    chosen = chosen_of(calls, step, 8)
+    phases = kills(ask, tmp_path, expected, chosen)
+    record_property("killed in", dict(phases))
+    assert phases.total() == len(chosen)

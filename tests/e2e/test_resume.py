@@ -76,7 +76,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    ["AdamW", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AMSGrad", "SGD"))],
+)
 def test_what_goes_on_from_a_checkpoint_is_bit_equal_to_what_never_stopped(kind, tmp_path):
     eager = Training(None, OPTIMIZERS[kind], seed=0)
     expected = eager.run(STEPS)

@@ -101,7 +101,7 @@ def test_a_directory_that_vanishes_takes_nothing_along_that_is_open(tmp_path):
 
 
 def test_a_directory_that_does_not_exist_says_so(tmp_path):
-    with pytest.raises(DiskUnusable, match="gone"), opened(tmp_path / "gone"):
+    with pytest.raises(DiskUnusable, match="gone"), opened(tmp_path / "gone" / "disk"):
         pass
 
 

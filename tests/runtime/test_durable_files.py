@@ -2,16 +2,19 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from committed import check_all, read_header
 
 from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
 from zcompile.runtime.commit import Ledger
-from zcompile.runtime.data_check import check_all
-from zcompile.runtime.data_header import read_header
+from zcompile.runtime.data_header import DataHeader
+from zcompile.runtime.data_header import read_header as header_in
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.session import Session
 from zcompile.specs import Kind, Layout
 
@@ -72,8 +75,8 @@ def test_a_commit_outlives_its_run(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "no luck"), KeyboardInterrupt()], ids=repr)
 def test_data_that_an_index_names_stays_whatever_follows_the_rename(disks, monkeypatch, error):
-    def renamed(old, new, rename=os.rename):
-        rename(old, new)
+    def renamed(old, new, rename=os.rename, **where):
+        rename(old, new, **where)
         raise error
 
     monkeypatch.setattr(os, "rename", renamed)
@@ -206,3 +209,16 @@ def test_a_process_that_ended_without_closing_is_named_by_the_next_one(tmp_path,
     (tmp_path / "zinf.lock").write_text("4242 since 2026-01-02 03:04:05\n")
     opened(tmp_path).close()
     assert "process 4242 since 2026-01-02 03:04:05, ended without closing" in caplog.text
+
+
+@pytest.mark.parametrize("length", range(380, 440, 3))
+def test_a_header_that_is_torn_when_it_is_marked_can_still_be_read(tmp_path, length):
+    """In whatever sector of it the mark lies."""
+    header = DataHeader("1" * 16, 0, 1, "/" + "d" * length)
+    marked = replace(header, committed=True)
+    blocks = [header.block(), marked.block()]
+    with Directory(tmp_path) as directory:
+        for sector in (512, 1024):
+            for first, rest in (blocks, blocks[::-1]):
+                (tmp_path / "zinf.tier").write_bytes(first[:sector] + rest[sector:])
+                assert header_in(directory) in (header, marked)

@@ -1,6 +1,6 @@
 """Ranges handed out and taken back, and ranges written, each against a model made of bytes."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +44,28 @@ def test_a_space_grows_and_knows_what_is_spare_at_its_end():
     space.grow(128)
     assert space.spare_at_end() == 128
     assert space.take(64) == 128
+
+
+RANGES = [(begin, end) for begin, end in product(range(5), repeat=2) if begin <= end]
+
+
+def test_every_way_to_write_two_ranges_is_known_to_the_byte():
+    """Of a block that was thought to hold nothing the bytes beside a write would be lost."""
+    for ranges in product(RANGES, repeat=2):
+        written, model = Written(), set()
+        for a, b in ranges:
+            written.add(a, b)
+            model |= set(range(a, b))
+        for begin, end in RANGES:
+            inside = set(range(begin, end))
+            assert written.touches(begin, end) == bool(inside & model)
+            assert written.covers(begin, end) == (inside <= model)
+            pieces = written.pieces(begin, end)
+            assert all(low < high for low, high, _ in pieces)
+            assert {n for low, high, held in pieces if held for n in range(low, high)} == (
+                inside & model
+            )
+            assert not (written.holds(begin, end) and not inside <= model)
 
 
 @settings(deadline=None)

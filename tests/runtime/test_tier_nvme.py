@@ -81,10 +81,10 @@ def test_the_last_of_a_disk_is_used_when_a_generous_step_does_not_fit(open_tier,
 
 
 def test_a_disk_without_room_for_one_block_is_unusable(tmp_path, monkeypatch):
-    def full(fd, views, offset):
+    def full(fd, content, offset):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(DiskUnusable, match=r"takes no files \(No space left on device\); free"):
         DiskTier((tmp_path,), {}, Meter(), lambda error: None)
     assert list(tmp_path.iterdir()) == []
@@ -248,7 +248,7 @@ def test_directories_that_are_reached_alike_share_an_engine(open_tier, tmp_path)
 def test_one_directory_may_be_direct_and_another_not(open_tier, tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(tier_file, "takes_direct", lambda directory: directory.name == "a")
+    monkeypatch.setattr(tier_file, "takes_direct", lambda directory: directory.path.name == "a")
     tier = open_tier(tmp_path / "a", tmp_path / "b")
     assert tier._engines[0] is not tier._engines[1]
     assert tier.rings[1] == "threads"

@@ -12,21 +12,21 @@ from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
 from zcompile.runtime.claim import Claim, owner_of, reclaim, scratch_files
 from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.data_header import data_bytes, read_header
+from zcompile.runtime.directory import Directory, opened
 from zcompile.runtime.index import (
     DATA_NAME,
     INDEX_NAME,
     Index,
     Resting,
     Small,
-    checked,
     read_index,
 )
 from zcompile.runtime.reclaim import (
-    check_original,
+    check_data,
     committed_elsewhere,
     free_ranges,
     index_gone,
-    own_directories,
+    is_own,
     remove_all,
     trim,
 )
@@ -87,68 +87,70 @@ class Freed:
     removed: tuple[str, ...]
 
 
-def ls(directory: Path) -> Answer:
+def ls(path: Path) -> Answer:
     """raises  DiskUnusable, DurableDamaged"""
-    _check(directory)
-    index = _index(directory)
-    owner, scratch = owner_of(directory), tuple(path.name for path in scratch_files(directory))
-    if index is None:
-        listing = Listing(str(directory), owner, None, None, None, 0, 0, scratch, ())
-        return Answer(_listed(listing), listing)
-    places = _directories(index, directory)
-    sizes = [data_bytes(place) for place in places]
+    with _opened([path]) as (directory,):
+        index = _index(directory)
+        owner, scratch = owner_of(directory), tuple(scratch_files(directory))
+        if index is None:
+            listing = Listing(str(path), owner, None, None, None, 0, 0, scratch, ())
+            return Answer(_listed(listing), listing)
+        with _opened(_others(index)) as others:
+            sizes = [data_bytes(place) for place in (directory, *others)]
+    places = [path, *_others(index)]
     free = sum(end - begin for number, size in enumerate(sizes)
                for begin, end in free_ranges(index, number, size))  # fmt: skip
     tensors = (*(_row(tensor, places) for tensor in index.tensors),
-               *(_small(small, index, directory) for small in index.smalls))  # fmt: skip
-    listing = Listing(str(directory), owner, index.step, index.run, index.written_at, sum(sizes),
+               *(_small(small, index, path) for small in index.smalls))  # fmt: skip
+    listing = Listing(str(path), owner, index.step, index.run, index.written_at, sum(sizes),
                       free, scratch, tensors)  # fmt: skip
     return Answer(_listed(listing), listing)
 
 
-def verify(directory: Path) -> Answer:
+def verify(path: Path) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged"""
-    _check(directory)
-    with _claimed([directory]):
+    with _claimed([path]) as (directory,):
         index = _index(directory)
         if index is None:
             return _unverified(directory)
-        places = _directories(index, directory)
-        with _claimed(places[1:]):
-            read, damages = _verified(index, directory, places)
-    verdict = Verdict(str(directory), index.step, read, damages)
+        _check_named(index, directory)
+        with _claimed(_others(index)) as others:
+            read, damages = _verified(index, directory, [directory, *others])
+    verdict = Verdict(str(path), index.step, read, damages)
     count = len(index.tensors) + len(index.smalls)
     sound = f"step {index.step}, {count} tensors, {show_size(read)} read"
-    text = "\n".join((f"{directory}: {sound}: {'damaged' if damages else 'sound'}", *damages))
+    text = "\n".join((f"{path}: {sound}: {'damaged' if damages else 'sound'}", *damages))
     return Answer(text, verdict, code=1 if damages else 0)
 
 
-def gc(directory: Path, everything: bool) -> Answer:
+def gc(path: Path, everything: bool) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged, DurableHeld"""
-    _check(directory)
-    with _claimed([directory]):
+    with _claimed([path]) as (directory,):
         index = _readable(directory) if everything else _index(directory)
-        places = _directories(index, directory) if index else [directory]
+        named = _others(index) if index else []
         if index is not None and everything:
-            places = own_directories(directory, index, places)
-        with _claimed(places[1:]):
+            named = _own(index, directory, named)
+        elif index is not None:
+            _check_named(index, directory)
+        with _claimed(named) as others:
+            places = [directory, *others]
             if not everything:  # nothing is touched where something is wrong
                 _check_sound(index, directory, places)
-            removed = [path.name for place in places for path in scratch_files(place)]
+            removed = [name for place in places for name in scratch_files(place)]
             freed = sum(reclaim(place) for place in places)
             if index is not None and not everything:
                 freed += sum(trim(index, number, place) for number, place in enumerate(places))
             if index is None or everything:
                 removed += [name for place in places for name in (INDEX_NAME, DATA_NAME)
-                            if (place / name).exists()]  # fmt: skip
+                            if place.stat(name) is not None]  # fmt: skip
                 freed += sum(remove_all(place) for place in places)
-    answer = Freed(str(directory), freed, tuple(removed))
-    text = f"{directory}: {show_size(freed)} freed"
+    answer = Freed(str(path), freed, tuple(removed))
+    text = f"{path}: {show_size(freed)} freed"
     return Answer(text + (f", removed {', '.join(removed)}" if removed else ""), answer)
 
 
-def _verified(index: Index, directory: Path,
-              places: Sequence[Path]) -> tuple[int, tuple[str, ...]]:  # fmt: skip
+def _verified(index: Index, directory: Directory,
+              places: Sequence[Directory]) -> tuple[int, tuple[str, ...]]:  # fmt: skip
     _check_sound(index, directory, places)
     read, damages = 0, []
     with DataReader(places) as data:
@@ -162,7 +164,7 @@ def _verified(index: Index, directory: Path,
     return read, tuple(damages)
 
 
-def _unverified(directory: Path) -> Answer:
+def _unverified(directory: Directory) -> Answer:
     """There is no index. raises DurableDamaged, if there has to be one"""
     other = committed_elsewhere(directory)
     if other is None:
@@ -170,48 +172,53 @@ def _unverified(directory: Path) -> Answer:
         told = "no commit, nothing to verify"
     else:
         told = f"a file of the run in {other.first}: `zinf disk verify {other.first}` reads it"
-    return Answer(f"{directory}: {told}", Verdict(str(directory), None, 0, ()))
+    return Answer(f"{directory.path}: {told}", Verdict(str(directory.path), None, 0, ()))
 
 
-def _check_sound(index: Index | None, directory: Path, places: Sequence[Path]) -> None:
+def _check_sound(index: Index | None, directory: Directory, places: Sequence[Directory]) -> None:
     """All but the checksums of the data. raises DurableHeld, DurableDamaged, DiskUnusable"""
     if index is None:
         _check_uncommitted(directory)
         return
-    _check_headers(index, directory, places)
-    checked(index, directory / INDEX_NAME, [data_bytes(place) for place in places])
+    check_data(index, directory, places)
 
 
-def _check_uncommitted(directory: Path) -> None:
+def _check_uncommitted(directory: Directory) -> None:
     """raises  DurableHeld, DurableDamaged, if the data file belongs to a commit"""
     if (header := committed_elsewhere(directory)) is not None:
-        raise DurableHeld(directory, f"holds a file of the run in {header.first}")
+        raise DurableHeld(directory.path, f"holds a file of the run in {header.first}")
     found = read_header(directory)
     if found is not None and found.committed:
         raise index_gone(directory, found)
 
 
-def _check_headers(index: Index, directory: Path, places: Sequence[Path]) -> None:
-    for number, place in enumerate(places):
-        header = read_header(place)
-        if number > 0:
-            check_original(directory, index, number, place)
-        if header is None or (header.run, header.number) != (index.run, number):
-            raise DurableDamaged(place / DATA_NAME, "the data file", "is gone, or of another run "
-                                 f"than {directory / INDEX_NAME}")  # fmt: skip
+def _check_named(index: Index, directory: Directory) -> None:
+    """Whether the directories that the index names are its own, before a lock is made there.
+
+    raises  DiskUnusable, DurableDamaged
+    """
+    with _opened(_others(index)) as others:
+        check_data(index, directory, [directory, *others])
 
 
-def _directories(index: Index, directory: Path) -> list[Path]:
-    """The first may have been moved since the commit; it is where we found the index."""
-    return [directory, *map(Path, index.directories[1:])]
+def _others(index: Index) -> list[Path]:
+    """All but the first, which may have been moved since the commit."""
+    return [Path(name) for name in index.directories[1:]]
 
 
-def _index(directory: Path) -> Index | None:
+def _own(index: Index, directory: Directory, others: Sequence[Path]) -> list[Path]:
+    """Those of `others` that hold data of this commit and of no other; some may be gone."""
+    with _opened([path for path in others if path.is_dir()]) as found:
+        numbers = {path: number for number, path in enumerate(others, 1)}
+        return [o.path for o in found if is_own(directory, index, numbers[o.path], o)]
+
+
+def _index(directory: Directory) -> Index | None:
     found = read_index(directory)
     return None if found is None else found[0]
 
 
-def _readable(directory: Path) -> Index | None:
+def _readable(directory: Directory) -> Index | None:
     try:
         return _index(directory)
     except DurableDamaged:
@@ -224,12 +231,19 @@ def _check(directory: Path) -> None:
 
 
 @contextmanager
-def _claimed(directories: Sequence[Path]) -> Iterator[None]:
+def _opened(paths: Sequence[Path]) -> Iterator[list[Directory]]:
     with ExitStack() as stack:
+        for path in paths:
+            _check(path)
+        yield [stack.enter_context(opened(path)) for path in paths]
+
+
+@contextmanager
+def _claimed(paths: Sequence[Path]) -> Iterator[list[Directory]]:
+    with _opened(paths) as directories, ExitStack() as stack:
         for directory in directories:
-            _check(directory)
             stack.callback(Claim(directory, reclaiming=False).release)
-        yield
+        yield directories
 
 
 def _row(tensor: Resting, places: Sequence[Path]) -> Tensor:
@@ -260,5 +274,10 @@ def _listed(listing: Listing) -> str:
         where = "index" if tensor.offset is None else str(tensor.offset)
         where = f"{tensor.directory}:{where}" if several else where
         lines.append(f"{show_size(tensor.nbytes):>10}  step {tensor.step:<6} {where:>14}  "
-                     f"{tensor.name}  {shape}")  # fmt: skip
+                     f"{_shown(tensor.name)}  {shape}")  # fmt: skip
     return "\n".join(lines)
+
+
+def _shown(name: str) -> str:
+    """For a terminal, which obeys what cannot be printed."""
+    return name if name.isprintable() else ascii(name)

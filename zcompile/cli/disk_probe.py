@@ -53,21 +53,23 @@ class Disk:
 def probe_disk(path: Path) -> Disk:
     """raises  DiskUnusable, if one cannot write there"""
     from zcompile.runtime import disk_trial, ring_choice  # torch comes along
+    from zcompile.runtime.directory import Directory
 
     if not path.is_dir():
         why = "is not a directory" if path.exists() else "does not exist"
         raise DiskUnusable(path, why, "create it or give another directory")
     try:
         free_bytes = shutil.disk_usage(path).free
-        direct = disk_trial.takes_direct(path)
-        trials = ring_choice.try_all(path, direct)
-        used = next((trial for trial in trials if trial.refused is None), None)
-        ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
-        read = write = None
-        with disk_trial.nameless_file(path, direct) as file:
-            granule = disk_trial.direct_granule(file) if direct else 1
-            if free_bytes > 2 * PROBE_BYTES:
-                write, read = _bandwidth(file, direct)
+        with Directory(path) as directory:
+            direct = disk_trial.takes_direct(directory)
+            trials = ring_choice.try_all(directory, direct)
+            used = next((trial for trial in trials if trial.refused is None), None)
+            ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
+            read = write = None
+            with disk_trial.nameless_file(directory, direct) as file:
+                granule = disk_trial.direct_granule(directory.system, file) if direct else 1
+                if free_bytes > 2 * PROBE_BYTES:
+                    write, read = _bandwidth(file, direct)
     except OSError as error:
         todo = "give a directory that one may write to, with 64 MiB free"
         raise DiskUnusable(path, f"cannot be probed: {error.strerror}", todo) from error

@@ -10,15 +10,17 @@ import logging
 import os
 import re
 import time
-import weakref
-from contextlib import suppress
-from pathlib import Path
 
 from zcompile.errors import DiskOwned, DiskUnusable
+from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.directory import Directory
 
 LOCK_NAME = "zinf.lock"
-TIER_FILE = re.compile(r"zinf-(\d+)-\d+\.tier\Z")
+TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")
 """A scratch file, and the process that made it."""
+_LOCK = re.compile(r"([0-9]{1,10}) since ([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\n")
+"""What a lock says. Whatever else is in it came from elsewhere, and is not passed on."""
+_MOST_LOCK_BYTES = 64
 
 logger = logging.getLogger("zcompile.runtime.claim")
 
@@ -30,109 +32,141 @@ class Claim:
     raises  DiskOwned, DiskUnusable
     """
 
-    def __init__(self, directory: Path, reclaiming: bool = True) -> None:
+    def __init__(self, directory: Directory, reclaiming: bool = True) -> None:
         self.directory = directory
-        self._path = directory / LOCK_NAME
+        self._system = directory.system
         try:
             self._fd = self._locked()
         except DiskOwned:
             gc.collect()  # a model of this process that was let go may not have been collected yet
+            wait_for_the_dead()
             self._fd = self._locked()
-        if died := os.pread(self._fd, 64, 0).decode(errors="replace").strip():
-            logger.warning("%s: process %s, ended without closing its model", directory, died)
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()} since {time.strftime('%F %T')}\n".encode(), 0)
+        try:
+            if (died := _told(directory, self._fd)) is not None:
+                logger.warning("%s: process %s since %s, ended without closing its model",
+                               directory.path, *died)  # fmt: skip
+            self._system.truncate(self._fd, 0)
+            told = f"{os.getpid()} since {time.strftime('%F %T')}\n"
+            self._system.write_all(self._fd, told.encode())
+        except OSError as error:
+            self.release()
+            raise DiskUnusable(directory.path, f"takes no files ({error.strerror})",
+                               "free space on it or give another directory") from error  # fmt: skip
         _CLAIMS.add(self)
-        if reclaiming:
-            reclaim(directory)
+        try:
+            if reclaiming:
+                reclaim(directory)
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
-            self.forget()
+            try:
+                if _is_named(self.directory, self._fd):
+                    self.directory.unlink(LOCK_NAME)
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Close this process's end of the lock and leave the file alone."""
         fd, self._fd = self._fd, -1
+        _CLAIMS.discard(self)
         if fd >= 0:
-            os.close(fd)
+            self._system.close(fd)
 
     def _locked(self) -> int:
         while True:
             fd = self._opened()
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = _owner(os.pread(fd, 64, 0).decode(errors="replace"))
-                os.close(fd)
-                raise DiskOwned(self.directory, owner) from None
+                try:
+                    owner = _owner(_told(self.directory, fd))
+                finally:
+                    self._system.close(fd)
+                raise DiskOwned(self.directory.path, owner) from None
             except OSError as error:
-                os.close(fd)
-                raise DiskUnusable(self.directory, f"cannot be locked ({error.strerror})",
+                self._system.close(fd)
+                raise DiskUnusable(self.directory.path, f"cannot be locked ({error.strerror})",
                                    "give a directory on a local filesystem") from error  # fmt: skip
             # The file may have been removed, by its last owner, since it was opened.
-            if _same_file(fd, self._path):
-                return fd
-            os.close(fd)
+            try:
+                if _is_named(self.directory, fd):
+                    return fd
+            except OSError:
+                self._system.close(fd)
+                raise
+            self._system.close(fd)
 
     def _opened(self) -> int:
         try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return self.directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        except DiskUnusable:
+            raise
         except OSError as error:
-            raise DiskUnusable(self.directory, f"takes no files ({error.strerror})",
+            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror})",
                                "give a directory one may write to") from error  # fmt: skip
 
 
-def scratch_files(directory: Path) -> list[Path]:
+def scratch_files(directory: Directory) -> list[str]:
     """What stores without `durable` keep there while they run."""
-    return sorted(path for path in directory.iterdir() if TIER_FILE.match(path.name))
+    return [name for name in directory.names() if TIER_FILE.match(name)]
 
 
-def reclaim(directory: Path) -> int:
+def reclaim(directory: Directory) -> int:
     """Remove what dead processes left; the bytes it took. The directory is ours."""
     freed = 0
-    for path in scratch_files(directory):
-        found = TIER_FILE.match(path.name)
+    for name in scratch_files(directory):
+        found = TIER_FILE.match(name)
         assert found is not None
-        with suppress(FileNotFoundError):
-            left = path.stat()
-            when = time.strftime("%F %T", time.localtime(left.st_mtime))
-            path.unlink()
-            freed += left.st_blocks * 512
-            logger.warning("%s: process %s, which last wrote at %s, ended without closing its "
-                           "model; what it kept there is lost, %s is removed",
-                           directory, found[1], when, path.name)  # fmt: skip
+        if (left := directory.stat(name)) is None:
+            continue
+        when = time.strftime("%F %T", time.localtime(left.st_mtime))
+        directory.unlink(name)
+        freed += left.st_blocks * 512
+        logger.warning("%s: process %s, which last wrote at %s, ended without closing its "
+                       "model; what it kept there is lost, %s is removed",
+                       directory.path, found[1], when, name)  # fmt: skip
     return freed
 
 
-def owner_of(directory: Path) -> str | None:
+def owner_of(directory: Directory) -> str | None:
     """Who holds the directory, without taking it: "process 12"; None if nobody does."""
     try:
-        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        fd = directory.open(LOCK_NAME, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        directory.system.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _owner(os.pread(fd, 64, 0).decode(errors="replace"))
+        return _owner(_told(directory, fd))
     finally:
-        os.close(fd)
+        directory.system.close(fd)
     return None
 
 
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _is_named(directory: Directory, fd: int) -> bool:
+    """Whether the open file is still the lock of the directory."""
+    named = directory.stat(LOCK_NAME)
+    return named is not None and os.path.samestat(directory.system.fstat(fd), named)
 
 
-def _owner(text: str) -> str:
-    pid = text.split(" ", 1)[0]
-    return "another model of this process" if pid == str(os.getpid()) else f"process {pid or '?'}"
+def _told(directory: Directory, fd: int) -> tuple[str, str] | None:
+    """The process that holds the lock, and since when; None if it does not say so."""
+    text = directory.system.read_all(fd, _MOST_LOCK_BYTES).decode(errors="replace")
+    found = _LOCK.fullmatch(text)
+    return None if found is None else (found[1], found[2])
 
 
-_CLAIMS: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+def _owner(told: tuple[str, str] | None) -> str:
+    if told is None:
+        return "a process that the lock does not name"
+    return "another model of this process" if told[0] == str(os.getpid()) else f"process {told[0]}"
+
+
+_CLAIMS: set[Claim] = set()
+"""Those that are held."""
 
 
 def _after_fork_in_child() -> None:

@@ -88,7 +88,7 @@ class Ledger:
         if self._failed is not None:
             raise self._failed
         if not self.resumed and self.files.index is not None:
-            raise DurableHeld(self.files.home,
+            raise DurableHeld(self.files.home.path,
                               f"holds step {self.files.index.step} of an earlier run")  # fmt: skip
         extents = [extent for entry in changing if (extent := self._extent_of(entry)) is not None]
         needed = self.tier.bytes_to_come(extents)
@@ -113,7 +113,7 @@ class Ledger:
     def _commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
                 step: int) -> None:  # fmt: skip
         # Until the end nobody knows which copies and which index are good; nor after an error.
-        self._failed = CommitFailed(self.files.home, step, self.step, _BROKEN_OFF)
+        self._failed = CommitFailed(self.files.home.path, step, self.step, _BROKEN_OFF)
         large, small = _sorted(named)
         try:
             lying = self._moved(large)
@@ -124,13 +124,13 @@ class Ledger:
             self.files.sync()
             self.files.switch(content)
         except OSError as error:
-            self._failed = CommitFailed(self.files.home, step, self.step, error)
+            self._failed = CommitFailed(self.files.home.path, step, self.step, error)
             raise self._failed from error
         for one in versions.values():
             self.tier.settle(one)
         self._forget({entry.key for entry, _ in large.values()})
         self.tier.give_dead()
-        self.step, self.serial, self.resumed = step, self.serial + 1, True
+        self.step, self.serial = step, self.serial + 1
         self._failed = None
 
     def resume(self, index: rf.Index, left: Sequence[Extent]) -> None:
@@ -141,7 +141,7 @@ class Ledger:
     def keep_copy(self, entry: Entry, versions: Versions) -> None:
         """What rests on the host is, as of now, what a commit names."""
         self._drop_copy(entry.key)
-        room = versions.extents()[0].nbytes
+        room = versions.current.nbytes
         self._copies[entry.key] = _Copy(self.tier.adopt(versions, room, entry.name), entry.version)
 
     def _moved(self, named: Named) -> dict[str, Extent]:

@@ -9,12 +9,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 
-from zcompile.errors import DurableDamaged
+from zcompile.errors import DurableDamaged, ZinfError
 from zcompile.runtime.checksums import SUMS, Piece, Running
+from zcompile.runtime.directory import Directory, unusable
 from zcompile.runtime.index import DATA_NAME, Index, Resting
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.units import MiB
 
 BUFFER_BYTES = 8 * MiB
@@ -27,26 +28,31 @@ Progress = Callable[[int, int], None]
 class DataReader:
     """The data files of a commit, open for reading.
 
-    raises  DurableDamaged, where one is gone; OSError
+    `with` opens them. raises  DurableDamaged, where one is gone; DiskUnusable
     """
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self.paths = [directory / DATA_NAME for directory in directories]
+    def __init__(self, directories: Sequence[Directory]) -> None:
+        self.paths = [directory.path / DATA_NAME for directory in directories]
+        self._directories = directories
         self._files: list[int] = []
         self._ahead = ThreadPoolExecutor(1, "zinf-check")
         self._buffers = [mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                          for _ in range(BUFFERS)]  # fmt: skip
-        try:
-            for path in self.paths:
-                self._files.append(_opened(path))
-        except FileNotFoundError:
-            self.close()
-            raise DurableDamaged(path, "the data file", "is gone; the index names it") from None
-        except OSError:
-            self.close()
-            raise
 
     def __enter__(self) -> "DataReader":
+        try:
+            with deferred_interrupts():
+                for directory in self._directories:
+                    self._files.append(_opened(directory))
+        except FileNotFoundError:
+            self.close()
+            path = directory.path / DATA_NAME
+            raise DurableDamaged(path, "the data file", "is gone; the index names it") from None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError) and not isinstance(error, ZinfError):
+                raise unusable(directory.path, error) from error
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -55,8 +61,8 @@ class DataReader:
 
     def close(self) -> None:
         self._ahead.shutdown()
-        for file in self._files:
-            os.close(file)
+        for directory, file in zip(self._directories, self._files, strict=False):
+            directory.system.close(file)
         self._files.clear()
 
     def chunks(self, tensor: Resting, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
@@ -82,15 +88,17 @@ class DataReader:
 
     def _fill(self, view: memoryview, tensor: Resting, begin: int) -> None:
         path, file = self.paths[tensor.file], self._files[tensor.file]
+        directory = self._directories[tensor.file]
         done = 0
         while done < len(view):
             try:
-                moved = _moved(path, file, view[done:], tensor.offset + begin + done)
+                moved = _moved(directory, file, view[done:], tensor.offset + begin + done)
             except OSError as error:
                 why = f"cannot be read: {error.strerror}"
                 raise DurableDamaged(path, repr(tensor.name), why) from error
             if moved <= 0:
-                why = f"ends before its data: the file has {os.fstat(file).st_size} bytes"
+                at = tensor.offset + begin + done
+                why = f"ends before its data: there is no byte {at} in the file"
                 raise DurableDamaged(path, repr(tensor.name), why)
             done += moved
 
@@ -107,7 +115,7 @@ class DataReader:
                 "not have the checksum they were written with")  # fmt: skip
 
 
-def check_all(index: Index, directories: Sequence[Path], done: Progress | None = None) -> int:
+def check_all(index: Index, directories: Sequence[Directory], done: Progress | None = None) -> int:
     """Every checksum of a commit; how many bytes were read. raises DurableDamaged, OSError"""
     total = sum(p.end - p.begin for tensor in index.tensors for p in tensor.pieces)
     read = 0
@@ -124,24 +132,25 @@ def check_all(index: Index, directories: Sequence[Path], done: Progress | None =
     return read
 
 
-def _opened(path: Path) -> int:
+def _opened(directory: Directory) -> int:
     """Past the page cache where that works, so that what is checked is what the device holds."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+        return directory.open(DATA_NAME, os.O_RDONLY | _DIRECT)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return directory.open(DATA_NAME, os.O_RDONLY)
 
 
-def _moved(path: Path, file: int, view: memoryview, offset: int) -> int:
+def _moved(directory: Directory, file: int, view: memoryview, offset: int) -> int:
+    system = directory.system
     try:
-        return os.preadv(file, [view], offset)
+        return system.pread(file, view, offset)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     # Refused here, or written where smaller multiples were allowed: through the page cache.
-    buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.dup2(buffered, file, inheritable=False)
-    os.close(buffered)
-    return os.preadv(file, [view], offset)
+    buffered = directory.open(DATA_NAME, os.O_RDONLY)
+    system.dup2(buffered, file)
+    system.close(buffered)
+    return system.pread(file, view, offset)

@@ -5,8 +5,10 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zcompile import sound_json
 from zcompile.errors import DurableDamaged
 from zcompile.records import decode
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.index import DATA_NAME
 
 HEADER_BYTES = 4096
@@ -29,57 +31,64 @@ class DataHeader:
     committed: bool = False
 
     def block(self) -> bytes:
-        text = f"{MAGIC}\n{json.dumps(asdict(self))}\n".encode()
+        """The mark of a commit changes no other byte, and lies in the first sector.
+
+        So a power loss that tears the block, which is written again in place, leaves one of both.
+        """
+        told = {"committed": self.committed, **asdict(self)}
+        json_text = json.dumps(told)
+        if self.committed:
+            json_text = json_text.replace("true", "true ", 1)  # as long as `false`
+        text = f"{MAGIC}\n{json_text}\n".encode()
         if len(text) > HEADER_BYTES:
             raise DurableDamaged(Path(self.first), "the name of the directory", "is too long")
         return text.ljust(HEADER_BYTES, b"\0")
 
 
-def read_header(directory: Path) -> DataHeader | None:
+def read_header(directory: Directory) -> DataHeader | None:
     """Of the data file in `directory`; None if there is none. raises DurableDamaged, OSError"""
-    path = directory / DATA_NAME
-    try:
-        with path.open("rb") as file:
-            block = file.read(HEADER_BYTES)
-    except FileNotFoundError:
+    path = directory.path / DATA_NAME
+    block = directory.read(DATA_NAME, HEADER_BYTES)
+    if block is None:
         return None
     magic, _, rest = block.partition(b"\n")
     text = rest.partition(b"\n")[0]
     if magic != MAGIC.encode():
         raise DurableDamaged(path, "the data file", "does not begin as one of ours")
     try:
-        return decode(DataHeader, json.loads(text))
+        header = decode(DataHeader, sound_json.loads(text))
+        if not (0 <= header.number < header.of and header.first.startswith("/")
+                and "\0" not in header.first and header.run.isalnum()):  # fmt: skip
+            raise ValueError(f"file {header.number} of {header.of}, run {header.run!r:.40}")
+        return header
     except ValueError as error:
         raise DurableDamaged(path, "the data file", f"has a first block that cannot be "
                              f"understood: {error}") from error  # fmt: skip
 
 
-def is_blank(directory: Path) -> bool:
+def is_blank(directory: Directory) -> bool:
     """Whether the data file in `directory` holds nothing at all: its run died while it was made.
 
     Nothing is written to such a file before its header. raises  OSError
     """
-    try:
-        with (directory / DATA_NAME).open("rb") as file:
-            return not file.read(HEADER_BYTES + 1).strip(b"\0") and file.tell() <= HEADER_BYTES
-    except FileNotFoundError:
-        return False
+    block = directory.read(DATA_NAME, HEADER_BYTES + 1)
+    return block is not None and len(block) <= HEADER_BYTES and not block.strip(b"\0")
 
 
-def write_header(directory: Path, header: DataHeader) -> None:
+def write_header(directory: Directory, header: DataHeader) -> None:
     """raises  OSError"""
-    fd = os.open(directory / DATA_NAME, os.O_WRONLY | os.O_CLOEXEC)
+    fd = directory.open(DATA_NAME, os.O_WRONLY)
     try:
-        os.pwrite(fd, header.block(), 0)
-        os.fsync(fd)
+        directory.system.write_all(fd, header.block())
+        directory.system.fsync(fd)
     finally:
-        os.close(fd)
+        directory.system.close(fd)
 
 
-def data_bytes(directory: Path) -> int:
+def data_bytes(directory: Directory) -> int:
     """Size of the data file. raises DurableDamaged if there is none"""
-    path = directory / DATA_NAME
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        raise DurableDamaged(path, "the data file", "is gone; the index names it") from None
+    found = directory.stat(DATA_NAME)
+    if found is None:
+        raise DurableDamaged(directory.path / DATA_NAME, "the data file",
+                             "is gone; the index names it")  # fmt: skip
+    return found.st_size

@@ -5,57 +5,49 @@ call and forbid it. The file of a trial has no name from its first moment on, so
 left behind if we are killed.
 """
 
-import ctypes
 import errno
 import mmap
 import os
-import struct
-import tempfile
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import torch
 
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.ring import Request, Ring
+from zcompile.runtime.system_calls import SystemCalls
 
 BLOCK_BYTES = 4096
 """Extents of the disk tier begin and end at multiples of this; every disk takes such blocks."""
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_DIOALIGN = struct.Struct("<II")
-"""stx_dio_mem_align, stx_dio_offset_align at byte 152 of struct statx (linux/stat.h)."""
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def nameless_file(directory: Path, direct: bool) -> Iterator[int]:
+def nameless_file(directory: Directory, direct: bool) -> Iterator[int]:
     """A descriptor of a new file that nobody else can open.
 
     raises  OSError
     """
-    made, name = tempfile.mkstemp(prefix="zinf-trial-", dir=directory)
-    try:
-        try:
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-        finally:
-            os.unlink(name)
-    finally:
-        os.close(made)
-    try:
+    name, system = f"zinf-trial-{secrets.token_hex(8)}", directory.system
+    with ExitStack() as opened:  # all of it is undone, also where undoing some of it fails
+        made = directory.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        opened.callback(system.close, made)
+        with ExitStack() as named:
+            named.callback(directory.unlink, name)
+            fd = directory.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0))
+            opened.callback(system.close, fd)
         yield fd
-    finally:
-        os.close(fd)
 
 
-def takes_direct(directory: Path) -> bool:
+def takes_direct(directory: Directory) -> bool:
     """Whether a block that is written with O_DIRECT comes back.
 
     raises  OSError, for other reasons than O_DIRECT
     """
     try:
         with nameless_file(directory, direct=True) as fd:
-            _probe(fd)
+            _probe(directory.system, fd)
     except OSError as error:
         if error.errno in _NOT_DIRECT:
             return False
@@ -63,21 +55,16 @@ def takes_direct(directory: Path) -> bool:
     return True
 
 
-def takes_blocks(directory: Path) -> None:
+def takes_blocks(directory: Directory) -> None:
     """raises  OSError, if a block cannot be written and read back through the page cache"""
     with nameless_file(directory, direct=False) as fd:
-        _probe(fd)
+        _probe(directory.system, fd)
 
 
-def direct_granule(fd: int) -> int:
+def direct_granule(system: SystemCalls, fd: int) -> int:
     """What address, offset and size of a direct transfer must be multiples of: 512 to 4096."""
-    told = ctypes.create_string_buffer(256)
-    statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
-    if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told) != 0:
-        return BLOCK_BYTES
-    memory, offset = _DIOALIGN.unpack_from(told, 152)
-    known = int.from_bytes(told.raw[:4], "little") & _STATX_DIOALIGN and memory and offset
-    return min(max(memory, offset, 512), BLOCK_BYTES) if known else BLOCK_BYTES
+    told = system.direct_alignment(fd)
+    return BLOCK_BYTES if told is None else min(max(*told, 512), BLOCK_BYTES)
 
 
 def try_ring(ring: Ring, fd: int) -> None:
@@ -99,10 +86,11 @@ def try_ring(ring: Ring, fd: int) -> None:
         raise OSError(errno.EIO, "a block did not come back as it was written")
 
 
-def _probe(fd: int) -> None:
-    page = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _probe(system: SystemCalls, fd: int) -> None:
+    # Mapped, as it has to begin at a page.
+    page = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     page[:] = b"\xa5" * BLOCK_BYTES
-    wrote = os.pwritev(fd, [page], 0)
+    wrote = system.pwrite(fd, page, 0)
     page[:] = bytes(BLOCK_BYTES)
-    if wrote != BLOCK_BYTES or os.preadv(fd, [page], 0) != BLOCK_BYTES or page[-1] != 0xA5:
+    if wrote != BLOCK_BYTES or system.pread(fd, page, 0) != BLOCK_BYTES or page[-1] != 0xA5:
         raise OSError(errno.EIO, "a block did not come back as it was written")

@@ -19,14 +19,15 @@ from zcompile.runtime.data_header import (
     read_header,
     write_header,
 )
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.index import (
     DATA_NAME,
     INDEX_NAME,
+    NEW_INDEX_NAME,
     Index,
     checked,
     read_index,
     switch_index,
-    sync_directory,
 )
 from zcompile.runtime.reclaim import check_original, committed_elsewhere, index_gone
 from zcompile.runtime.tier_file import TierFile
@@ -41,51 +42,64 @@ class DurableFile(TierFile):
     raises  DiskUnusable
     """
 
-    def __init__(self, directory: Path, header: DataHeader, found: bool) -> None:
+    def __init__(self, directory: Directory, header: DataHeader, found: bool) -> None:
         self.keep = found
         self.new = 0 if found else os.O_CREAT | os.O_EXCL
-        super().__init__(directory, directory / DATA_NAME)
+        super().__init__(directory, DATA_NAME)
         if found:
-            unit, size = self.extents.alignment, os.fstat(self._fd).st_size
+            unit, size = self.extents.alignment, self._size()
             with suppress(OSError):  # `zinf disk gc` made holes; where they cannot be filled now,
-                os.posix_fallocate(self._fd, 0, size)  # the write that needs them will say so
+                self.system.allocate(self._fd, 0, size)  # the write that needs them will say so
             self.extents.grow(size // unit * unit)
         else:
-            self._begin(directory, header)
+            self._begin(header)
         began = self.extents.take_at(0, HEADER_BYTES)
         assert began, "a data file begins with its header"
 
+    def _size(self) -> int:
+        try:
+            return self.system.fstat(self._fd).st_size
+        except OSError:
+            self.close()  # whoever asked for it never gets it
+            raise
+
     def sync(self) -> None:
         """What was written is on the device. raises OSError"""
-        os.fdatasync(self._fd)
+        self.system.fdatasync(self._fd)
 
-    def _begin(self, directory: Path, header: DataHeader) -> None:
+    def _begin(self, header: DataHeader) -> None:
         try:
-            write_header(directory, header)
+            write_header(self.directory, header)
+        except DiskUnusable:
+            self.close()
+            raise
         except OSError as error:
             self.close()
-            raise DiskUnusable(directory, f"takes no files ({error.strerror})",
+            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror})",
                                "free space on it or give another directory") from error  # fmt: skip
         self.extents.grow(HEADER_BYTES)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
-            if not self.keep:
-                self.path.unlink(missing_ok=True)
+            try:
+                self.system.close(fd)
+            finally:
+                if not self.keep:
+                    self.directory.unlink(self.name)
 
 
 class DurableFiles:
-    """The data files of one run over `directories`, whose claims are held when `open` is called.
+    """The data files of one run over the directories `paths`; claimed when `open` is called.
 
+    directories  those that were opened
     named  the directories, as files name them to others
     index, smalls  the last commit and the bytes of its small tensors; None if there was none
     """
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self.directories = tuple(directories)
-        self.named = tuple(str(directory.absolute()) for directory in directories)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.directories: list[Directory] = []
+        self.named = tuple(str(path.absolute()) for path in paths)
         self.index: Index | None = None
         self.smalls = b""
         self.run = os.urandom(8).hex()
@@ -93,16 +107,17 @@ class DurableFiles:
         self._marked = False
 
     @property
-    def home(self) -> Path:
+    def home(self) -> Directory:
         """The directory that holds the index."""
         return self.directories[0]
 
-    def open(self, directory: Path) -> DurableFile:
+    def open(self, directory: Directory) -> DurableFile:
         """The next file, in the order of the directories.
 
         raises  DurableDamaged, DurableHeld, DiskUnusable
         """
         number = len(self.files)
+        self.directories.append(directory)
         if number == 0:
             self._find_index()
         header = self._header(number, committed=False)
@@ -114,7 +129,7 @@ class DurableFiles:
                 check_original(self.home, self.index, number, directory)
         file = DurableFile(directory, header, found=self.index is not None)
         self.files.append(file)
-        if number == len(self.directories) - 1 and self.index is not None:
+        if number == len(self.named) - 1 and self.index is not None:
             try:
                 self._reserve(self.index)
             except DurableDamaged:
@@ -133,66 +148,82 @@ class DurableFiles:
         """
         if not self.files[0].keep:
             for directory in self.directories:
-                sync_directory(directory)  # the names of the data files
+                directory.sync()  # the names of the data files
         try:
             switch_index(self.home, content)
         finally:  # what follows the rename may fail, or be interrupted, too
-            named = (self.home / INDEX_NAME).exists()
+            named = self._is_named()
             for file in self.files:
                 file.keep = file.keep or named
         if not self._marked:
             for number, file in enumerate(self.files):
-                write_header(file.path.parent, self._header(number, committed=True))
+                write_header(file.directory, self._header(number, committed=True))
         self._marked = True
 
+    def _is_named(self) -> bool:
+        """Whether there is an index, or may be: what it names is not to be removed."""
+        try:
+            return self.home.stat(INDEX_NAME) is not None
+        except OSError:
+            return True
+
     def _header(self, number: int, committed: bool) -> DataHeader:
-        return DataHeader(self.run, number, len(self.directories), self.named[0], committed)
+        return DataHeader(self.run, number, len(self.named), self.named[0], committed)
 
     def _find_index(self) -> None:
-        (self.home / f"{INDEX_NAME}.new").unlink(missing_ok=True)  # a commit that did not happen
+        self.home.unlink(NEW_INDEX_NAME)  # a commit that did not happen
         found = read_index(self.home)
         if found is None:
             return
         self.index, self.smalls = found
-        if len(self.index.directories) != len(self.directories):
-            raise DurableHeld(self.home, f"holds step {self.index.step} of a run over "
+        if len(self.index.directories) != len(self.named):
+            raise DurableHeld(self.home.path, f"holds step {self.index.step} of a run over "
                               f"{len(self.index.directories)} directories "
                               f"({', '.join(self.index.directories)}), and "
-                              f"{len(self.directories)} are given")  # fmt: skip
+                              f"{len(self.named)} are given")  # fmt: skip
         self.run = self.index.run
 
-    def _check_header(self, directory: Path, wanted: DataHeader) -> None:
+    def _check_header(self, directory: Directory, wanted: DataHeader) -> None:
         found = read_header(directory)
         if found is None:
-            raise DurableDamaged(directory / DATA_NAME, "the data file",
-                                 f"is gone; {self.home / INDEX_NAME} names it")  # fmt: skip
+            raise DurableDamaged(directory.path / DATA_NAME, "the data file",
+                                 f"is gone; {self.home.path / INDEX_NAME} names it")  # fmt: skip
         if (found.run, found.number) != (wanted.run, wanted.number):
-            raise DurableDamaged(directory / DATA_NAME, "the data file", f"is file {found.number} "
-                                 f"of run {found.run}, and not file {wanted.number} of run "
-                                 f"{wanted.run} that the index names")  # fmt: skip
+            raise DurableDamaged(
+                directory.path / DATA_NAME,
+                "the data file",
+                f"is file {found.number} of run {found.run}, and not file {wanted.number} of run "
+                f"{wanted.run} that the index names",
+            )
 
-    def _remove_uncommitted(self, directory: Path) -> None:
+    def _remove_uncommitted(self, directory: Directory) -> None:
         """What lies there is of no use, or it is of another run, which is refused."""
-        if directory != self.home and (other := read_index(directory)) is not None:
-            raise DurableHeld(directory, f"holds step {other[0].step} of another run")
+        if directory is not self.home and (other := read_index(directory)) is not None:
+            raise DurableHeld(directory.path, f"holds step {other[0].step} of another run")
         if is_blank(directory):
-            (directory / DATA_NAME).unlink()
+            directory.unlink(DATA_NAME)
             return
         found = read_header(directory)
         if found is None:
             return
         if committed_elsewhere(directory) is not None:
-            raise DurableHeld(directory, f"holds file {found.number} of the run that is committed "
-                              f"in {found.first}, which has to be given first")  # fmt: skip
+            raise DurableHeld(
+                directory.path,
+                f"holds file {found.number} of the run that is committed in {found.first}, which "
+                "has to be given first",
+            )
         if found.committed:
             raise index_gone(directory, found)
         logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
-                       "is removed", directory, DATA_NAME)  # fmt: skip
-        (directory / DATA_NAME).unlink()
+                       "is removed", directory.path, DATA_NAME)  # fmt: skip
+        directory.unlink(DATA_NAME)
 
     def _reserve(self, index: Index) -> None:
-        checked(index, self.home / INDEX_NAME, [data_bytes(d) for d in self.directories])
+        checked(index, self.home.path / INDEX_NAME, [data_bytes(d) for d in self.directories])
         for tensor in index.tensors:
             if not self.files[tensor.file].extents.take_at(tensor.offset, tensor.room):
-                raise DurableDamaged(self.home / INDEX_NAME, repr(tensor.name), "lies at an offset "
-                                     "where no tensor can lie")  # fmt: skip
+                raise DurableDamaged(
+                    self.home.path / INDEX_NAME,
+                    repr(tensor.name),
+                    "lies at an offset where no tensor can lie",
+                )

@@ -12,20 +12,29 @@ index holds a checksum for each piece of them.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from zcompile import sound_json
 from zcompile.errors import DurableDamaged
 from zcompile.records import decode
 from zcompile.runtime.checksums import BEST, SUMS, Piece
+from zcompile.runtime.directory import Directory
+from zcompile.runtime.extents import Written
 
 INDEX_NAME = "zinf.index"
+NEW_INDEX_NAME = f"{INDEX_NAME}.new"
 DATA_NAME = "zinf.tier"
 MAGIC = "zinf-index"
 FORMAT = 1
 MOST_HEADER_BYTES = 256
+BLOCK_BYTES = 4096
+"""Extents begin and end at multiples of this."""
+_RUN = re.compile("[0-9a-f]{1,64}")
+_NUMBERS = re.compile("[0-9]{1,18} [0-9]{1,18} [0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -130,57 +139,125 @@ def parse(path: Path, content: bytes) -> tuple[Index, bytes]:
         raise DurableDamaged(path, "the index", f"has checksums of kind {words[4]}, which needs "
                              "the package xxhash")  # fmt: skip
     body = content[len(header) + 1 :]
-    try:
-        text_bytes, small_bytes, checksum = int(words[2]), int(words[3]), int(words[5], 16)
-    except ValueError:
-        raise DurableDamaged(path, "the index", "has a first line that is not one") from None
+    if not _NUMBERS.fullmatch(" ".join((*words[2:4], words[5]))):
+        raise DurableDamaged(path, "the index", "has a first line that is not one")
+    text_bytes, small_bytes, checksum = int(words[2]), int(words[3]), int(words[5], 16)
     if len(body) != text_bytes + small_bytes:
         raise DurableDamaged(path, "the index", f"has {len(body)} bytes after its first line, and "
                              f"had {text_bytes + small_bytes} when it was written")  # fmt: skip
     if SUMS[words[4]](memoryview(body)) != checksum:
         raise DurableDamaged(path, "the index", "does not have the checksum it was written with")
     try:
-        return decode(Index, json.loads(body[:text_bytes])), body[text_bytes:]
+        index = decode(Index, sound_json.loads(body[:text_bytes]))
+        _check_sense(index, small_bytes)
     except ValueError as error:
         raise DurableDamaged(path, "the index", f"cannot be understood: {error}") from error
+    return index, body[text_bytes:]
 
 
-def read_index(directory: Path) -> tuple[Index, bytes] | None:
+def _check_sense(index: Index, small_bytes: int) -> None:
+    """Whether all that an index says can be, whatever lies in its files: it may be of anybody.
+
+    raises  ValueError
+    """
+    _require(_RUN.fullmatch(index.run), f"run {index.run!r:.40}")
+    _require(_are_counts(index.step, index.serial), f"step {index.step}, serial {index.serial}")
+    _require(index.written_at.isprintable() and len(index.written_at) < 64, "when it was written")
+    _require(_is_count(index.granule) and index.granule > 0 and BLOCK_BYTES % index.granule == 0,
+             f"granule {index.granule}")  # fmt: skip
+    _require(index.directories, "directories: there are none")
+    for name in index.directories:
+        _require(name.startswith("/") and "\0" not in name, f"directory {name!r:.80}")
+    names = [t.name for t in index.tensors] + [small.name for small in index.smalls]
+    _require(len(set(names)) == len(names), "tensors: two have one name")
+    at = 0
+    for small in index.smalls:
+        _require(small.dtype.isidentifier() and _are_counts(*small.size)
+                 and _are_counts(small.begin, small.end)
+                 and at <= small.begin <= small.end <= small_bytes,
+                 f"{small.name!r:.80}: a row that cannot be")  # fmt: skip
+        at = small.end
+    for tensor in index.tensors:
+        for what, holds in _facts(index, tensor):
+            _require(holds, f"{tensor.name!r:.80}: {what}")
+
+
+def _facts(index: Index, tensor: Resting) -> Iterator[tuple[str, bool]]:
+    """What is said of a tensor, and whether it can be; what comes later may rely on what came."""
+    counts = (tensor.start, tensor.nbytes, tensor.file, tensor.offset, tensor.room, tensor.step)
+    yield "a number that is none", _are_counts(*counts, *tensor.size, *tensor.stride)
+    yield f"kind {tensor.kind!r:.40}", tensor.kind in ("parameter", "optimizer state")
+    yield f"dtype {tensor.dtype!r:.40}", tensor.dtype.isidentifier()
+    yield f"size {tensor.size}, stride {tensor.stride}", len(tensor.size) == len(tensor.stride)
+    yield f"step {tensor.step}", tensor.step <= index.step
+    yield f"file {tensor.file}", tensor.file < len(index.directories)
+    # The first block of a data file is its header.
+    aligned = tensor.offset % BLOCK_BYTES == tensor.room % BLOCK_BYTES == 0
+    yield f"offset {tensor.offset}, room {tensor.room}", aligned and tensor.offset >= BLOCK_BYTES
+    yield f"{tensor.nbytes} bytes in {tensor.room}", tensor.nbytes <= tensor.room
+    ranges = [*tensor.written, *((piece.begin, piece.end) for piece in tensor.pieces)]
+    yield "a range that is none", all(len(r) == 2 and _are_counts(*r) for r in ranges)
+    yield "what was written", _follow(tensor.written, tensor.nbytes)
+    pieces = [(piece.begin, piece.end) for piece in tensor.pieces]
+    yield "pieces", _follow(pieces, tensor.room)
+    yield "pieces off granules", all(end % index.granule == 0 for pair in pieces for end in pair)
+    sums = [piece.checksum for piece in tensor.pieces]
+    yield "a checksum that is none", all(type(s) is int and 0 <= s < 1 << 64 for s in sums)
+    summed = Written()
+    for begin, end in pieces:
+        summed.add(begin, end)
+    yield "bytes without a checksum", all(summed.covers(*pair) for pair in tensor.written)
+
+
+def _follow(ranges: Iterable[Sequence[int]], most: int) -> bool:
+    """Whether (begin, end) come in order, apart, none of them empty, all before `most`."""
+    at = 0
+    for begin, end in ranges:
+        if not at <= begin < end <= most:
+            return False
+        at = end
+    return True
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _are_counts(*values: object) -> bool:
+    return all(map(_is_count, values))
+
+
+def _require(holds: object, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def read_index(directory: Directory) -> tuple[Index, bytes] | None:
     """The last commit in `directory`; None if there is none.
 
-    raises  DurableDamaged, OSError
+    raises  DurableDamaged, DiskUnusable, OSError
     """
-    path = directory / INDEX_NAME
+    path = directory.path / INDEX_NAME
     try:
-        return parse(path, path.read_bytes())
-    except FileNotFoundError:
-        return None
+        content = directory.read(INDEX_NAME)
+        return None if content is None else parse(path, content)
+    except MemoryError:
+        raise DurableDamaged(path, "the index", "is larger than memory") from None
 
 
-def switch_index(directory: Path, content: bytes) -> None:
+def switch_index(directory: Directory, content: bytes) -> None:
     """`content` becomes the last commit, or the one before it stays. raises OSError
 
     The rename is the commit; before it the new file is on the device, after it the name is.
     """
-    new = directory / f"{INDEX_NAME}.new"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = directory.open(NEW_INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
+        directory.system.write_all(fd, content)
+        directory.system.fsync(fd)
     finally:
-        os.close(fd)
-    os.rename(new, directory / INDEX_NAME)
-    sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        directory.system.close(fd)
+    directory.rename(NEW_INDEX_NAME, INDEX_NAME)
+    directory.sync()
 
 
 def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:

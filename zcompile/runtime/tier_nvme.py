@@ -15,16 +15,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zcompile.errors import DiskUnusable, ParameterChanged, TierFull
+from zcompile.errors import DiskUnusable, ParameterChanged, TierFull, ZinfError
 from zcompile.handles import ANEW
 from zcompile.runtime import ring_choice
 from zcompile.runtime.claim import Claim
+from zcompile.runtime.directory import Directory, let_go, made, unusable
 from zcompile.runtime.engine import Engine
 from zcompile.runtime.lanes import Move
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pace import Pace
 from zcompile.runtime.ring import Ring
 from zcompile.runtime.stripes import STRIPE_BYTES, share_of, stretches
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.ticket import Countdown, Promise
 from zcompile.runtime.tier_file import ALIGNMENT, TierFile
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
@@ -34,12 +36,13 @@ logger = logging.getLogger("zcompile.runtime.tier_nvme")
 
 
 class DiskTier:
-    """Files in `directories`, which are owned from here to `close`.
+    """Files in `directories`, which are made where missing, and owned from here to `close`.
 
     throttle  "disk_read", "disk_write" -> bytes per second
     rings     names of `ring_choice.DIRECT` to try, in order; for benchmarks and tests
     open_file  the file of a directory, which is ours by then
     striped   False keeps every entry in one directory
+    system    makes all calls on files
     raises    DiskOwned, DiskUnusable
     """
 
@@ -51,22 +54,26 @@ class DiskTier:
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],
                  rings: Sequence[str] = ring_choice.DIRECT,
-                 open_file: Callable[[Path], TierFile] = TierFile,
-                 striped: bool = True) -> None:  # fmt: skip
+                 open_file: Callable[[Directory], TierFile] = TierFile,
+                 striped: bool = True, system: SystemCalls = KERNEL) -> None:  # fmt: skip
         self._meter = meter
         self._striped = striped and len(directories) > 1
         self._keys = itertools.count(len(directories))
         self._parts: dict[int, tuple[Extent, ...]] = {}  # of striped extents, by `Extent.file`
         self._lock = threading.Lock()
+        self._directories: list[Directory] = []
         self._claims: list[Claim] = []
         self._files: list[TierFile] = []
         try:
-            for directory in directories:
+            for path in directories:
+                self._directories.append(directory := made(path, system))
                 self._claims.append(Claim(directory))
                 self._files.append(open_file(directory))
             chosen = _chosen(self._files, rings)
-        except (OSError, RuntimeError):
+        except BaseException as error:
             self._close_files()
+            if isinstance(error, OSError) and not isinstance(error, ZinfError):
+                raise unusable(path, error) from error
             raise
         different = {id(ring): ring for ring in chosen}
         engines = {key: Engine(ring, crashed, _closed) for key, ring in different.items()}
@@ -88,7 +95,11 @@ class DiskTier:
             extent = self._stripe(nbytes, name) or self._whole(nbytes, name)
             if extent is None:
                 raise TierFull(name, nbytes, [self.usage()])
-            self._measure()
+            try:
+                self._measure()
+            except BaseException:
+                self._give(extent)
+                raise
             return extent
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -96,8 +107,11 @@ class DiskTier:
 
     def release(self, extent: Extent) -> None:
         with self._lock:
-            for part in self._parts.pop(extent.file, (extent,)):
-                self._files[part.file].extents.give(part.offset, part.nbytes)
+            self._give(extent)
+
+    def _give(self, extent: Extent) -> None:
+        for part in self._parts.pop(extent.file, (extent,)):
+            self._files[part.file].extents.give(part.offset, part.nbytes)
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         return self._start(False, extent, begin, into)
@@ -188,14 +202,14 @@ class DiskTier:
         return promise
 
     def _close_files(self) -> None:
+        """Each, whatever becomes of the others. Nothing is lost if one fails: what a file was to
+        keep was synced when it was committed."""
         for file in self._files:
-            file.close()
+            let_go(file.path, file.close)
         for claim in self._claims:
-            try:
-                claim.release()
-            except OSError as error:
-                logger.warning("%s is let go, but %s", claim.directory, error)
-                claim.forget()
+            let_go(claim.directory.path, claim.release)
+        for directory in self._directories:
+            let_go(directory.path, directory.close)
 
 
 class _Link:
@@ -239,7 +253,7 @@ def _closed(name: str) -> ParameterChanged:
 def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
     """raises  DiskUnusable"""
     try:
-        return ring_choice.choose([(file.path.parent, file.direct) for file in files], rings)
+        return ring_choice.choose([(file.directory, file.direct) for file in files], rings)
     except OSError as error:
-        raise DiskUnusable(files[0].path.parent, f"cannot be read and written ({error.strerror})",
-                           "give another directory") from error  # fmt: skip
+        why = f"cannot be read and written ({error.strerror})"
+        raise DiskUnusable(files[0].directory.path, why, "give another directory") from error

@@ -50,6 +50,11 @@ class Workers:
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
 
+    @property
+    def submit_from_c(self) -> Callable[[Job], None]:
+        """As `submit`, with not one bytecode to run: for the callback of a weak reference."""
+        return self._jobs.put
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End after the jobs under way; those still queued are dropped."""
         while not self._jobs.empty():

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
+from zcompile.runtime import mover
 from zcompile.runtime.staging import backlog_bytes, staging_size
+from zcompile.runtime.ticket import Promise
 from zcompile.specs import Kind
 from zcompile.units import GiB, KiB, MiB
 
@@ -106,6 +108,30 @@ def test_sources_outside_the_arena_do_not_pile_up(open_store):
     for entry in entries:
         store.put(entry, random_bytes(512 * KiB))
     assert time.perf_counter() - began >= 2 * 512 * KiB / 20e6
+
+
+def test_the_backlog_takes_as_much_as_it_may_and_not_a_byte_more(monkeypatch):
+    waits = []
+
+    class Less(Promise):
+        """Whoever waits for it finds that four bytes leave in the meantime."""
+
+        def settle(self):
+            waits.append(self.done())
+            backlog.leave(4)
+            super().settle()
+
+    monkeypatch.setattr(mover, "Promise", Less)
+    backlog = mover.Backlog(10)
+    backlog.enter(4)
+    backlog.enter(6)
+    assert waits == []
+    backlog.leave(6)
+    backlog.enter(7)
+    assert waits == [False]
+    backlog.leave(7)
+    backlog.enter(99)  # alone
+    assert waits == [False]
 
 
 def test_throttled_links_pace_the_device(open_store):
@@ -217,6 +243,14 @@ def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store
     store.free_later(grads[0].key)
     assert store.create("state", Kind.STATE, 300 * KiB).home == "disk"
     assert store.create("w0.grad", Kind.GRAD, 300 * KiB).home == "host"
+
+
+def test_what_gradients_take_is_kept_for_them_no_more(open_store):
+    store = open_store(host_memory="2MiB", disk=True)
+    store.homes.keep_for_gradients(1 * MiB)
+    held = [store.create(f"w{n}.grad", Kind.GRAD, 500 * KiB) for n in range(2)]
+    assert store.create("w0", Kind.PARAM, 500 * KiB).home == "host"
+    assert [grad.home for grad in held] == ["host"] * 2
 
 
 def test_without_a_disk_no_room_is_kept(open_store):

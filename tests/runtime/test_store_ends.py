@@ -4,6 +4,7 @@ import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from zcompile.config import Config
+from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.store import Store
 from zcompile.runtime.transfers import Put
 from zcompile.specs import Kind
@@ -34,16 +36,31 @@ sys.stdout.write(f"{len(os.listdir(sys.argv[1]))} files")
 """
 
 
-@pytest.mark.timeout(60)
+SLOWLY_FORGOTTEN = """
+import gc, threading, time
+begun, shut = threading.Event(), store._close._shut
+def slowly():
+    begun.set()
+    time.sleep(0.5)
+    shut()
+store._close._shut = slowly
+del store, entry, ticket
+gc.collect()
+begun.wait()
+"""
+
+
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ending", "code"), [
     ("", 0),
+    (SLOWLY_FORGOTTEN, 0),
     ("raise SystemExit(3)", 3),
     ("raise ValueError", 1),
     ("import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0),
 ])  # fmt: skip
 def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_path, ending, code):
     done = subprocess.run([sys.executable, "-c", TRAIN + ending, str(tmp_path)], cwd=ROOT,
-                          timeout=40, capture_output=True, text=True, check=False)  # fmt: skip
+                          timeout=300, capture_output=True, text=True, check=False)  # fmt: skip
     assert done.returncode == code, done.stderr
     assert done.stdout == "2 files"
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +75,27 @@ def test_a_forgotten_store_closes_itself(tmp_path, own_threads):
     del store, entry
     gc.collect()
     assert gone() is None
+    wait_for_the_dead()
     assert own_threads() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forgotten_store_that_gets_no_thread_is_closed_by_who_waits(tmp_path, monkeypatch):
+    store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
+    closing, asked = store._close, threading.Event()
+
+    def refuse(self):
+        asked.set()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    store._means.adder.submit(closing)
+    asked.wait()
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) != []
+    del store
+    gc.collect()
+    wait_for_the_dead()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault, ParameterChanged
+from zcompile.runtime import near
 from zcompile.specs import Kind
 from zcompile.units import KiB, MiB
 
@@ -31,7 +32,8 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
     faults.none()
     for later in (lambda: store.fetch(entry, ones(10)), lambda: store.put(entry, ones(10)),
                   lambda: store.add(entry, ones(10)), lambda: store.zero(entry),
-                  lambda: store.read_all(entry), store.drain):  # fmt: skip
+                  lambda: store.read_all(entry), lambda: near.look_up(store, [entry]),
+                  store.drain):  # fmt: skip
         with pytest.raises(IOFault, match="write of 'w' failed"):
             later()
     assert store.read_all(other).eq(1).all()
@@ -58,6 +60,25 @@ def test_a_failed_read_is_raised_where_compute_joins(store, faults):
         store.drain()
 
 
+def test_a_copy_that_fails_on_the_device_is_raised_where_compute_joins(open_store, monkeypatch):
+    store = open_store(host_memory="16MiB")
+    entry, landings = store.create("w", Kind.PARAM, 1 * MiB), []
+    store.put(entry, ones(1 * MiB)).wait()
+
+    def copy(direction, target, source, after, landing):
+        landing.enqueued(None)
+        landings.append(landing)
+
+    monkeypatch.setattr(store.device, "copy", copy)
+    ticket = store.fetch(entry, store.arena.slot(0, 1 * MiB))
+    ticket.queued.wait()
+    for landing in landings:
+        landing.landed(OSError("the device is gone"))
+    for wait in (ticket.join_compute, ticket.wait, store.drain):
+        with pytest.raises(OSError, match="the device is gone"):
+            wait()
+
+
 def test_what_queues_behind_a_failure_fails_with_it(store, faults):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     faults.fail("write")
@@ -82,6 +103,23 @@ def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, faults):
         with pytest.raises(IOFault, match=f"read of '{name}' failed"):
             ticket.wait()
     assert store.meter.host.now == 0
+
+
+def test_chunks_that_come_back_in_reverse_leave_each_other_alone(store, faults):
+    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    value = torch.randint(1, 256, (1 * MiB,), dtype=torch.uint8)
+    store.put(entry, value).wait()
+    target = store.arena.slot(64, 1 * MiB + 64)  # off the granules of the disk
+    faults.reverse = True
+    for begin, end in ((0, 1 * MiB), (100_000, 900_001)):
+        target.zero_()
+        faults.gate.clear()
+        ticket = store.fetch(entry, target[begin:end], begin=begin)
+        faults.gate.set()
+        ticket.wait()
+        assert torch.equal(target[begin:end], value[begin:end])
+        assert not target[:begin].any()
+        assert not target[end:].any()
 
 
 def test_a_short_write_and_read_are_finished(store, faults):

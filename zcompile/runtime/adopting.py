@@ -1,7 +1,6 @@
 """How entries take over what a commit holds: on disk by its extents, on the host by reading."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from zcompile.runtime.checksums import BEST, Pieces
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.data_check import DataReader
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.index import Index, Resting
 from zcompile.runtime.store import Entry
@@ -19,7 +19,7 @@ from zcompile.runtime.versions import Versions
 class Copier:
     """Reads tensors of a commit in `directories`, which keeps all it has."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
+    def __init__(self, directories: Sequence[Directory]) -> None:
         self._directories = directories
 
     def adopt(self, kept: Resting, entry: Entry) -> bool:

@@ -5,7 +5,6 @@ deferred, the optimizer's step multiplies each chunk as it passes. Whoever else 
 finds it done, since the store does it first.
 """
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -37,6 +36,7 @@ class Deferred:
 class Changing(Protocol):
     """What changes can be deferred of; an entry."""
 
+    key: int
     deferred: tuple[Deferred, ...]
     version: int
 
@@ -52,13 +52,13 @@ class Deferrals(Generic[E]):
 
     def __init__(self) -> None:
         self.make: Callable[[E], None] | None = None
-        self._waiting: weakref.WeakSet[E] = weakref.WeakSet()
+        self._waiting: dict[int, E] = {}
 
     def defer(self, entry: E, change: Deferred) -> None:
         """To be done before the entry is read, or by whoever reads it."""
         entry.deferred = (*entry.deferred, change)
         entry.version += 1
-        self._waiting.add(entry)
+        self._waiting[entry.key] = entry
 
     def settle(self, entry: E) -> None:
         """Do what is deferred of the entry."""
@@ -66,9 +66,13 @@ class Deferrals(Generic[E]):
             assert self.make is not None, "a change was deferred where nobody can make it"
             self.make(entry)
 
+    def forget(self, entry: E) -> None:
+        """It is dead."""
+        self._waiting.pop(entry.key, None)
+
     def settle_all(self, lives: Callable[[E], bool]) -> None:
         """Do what is deferred of any entry that `lives`."""
         while self._waiting:
-            entry = self._waiting.pop()
+            _, entry = self._waiting.popitem()
             if lives(entry):
                 self.settle(entry)

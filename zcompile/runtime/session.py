@@ -20,20 +20,21 @@ from zcompile.cost import Ways
 from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
+from zcompile.packing import aligned
 from zcompile.runtime import activations, near
 from zcompile.runtime.annex_use import AnnexUse
 from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
-from zcompile.runtime.device_split import DeviceSplit
+from zcompile.runtime.device_split import DeviceSplit, Whole
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
-from zcompile.runtime.holding import Holding
+from zcompile.runtime.holding import Holding, Rows
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.plant import Opening, open_plant
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.transfer import Transfer
+from zcompile.runtime.transfer import read_out
 from zcompile.schedule import Schedule
 from zcompile.specs import Layout, Region
 from zcompile.step_chunks import DEPTH, StepRoom
@@ -97,6 +98,8 @@ class Session(Store):
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
         """List ops of late, by what sort of call they are (`repeats.py`, above)."""
+        self.inexact: dict[tuple[str, str], str] = {}
+        """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
@@ -190,14 +193,14 @@ class Session(Store):
         """What streams through the arena's window now, by chunks."""
         return StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Compiled graphs are about to hold so much."""
+    def _make_room(self, nbytes: int, schedule: Schedule) -> None:
+        """Compiled graphs are about to hold so much, in a call of this, or of its backward."""
         self.annex_use.leave()
         if nbytes > self.split.held_bytes and self.planner is not None:
             before = self.holding.nbytes
             self.planner.let_go()
             nbytes -= before - self.holding.nbytes
-        self.split.hold(nbytes)
+        self.split.hold(nbytes, schedule.least_bytes)
 
     def ways(self) -> Ways:
         """How bytes travel here, for who predicts it."""
@@ -212,14 +215,56 @@ class Session(Store):
             backlog_bytes=self._backlog.most_bytes,
         )
 
+    @property
+    def in_step(self) -> bool:
+        """Whether what runs now belongs to an optimizer's step."""
+        return self.stepping is not None and not torch.is_grad_enabled() and current_pass() < 0
+
+    def begin_whole(
+        self, op: str, entries: Sequence[Entry], plain: Sequence[Tensor], nbytes: int
+    ) -> list[Rows]:
+        """An op of an optimizer is about to gather these entries, to read or write `plain` ones,
+        and to make so many bytes; what counts as held until `end_whole`.
+
+        raises  BudgetExceeded, before anything is gathered
+        """
+        self.annex_use.leave()
+        here = [t for t in plain if self._counts(t)]
+        beside = self.holding.more(here)
+        whole = Whole(
+            f"{op} of {self.stepping}", [(e.name, aligned(e.nbytes)) for e in entries],
+            [("plain tensors it is called with", beside), ("what it makes", nbytes)],
+        )  # fmt: skip
+        if self.holding.nbytes + beside + nbytes > self.split.held_bytes:
+            self.executor.join_departures()  # gradients on their way home, and those that stayed
+            if self.planner is not None:
+                self.planner.let_go()
+        self.split.hold_whole(whole, self.holding.nbytes)
+        return self.holding.exchange((), here)
+
+    def end_whole(self, rows: Sequence[Rows]) -> None:
+        """The op is over: of what it was called with nothing counts any more."""
+        self.holding.exchange(rows, ())
+
+    def _counts(self, value: Tensor) -> bool:
+        """Whether it lies on the device, beside the arena."""
+        here = value.device == self.device.torch_device and value.layout is torch.strided
+        return here and not self.arena.holds(value)
+
+    def hold_until_it_dies(self, values: Sequence[Tensor]) -> None:
+        """What an op has made beside the arena counts from here on."""
+        here = [v for v in values if self._counts(v)]
+        rows = self.holding.exchange((), here)
+        self.holding.keep(here)
+        self.holding.exchange(rows, ())
+
     def note_whole(self, op: str) -> None:
         """An op gathers whole tensors; inside an optimizer's step this is told once.
 
         A step runs without gradients and outside of backward; what follows one that broke off
         does not.
         """
-        inside = not torch.is_grad_enabled() and current_pass() < 0
-        if self.stepping is not None and inside and self.stepping not in self._told:
+        if self.in_step and self.stepping is not None and self.stepping not in self._told:
             self._told.add(self.stepping)
             logger.warning(
                 "%s uses %s, which is not elementwise: its operands are gathered whole, one tensor "
@@ -256,7 +301,7 @@ class Session(Store):
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, _read_out(ticket))
+        self.leaving.note(source, read_out(ticket))
         return ticket
 
     def add(
@@ -268,7 +313,7 @@ class Session(Store):
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, _read_out(ticket))
+        self.leaving.note(source, read_out(ticket))
         return ticket
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
@@ -276,11 +321,6 @@ class Session(Store):
         if near.is_near(entry):
             return near.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
-
-
-def _read_out(ticket: Ticket) -> Ticket:
-    """Complete once nothing reads what leaves, be it home by then or on its way to a disk."""
-    return ticket.over if isinstance(ticket, Transfer) else ticket
 
 
 def entry_behind(handle: torch.Tensor) -> Entry:

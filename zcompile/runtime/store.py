@@ -17,14 +17,18 @@ from torch import Tensor
 from zcompile import handles
 from zcompile.config import Config
 from zcompile.errors import Unsupported, ValueUnset
+from zcompile.handles import Leaf
 from zcompile.runtime.arena import Arena
+from zcompile.runtime.closing import Closing, wait_for_the_dead
 from zcompile.runtime.deferred import Deferrals, Deferred
 from zcompile.runtime.homes import Homes
-from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Backlog, marks_of
+from zcompile.runtime.pages import check_memory
 from zcompile.runtime.place import Place
 from zcompile.runtime.plant import Opening, closed_error, forked_error, open_plant, shut
+from zcompile.runtime.sources import Source, check_sources
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.tier_device import DeviceTier
@@ -32,6 +36,7 @@ from zcompile.runtime.tiers import Stretch
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put, ReadBack
 from zcompile.specs import Kind, Layout
+from zcompile.ties import Tie
 
 
 class Entry:
@@ -42,10 +47,13 @@ class Entry:
     home     name of the tier it rests on: "device", "held", "host" or "disk"
     of       key of the parameter that it is the gradient of
     unset    has no value, not even zeros: reading raises until all of it was written
-    owner    the parameter whose gradient this is, if it is one
+    owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
+             handle are that parameter's
     deferred what is still to be done to the bytes; whoever reads finds it done
+    sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
+    tiles    and of its tiles: offset -> (elements, how -> result)
     """
 
     def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool,
@@ -60,8 +68,12 @@ class Entry:
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.deferred: tuple[Deferred, ...] = ()
+        self.sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
+        self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
+        self.tie: Tie | None = None
+        """To the storage of its handle."""
 
     @property
     def name(self) -> str:
@@ -75,6 +87,7 @@ class Entry:
     def home(self) -> str:
         return self.place.tier.name
 
+    @uninterrupted
     def gather(self, size: Sequence[int], stride: Sequence[int], offset: int,
                dtype: torch.dtype) -> Tensor:  # fmt: skip
         """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
@@ -101,8 +114,12 @@ class Store:
         self.key = handles.new_key()
         self.config = config
         self.meter = Meter()
-        self.on_gradient: Callable[[Entry, Tensor, int | None], None] = _nobody_takes_gradients
-        plant = opening(config, self.meter)
+        self.on_gradient: Callable[[Leaf, Tensor, int | None], None] = _nobody_takes_gradients
+        wait_for_the_dead()
+        with deferred_interrupts():
+            plant = opening(config, self.meter)
+            adder = plant.means.adder
+            self._close = Closing(self, adder.submit_from_c, partial(shut, plant))
         self.device = plant.means.device
         self.device_budget = plant.device_budget
         self.host_budget = plant.host_budget
@@ -111,19 +128,23 @@ class Store:
         self._means = plant.means
         self._mover = plant.mover
         self.durable = plant.durable
+        self.system = plant.system
         self.homes = Homes(plant.tiers, DeviceTier(self.arena), self.meter)
         self._backlog = Backlog(plant.backlog_bytes)
         self._entries: dict[int, Entry] = {}
-        self._dead: deque[int] = deque()
+        self._dead: deque[Tie | int] = deque()
         self.deferrals: Deferrals[Entry] = Deferrals()
         self._pid = plant.pid
         self.reaches_host = plant.means.device.reaches_host
-        self._close = weakref.finalize(self, shut, plant)
 
+    @uninterrupted
     def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
                of: int | None = None, tier: str | None = None,
                at: Place | None = None) -> Entry:  # fmt: skip
-        """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull"""
+        """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull
+
+        Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
+        """
         self.enter(name)
         place = at or self.homes.reserve(name, kind, nbytes, of, tier)
         entry = Entry(self, kind, place, unset, of)
@@ -131,8 +152,15 @@ class Store:
         handles.bind(entry)
         return entry
 
+    def handle(self, entry: Entry) -> Tensor:
+        """The handle of a new entry, which is freed when the last use of it has died."""
+        return handles.handle_of(entry.key, partial(self._watch, entry))
+
+    def _watch(self, entry: Entry, memory: object) -> None:
+        entry.tie = Tie(memory, self._dead, entry.key)
+
     def free_later(self, key: int) -> None:
-        """The entry is not needed any more. Takes no lock: may be called by a finalizer."""
+        """The entry is not needed any more; it never had a handle. Takes no lock."""
         self._dead.append(key)
 
     def holds(self, entry: Entry) -> bool:
@@ -140,6 +168,7 @@ class Store:
         self.enter(entry.name)
         return entry.key in self._entries
 
+    @uninterrupted
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
               after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         """Start moving bytes of `entry`, from `begin` on, into `target`; returns at once.
@@ -162,6 +191,7 @@ class Store:
             return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
+    @uninterrupted
     def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
                overwrites: bool = False) -> Tensor:  # fmt: skip
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
@@ -176,6 +206,7 @@ class Store:
         entry.version += int(writes)
         return memory
 
+    @uninterrupted
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         """Start moving `source` to the bytes of `entry` from `begin` on.
@@ -188,6 +219,7 @@ class Store:
         after   complete before `source` is read; on CUDA, `device.mark()` of what computed it
         """
         self.enter(entry.name)
+        check_memory(source)
         if source.numel() == entry.nbytes:
             entry.deferred = ()
         self.deferrals.settle(entry)
@@ -196,16 +228,19 @@ class Store:
                   self.arena.holds(source))  # fmt: skip
         return self._submit_write(entry, put, source, after)
 
+    @uninterrupted
     def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
             after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
         """As `Tensor.add_`: start adding `source` (1-D; else as in `put`) from byte `begin` on."""
         self.enter(entry.name)
+        check_memory(source)
         self._settle(entry)
         raw = source.view(torch.uint8)
         add = Add(entry.place, begin, self.arena.window(raw), raw, marks_of(after), self._means,
                   source.dtype)  # fmt: skip
         return self._submit_write(entry, add, raw, after)
 
+    @uninterrupted
     def zero(self, entry: Entry) -> None:
         """Make it blank again; moves nothing."""
         self.enter(entry.name)
@@ -214,6 +249,7 @@ class Store:
         entry.unset = False
         entry.version += 1
 
+    @uninterrupted
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         """Start moving bytes of `entry`, from `begin` on, into ordinary host memory.
 
@@ -221,6 +257,7 @@ class Store:
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
+        check_memory(target)
         self._settle(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
 
@@ -230,6 +267,7 @@ class Store:
         self.read(entry, memory).wait()
         return memory
 
+    @uninterrupted
     def stretches(self, entry: Entry, begin: int, end: int) -> Sequence[Stretch]:
         """Where in files bytes [begin, end) of `entry` lie, end to end; true until the next write.
 
@@ -247,9 +285,14 @@ class Store:
         self.enter("the model")
         self._mover.drain()
 
+    def is_idle(self) -> bool:
+        """Whether no transfer is under way; as of now, takes no lock."""
+        return self._mover.is_idle()
+
     def close(self) -> None:
         """Stop what is under way, remove the files; idempotent."""
-        self._close()
+        with deferred_interrupts():
+            self._close()
 
     def enter(self, name: str) -> None:
         """The door of every verb: the store is this process's, and open; the dead are buried."""
@@ -257,43 +300,51 @@ class Store:
             raise forked_error(name, self._pid)
         if not self._close.alive:
             raise closed_error(name)
+        if self._dead:
+            self._bury()
+
+    @uninterrupted
+    def _bury(self) -> None:
         while self._dead:
             try:
-                key = self._dead.popleft()
+                gone = self._dead.popleft()
             except IndexError:  # another thread was here
                 return
+            key = gone if isinstance(gone, int) else gone.mark
             if (entry := self._entries.pop(key, None)) is not None:
+                self.deferrals.forget(entry)
                 self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
+                self._dead.extend(copy.key for copy, _ in entry.copies.values())
 
     def _settle(self, entry: Entry) -> None:
         """Before a read: the entry has a value, and nothing is left to be done to it."""
         if entry.unset:
             raise ValueUnset(entry.name)
+        if entry.sources:
+            check_sources(entry)
         self.deferrals.settle(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
-        with deferred_interrupts():  # what was submitted and never started is waited for for ever
-            self._mover.submit(transfer, after)
+        self._mover.submit(transfer, after)
         return transfer
 
     def _submit_write(self, entry: Entry, transfer: Transfer, source: Tensor,
                       after: Sequence[Ticket]) -> Transfer:  # fmt: skip
         nbytes = 0 if self.arena.holds(source) else source.numel()
-        with deferred_interrupts():  # one between start and count would leave the version as it was
-            self._backlog.enter(nbytes)
-            try:
-                self._submit(transfer, after)
-            except BaseException:  # an interrupt too: what never started takes no room
-                self._backlog.leave(nbytes)
-                raise
-            transfer.over.then(partial(self._backlog.leave, nbytes))
-            entry.version += 1
-            if entry.unset and entry.place.written.covers(0, entry.nbytes):
-                entry.unset = False
+        self._backlog.enter(nbytes)
+        try:
+            self._submit(transfer, after)
+        except BaseException:  # what never started takes no room
+            self._backlog.leave(nbytes)
+            raise
+        transfer.over.then(partial(self._backlog.leave, nbytes))
+        entry.version += 1
+        if entry.unset and entry.place.written.covers(0, entry.nbytes):
+            entry.unset = False
         return transfer
 
 
-def _nobody_takes_gradients(entry: Entry, grad: Tensor, offset: int | None) -> None:
+def _nobody_takes_gradients(entry: Leaf, grad: Tensor, offset: int | None) -> None:
     raise Unsupported(f"a gradient of {entry.name!r} arrived", "set store.on_gradient")

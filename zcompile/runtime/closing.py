@@ -1,0 +1,109 @@
+"""What a store runs on is shut once: when it is closed, when it has died, or with the process.
+
+One that dies is shut by a thread of its own: a finalizer in the main thread would swallow an
+interrupt, and might run within a lock of whoever happened to let go of the store.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from zcompile.runtime.interrupts import uninterrupted
+from zcompile.runtime.ticket import Promise
+from zcompile.runtime.workers import Worker
+
+Job = Callable[[], None]
+
+
+class Closing(weakref.ref[Any]):
+    """Calls `shut` at most once. Called, it is done when that returns.
+
+    submit  hands a job to a thread, and is written in C; when `owner` dies, it is given this
+    """
+
+    __slots__ = ("_begun", "_over", "_pid", "_shut", "_thread", "alive")
+
+    _begun: threading.Lock
+    _over: Promise
+    _pid: int
+    _shut: Job
+    _thread: threading.Thread | None
+    alive: bool
+    """Whether `shut` has not begun."""
+
+    def __new__(cls, owner: object, submit: Callable[[Any], None], shut: Job) -> "Closing":
+        made = super().__new__(cls, owner, submit)
+        made._over, made._shut, made._thread, made.alive = Promise(), shut, None, True
+        made._begun, made._pid = threading.Lock(), os.getpid()
+        _ALL.add(made)
+        return made
+
+    def __init__(self, owner: object, submit: Callable[[Any], None], shut: Job) -> None:
+        """All is done: a weak reference would refuse three arguments."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self) -> None:
+        if not self._begun.acquire(blocking=False):  # the end of the process meets our own thread
+            return
+        self.alive = False
+        if isinstance(threading.current_thread(), Worker):
+            # It is one of the threads that are to be stopped, and may hold any of their locks.
+            thread = threading.Thread(target=self._close, name="zinf-closing", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had: whoever waits for the dead does it
+                self._begun.release()
+                raise
+            self._thread = thread
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._shut()
+        finally:
+            _ALL.discard(self)
+            self._over.finish()
+
+    @property
+    def owner(self) -> Any:
+        """None, once it has died."""
+        return super().__call__()
+
+    def wait(self) -> None:
+        if os.getpid() != self._pid:  # a fork has no thread that would do it, and nothing to shut
+            return
+        self._over.settle()
+        if self._thread is not None:
+            self._thread.join()
+
+
+_ALL: set[Closing] = set()
+
+
+@uninterrupted
+def wait_for_the_dead() -> None:
+    """Stores that have died are shut when this returns: their directories are free."""
+    for closing in list(_ALL):
+        if closing.owner is None:
+            closing()
+            closing.wait()
+
+
+def _end() -> None:
+    """What has begun in a daemon is waited for: the interpreter would stop it half-way, and what it
+    had not removed yet would look like a killed run's."""
+    for closing in list(_ALL):
+        closing()
+        closing.wait()
+
+
+atexit.register(_end)

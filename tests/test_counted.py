@@ -1,9 +1,15 @@
 """What compiled graphs hold beside the arena: measured as it is, equal to what was predicted."""
 
+from dataclasses import replace
+
 import pytest
 from planned_runs import STEPS, begun, ids, train
 
 import zcompile
+from zcompile import step_plan
+from zcompile.offloading import session_behind
+from zcompile.packing import ALIGNMENT
+from zcompile.passes.place_states import place
 from zcompile.units import KiB
 
 BUDGETS = {"keep": 112 * KiB, "recompute": 64 * KiB, "offload": 64 * KiB}
@@ -31,6 +37,33 @@ def test_what_is_made_again_or_offloaded_is_not_held():
     assert max(again["activations"], away["activations"]) < kept["activations"]
     for peak in (again, away):  # in less than with all kept, of which arenas fill what is left
         assert BUDGETS["offload"] < kept["activations"] + peak["device"]
+
+
+@pytest.mark.parametrize("window", [4736, 5120])
+def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monkeypatch):
+    """The arena of this run ends between two multiples of what berths are aligned to; which window
+    is chosen depends on what was measured, so this plans for one after the other."""
+    model, compiled, optimizer = begun(
+        2, 2, device_memory=BUDGETS["recompute"], activations="recompute"
+    )
+    session = session_behind(model)
+    assert session.arena.budget_bytes % ALIGNMENT
+
+    def windows(step, machine, room, arena, compute_seconds, stay):
+        left = {**room.nbytes, "device": room.nbytes["device"] - window}
+        yield window, place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
+
+    monkeypatch.setattr(step_plan, "_windows", windows)
+    train(model, compiled, optimizer, 2, 4, 2)
+    plan = session.planner.plan
+    assert plan.arena.window_bytes == window
+    assert plan.resident_bytes > 0
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 4, 6, 2)
+    stats = zcompile.stats(model)
+    assert session.planner.plan is plan
+    for what in (*COUNTED, "device"):
+        assert stats["peak"][what] == stats["predicted"]["peak"][what]
 
 
 @pytest.mark.parametrize("choice", ["keep", "recompute", "offload"])

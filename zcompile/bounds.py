@@ -75,9 +75,18 @@ class Bound:
     phases: Mapping[Phase, float] = field(default_factory=dict)
 
 
+ASSUMES = (
+    "no plan that computes what this one computes, at the seconds measured for it, and that has "
+    "only the arena of this split for weights and states, takes less"
+)
+"""What `bound` takes for granted, for people; `floor.py` takes none of it for granted."""
+
+
 def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     """The least of a step, with `room` for its entries. Pure."""
-    plain = tuple(_least(segment, demand.gradients, links, room) for segment in demand.segments)
+    plain = tuple(
+        least_of_segment(segment, demand.gradients, links, room) for segment in demand.segments
+    )
     sharper = least_seconds(demand, links, room)
     rows = plain
     if sharper is not None:
@@ -96,9 +105,10 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     return Bound(seconds, nbytes, binding, rows, phases)
 
 
-def _least(
+def least_of_segment(
     segment: Segment, gradients: Iterable[int], links: Mapping[str, Link], room: Room
 ) -> Least:
+    """The least of one segment by itself, with all of `room` for what it begins and ends with."""
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}

@@ -40,7 +40,8 @@ class Config:
     device_memory   bytes of the device, for the arena and for what compiled graphs hold beside it;
                     None: 80 % of what is free on CUDA, an eighth of the memory on the CPU device
     host_memory     bytes of the host tier, staging included; None: an eighth of the memory
-    disk            a directory, or several over which entries are striped; None: no disk tier
+    disk            a directory, or several over which entries are striped; None: no disk tier. One
+                    that does not exist is made, for its owner alone, where its parent does
     durable         every optimizer step ends in a commit on `disk`, from which a run that was
                     killed resumes (`zcompile.resume`)
     machine         what to plan for, instead of what is measured here: a name (`zinf doctor
@@ -57,6 +58,8 @@ class Config:
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
+    mesh            False: each rank trains a model of its own, on purpose; None: several ranks are
+                    refused, since they cannot train one model together yet
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
@@ -75,6 +78,7 @@ class Config:
     regions: str = "auto"
     max_lead: int = 8
     tile_bytes: int | str | None = None
+    mesh: bool | None = None
     dump: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +91,13 @@ class Config:
             raise ConfigInvalid("durable", self.durable, "must be True or False")
         if not isinstance(self.residency, bool):
             raise ConfigInvalid("residency", self.residency, "must be True or False")
+        if self.mesh is not None and self.mesh is not False:
+            raise ConfigInvalid(
+                "mesh",
+                self.mesh,
+                "cannot be used: ranks do not train one model together yet; False says that each "
+                "rank trains a model of its own",
+            )
         if self.durable and not self.disk:
             raise ConfigInvalid("durable", True, "needs a disk; give a directory as disk")
         self._set("machine", _machine(self.machine))
@@ -163,15 +174,25 @@ class Config:
             raise ConfigInvalid("disk", self.disk, "must name directories")
         paths = tuple(Path(path) for path in given)
         for path in paths:
-            if not path.exists():
-                raise DiskUnusable(path, "does not exist", "create it or give another directory")
-            if not path.is_dir():
+            if path.is_symlink() and not path.exists():
+                why = "is a symbolic link to what does not exist"
+                raise DiskUnusable(path, why, "create that or give another directory")
+            if not path.exists() and not path.absolute().parent.is_dir():
+                why = "does not exist, and neither does the directory that it would be made in"
+                raise DiskUnusable(path, why, "create that or give another directory")
+            if path.exists() and not path.is_dir():
                 raise DiskUnusable(path, "is not a directory", "give a directory")
-            if not os.access(path, os.W_OK | os.X_OK):
-                raise DiskUnusable(path, "is not writable", "give a directory one may write to")
+            if not os.access(at_hand(path), os.W_OK | os.X_OK):
+                why = "is not writable" if path.exists() else "may not be made where it would be"
+                raise DiskUnusable(path, why, "give a directory one may write to")
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigInvalid("disk", self.disk, "names a directory twice")
         return paths
+
+
+def at_hand(path: Path) -> Path:
+    """A directory on the disk that `path` is on, or will be made on."""
+    return path if path.exists() else path.absolute().parent
 
 
 def _machine(given: Any) -> Machine | None:

@@ -76,6 +76,7 @@ class Costs:
     launches  region key -> seconds of the host to start it, where compute runs beside it
     issues    (instruction class, `issued_bytes`) -> seconds of the host
     gaps      (`call_name` of one call, of the next) -> seconds of the host between them
+    idle      region key -> seconds of compute while no transfer was under way
     """
 
     machine: Machine
@@ -85,6 +86,7 @@ class Costs:
     launches: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
     issues: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
     gaps: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    idle: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
 
     def region_seconds(self, region: Region) -> float:
         """Measured if it has run, by others like it if those have, else predicted."""
@@ -93,6 +95,11 @@ class Costs:
         if (line := self.alike.get(region.like)) is not None:
             return line.fixed_s + line.s_per_byte * region.work.nbytes
         return predicted_seconds(region.work, self.machine.compute)
+
+    def idle_seconds(self, region: Region) -> float:
+        """As `region_seconds`, while no transfer is under way, and never more than that."""
+        seconds = self.region_seconds(region)
+        return min(seconds, self.idle.get(region.key, seconds))
 
     def launch_seconds(self, region: Region) -> float:
         """Of the host, which starts a region and goes on."""

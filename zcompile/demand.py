@@ -210,10 +210,10 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
                 ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
         elif isinstance(x, Reduce):
             writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
-    return _Touched(_least_compute(schedule, region_seconds), reads, writes)
+    return _Touched(least_compute(schedule, region_seconds), reads, writes)
 
 
-def _least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
+def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
     """Seconds, if it never waits: of an optimizer's step in its chunks, or of whole rows at rest
     that are computed together, whichever is less. At measured costs this is an estimate, since
     chunks of other sizes may take less for each byte than those that were seen."""

@@ -21,7 +21,8 @@ and not when the transfer happens to end (`under_way.py`): before one leaves, th
 until all that are under way take no more than `Footprint.departing` says together. What is still
 under way at the end is held by what comes next.
 
-Times are node indices, sizes are bytes; a dynamic size counts as it was when the graph was traced.
+Times are node indices, sizes are bytes; a dynamic size counts as it was when the graph was traced,
+or as `size` says: a call is counted at its own sizes before it is carried out (`sized.py`).
 
 To ask what a decision would change, give `Footprint.curve` what it takes away or adds:
 
@@ -41,8 +42,8 @@ from torch import fx
 from zcompile.curve import Curve
 from zcompile.graph import module_of, phase_of
 from zcompile.specs import NodeName, ParamSpec
-from zcompile.storages import Given, StorageWalk, unique
-from zcompile.torch_private import is_tangent
+from zcompile.storages import Given, Size, StorageWalk, unique
+from zcompile.torch_private import hint, is_tangent
 
 MOST_HOLDERS = 8
 """That a curve names at its peak."""
@@ -92,6 +93,7 @@ class Footprint:
     departing        gradient that leaves -> bytes that may be under way with it
     left_bytes       of gradients that are still under way when the graph has ended
     alone            the departures that are `Level.alone`
+    carried          departure -> `Level.carried`
     """
 
     nodes: tuple[fx.Node, ...]
@@ -101,6 +103,7 @@ class Footprint:
     departing: Mapping[fx.Node, int] = field(default_factory=dict)
     left_bytes: int = 0
     alone: frozenset[fx.Node] = frozenset()
+    carried: Mapping[fx.Node, int] = field(default_factory=dict)
 
     def curve(self, changes: Iterable[Change] = ()) -> list[int]:
         """Bytes held while each node runs, were it not for `changes`."""
@@ -173,17 +176,19 @@ def footprint(
     graph: fx.Graph,
     params: Mapping[NodeName, ParamSpec],
     given: Given | None = None,
+    size: Size = hint,
 ) -> Footprint:
     """What the calls of a graph hold: of a joint graph, or of one phase of it.
 
     params  handle placeholder -> what kind of parameter is behind it
     given   of a backward graph: what its forward kept for it (`Footprint.handed_over`)
+    size    what a dynamic size counts as
     """
-    walk = StorageWalk(graph, params, given or {})
-    departing, left, alone = walk.walk()
+    walk = StorageWalk(graph, params, given or {}, size)
+    departing, left, alone, carried = walk.walk()
     kept = {id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
             for s in walk.storages}  # fmt: skip
     of = {node: tuple(kept[id(s)] for s in unique(parts))
           for node, parts in walk.parts.items() if any(parts)}  # fmt: skip
     values = tuple(sorted(kept.values(), key=lambda v: v.first))
-    return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone)
+    return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone, carried)

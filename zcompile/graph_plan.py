@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.curve import Curve, Memory
 from zcompile.schedule import Slot
 from zcompile.sliced_region import SlicedRegion
-from zcompile.specs import Layout, NodeName, ParamSpec
+from zcompile.specs import Layout, NodeName, ParamSpec, Phase, Work
 
 
 def fetched(fetch: fx.Node) -> Layout:
@@ -25,6 +25,20 @@ class Note:
     by: str
     node: NodeName | None
     text: str
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where a pass gave up that every bit is eager's.
+
+    by     name of the pass
+    where  the weight, or module, whose results or gradients may round otherwise
+    why    for people
+    """
+
+    by: str
+    where: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,10 @@ class ActivationCost:
 
 
 def _nothing() -> Mapping[NodeName, Slot]:
+    return MappingProxyType({})
+
+
+def _not_counted() -> Mapping[Phase, Work]:
     return MappingProxyType({})
 
 
@@ -107,6 +125,9 @@ class Plan:
     activation_cost  of those together; None as long as they are not planned
     kept          what would be held if all of those were kept; None: they are
     held          what is held; None as long as the budget is not split
+    roundings     where results may round otherwise than eager's; empty: every bit is the same
+    traced_work   what each phase computes as it was traced, before any pass; empty, if no pass ran
+    least_bytes   of the arena, in which the fetches of either phase surely find addresses
     """
 
     params: Mapping[NodeName, ParamSpec]
@@ -120,6 +141,9 @@ class Plan:
     activation_cost: ActivationCost | None = None
     kept: Curve | None = None
     held: Curve | None = None
+    roundings: tuple[Rounding, ...] = ()
+    traced_work: Mapping[Phase, Work] = field(default_factory=_not_counted)
+    least_bytes: int = 0
 
     def spec_of(self, fetch: fx.Node) -> ParamSpec:
         """The parameter that a fetch brings."""

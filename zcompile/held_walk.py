@@ -37,7 +37,7 @@ class HeldWalk:
 
     @property
     def others(self) -> int:
-        return self._kept + self._stayed + self._inherited.nbytes
+        return self._kept + self._stayed + self._inherited.held_bytes
 
     def begin(self, schedule: Schedule) -> int:
         """A call begins; how many departures are joined before. What stayed is gone when a forward
@@ -69,15 +69,16 @@ class HeldWalk:
             while row.rows and self._under_way + reduce.nbytes > most:
                 self._join(row)
                 joined += 1
-        self._own.append(reduce)
+        carried = self._level.carried
+        self._own.append(reduce, reduce.nbytes if carried is None else carried)
         self.now = self.others + self._level.after
         return joined
 
     def _join(self, row: "_Row") -> None:
         """The oldest of these is under way no more; held it still is, if it stays."""
-        reduce = row.popleft()
+        reduce, held_bytes = row.popleft()
         if reduce.stays:
-            self._stayed += reduce.nbytes
+            self._stayed += held_bytes
 
     def through(self, schedule: Schedule) -> int:
         """From the beginning of a call to its end; the most that is held meanwhile."""
@@ -94,7 +95,7 @@ class HeldWalk:
         an optimizer's step, which may be several calls, nothing is on its way any more."""
         self._kept += self._schedule.holds.kept_bytes
         while self._own.rows:
-            self._inherited.append(self._own.popleft())
+            self._inherited.append(*self._own.popleft())
         over = self._schedule.phase is Phase.STEP and then is not Phase.STEP
         joined = len(self._inherited.rows) if over else 0
         for _ in range(joined):
@@ -108,20 +109,26 @@ class HeldWalk:
 
 
 class _Row:
-    """Gradients under way, the oldest first; and their bytes."""
+    """Gradients under way, the oldest first, each with the bytes of what it holds as the last.
+
+    nbytes      that travel, which decides how many may be under way
+    held_bytes  of whole storages, which is what the device lacks
+    """
 
     def __init__(self) -> None:
-        self.rows: deque[Reduce] = deque()
-        self.nbytes = 0
+        self.rows: deque[tuple[Reduce, int]] = deque()
+        self.nbytes = self.held_bytes = 0
 
-    def append(self, reduce: Reduce) -> None:
-        self.rows.append(reduce)
+    def append(self, reduce: Reduce, held_bytes: int) -> None:
+        self.rows.append((reduce, held_bytes))
         self.nbytes += reduce.nbytes
+        self.held_bytes += held_bytes
 
-    def popleft(self) -> Reduce:
-        reduce = self.rows.popleft()
+    def popleft(self) -> tuple[Reduce, int]:
+        reduce, held_bytes = self.rows.popleft()
         self.nbytes -= reduce.nbytes
-        return reduce
+        self.held_bytes -= held_bytes
+        return reduce, held_bytes
 
 
 def held_peak(schedule: Schedule) -> int:

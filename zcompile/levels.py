@@ -64,7 +64,8 @@ def _levels(held: Footprint) -> Iterator[Level]:
         before = after[first - 1] if first else 0
         node = held.nodes[last]
         departing, alone = held.departing.get(node, 0), node in held.alone
-        return Level(before, max(curve[first : last + 1]), after[last], departing, alone)
+        peak, carried = max(curve[first : last + 1]), held.carried.get(node)
+        return Level(before, peak, after[last], departing, alone, carried)
 
     begun: int | None = None
     region: int | None = None

@@ -10,6 +10,7 @@ from zcompile.arrange import ArenaShare, arranged
 from zcompile.bounds import Bound, bound
 from zcompile.cost import Costs, Ways
 from zcompile.demand import Demand, demand_of
+from zcompile.floor import Floor, floor
 from zcompile.loads import Room, group, totals
 from zcompile.machine import TIERS, Machine
 from zcompile.packing import aligned
@@ -95,6 +96,7 @@ class Outlook:
     plan: StepPlan
     timeline: Timeline
     bound: Bound
+    floor: Floor
     room: Room
     used_bytes: Mapping[str, int]
     missing: Mapping[str, int]
@@ -151,6 +153,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
         bound=least,
+        floor=floor(step, demand, costs, terms.machine.links, whole_room(terms)),
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),
@@ -174,6 +177,12 @@ def room_of(terms: Terms, beside_bytes: int) -> Room:
         ring_bytes=terms.ways.ring_bytes,
         held_bytes=beside_bytes,
     )
+
+
+def whole_room(terms: Terms) -> Room:
+    """The tiers as they are, whatever they are split into."""
+    tiers = {tier: terms.machine.tiers[tier] for tier in TIERS if tier in terms.machine.tiers}
+    return Room(tiers, reach=terms.emulates, straight=terms.emulates)
 
 
 def activation_room(terms: Terms) -> int | None:

@@ -20,10 +20,10 @@ from zcompile.errors import Unsupported
 from zcompile.held_walk import HeldWalk
 from zcompile.offloading import furnish
 from zcompile.paper_regions import PaperRegions
-from zcompile.runtime.defaults import has_room
 from zcompile.runtime.device_paper import blank, blank_like, is_blank, open_paper
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store import Entry
@@ -128,6 +128,10 @@ def paper_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         return zinf(gm, inputs)
 
 
+def _has_room(nbytes: int, least_arena: int) -> None:
+    """There is room for what is held beside the arena."""
+
+
 class _PaperExecutor(Executor):
     """Walks graphs as ever; of an optimizer's step only what becomes of the entries.
 
@@ -137,7 +141,7 @@ class _PaperExecutor(Executor):
     """
 
     saved_bytes = 0
-    hold: Callable[[int], None] = staticmethod(has_room)
+    hold: Callable[[int, int], None] = staticmethod(_has_room)
     _held: HeldWalk | None = None
 
     def run(
@@ -167,7 +171,7 @@ class _PaperExecutor(Executor):
             held.end(schedule.phase)
         held.begin(schedule)
         if schedule.phase is not Phase.STEP:
-            self.hold(held.others + schedule.holds.peak_bytes)
+            self.hold(held.others + schedule.holds.needed_bytes, schedule.least_bytes)
         held.through(schedule)
 
 
@@ -263,6 +267,7 @@ def copy_on_paper(model: nn.Module, session: PaperSession) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+@uninterrupted
 def _param(session: PaperSession, name: str, param: nn.Parameter) -> nn.Parameter:
     layout = Layout.of(param)
     entry = session.create(name, Kind.PARAM, layout.nbytes)

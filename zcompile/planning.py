@@ -4,7 +4,6 @@ A real training step is walked on paper (`paper.py`), then placed, arranged and 
 one is once it was seen. Weights are not needed: a model on `meta` will do.
 """
 
-import shutil
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -29,9 +28,10 @@ from zcompile.report_rows import Facts
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
 from zcompile.runtime.device_paper import PaperDevice, blank_like
+from zcompile.runtime.hardware import free_disk_bytes
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.plant import default_budgets
-from zcompile.runtime.probe import machine_for
+from zcompile.runtime.probe import disks_of, machine_for
 from zcompile.steps import Step
 from zcompile.torch_private import check_torch, trees
 from zcompile.units import TiB
@@ -164,9 +164,8 @@ def _capacities(config: Config) -> dict[str, int]:
     free = torch.cuda.mem_get_info(device)[0] if on_cuda else machine_bytes()
     usual = default_budgets(device.type, free)
     tiers = {tier: int(given[tier] or nbytes) for tier, nbytes in usual.items()}
-    disks = config.disk if isinstance(config.disk, tuple) else ()
-    if disks:
-        tiers["disk"] = sum(shutil.disk_usage(path).free for path in disks)
+    if disks := disks_of(config):
+        tiers["disk"] = free_disk_bytes(disks)
     return tiers
 
 

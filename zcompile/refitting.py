@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
@@ -64,4 +65,4 @@ class Refitting:
                 self._made[key] = refitted(session, schedule, frozenset(), budget)
             except BudgetExceeded as error:
                 raise refusal(session, schedule, error) from error
-        return self._made[key]
+        return replace(self._made[key], holds=schedule.holds)

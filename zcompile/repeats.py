@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zcompile.rows import leaves_of
+from zcompile.rows import counts_in_kernels, leaves_of
 from zcompile.runtime.session import Repeat, Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.schedule import EntryIndex, Schedule
@@ -29,12 +29,14 @@ MOST = 8
 class ListCall:
     """A call of a list op whose tiered operands are all different, of one store, and at rest.
 
+    func      the op
     kind      the op, how many operands it has where, and how often each row takes turns
     leaves    its operands, lists taken apart
     entries   those behind tiered operands: position -> entry
     """
 
     session: Session
+    func: Dispatched
     kind: tuple[object, ...]
     counts: tuple[int, ...]
     leaves: list[Any]
@@ -48,7 +50,10 @@ class ListCall:
         if found is None or not self.session.annex_use.open(found.schedule):
             return False
         leaves = self.leaves
-        increment_version([leaves[at]._handle for at in found.written])
+        written = [leaves[at] for at in found.written]
+        increment_version([leaf._handle for leaf in written])
+        if counts_in_kernels(self.func):
+            increment_version(written)
         inputs = [leaves[at] for at in found.inputs]
         entries = [self.entries[at] for at in found.entries]
         self.session.executor.run(found.schedule, inputs, entries)
@@ -121,4 +126,5 @@ def list_call(
         return None
     session = session_of(next(iter(stores.values())))
     said.append(session.step_room)
-    return ListCall(session, (func, counts, tuple(kwargs)), counts, leaves, entries, tuple(said))
+    kind = func, counts, tuple(kwargs)
+    return ListCall(session, func, kind, counts, leaves, entries, tuple(said))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from zcompile import bounds, floor
 from zcompile.curve import Memory
 from zcompile.outlook import Outlook, Shadow, Terms, activation_room
 from zcompile.records import encode, plain
@@ -29,7 +30,9 @@ class Report:
     step_seconds       of one optimizer step with all its micro-batches, once training is under way
     compute_seconds    of which the device computes; it idles in the others
     bottleneck         "compute", a link, or two that take turns: what the step waits for longest
-    bound_seconds      no plan takes less, on this machine with these budgets (`bounds.py`)
+    bound_seconds      no plan takes less that computes what this one does, and has the same arena
+                       for weights and states (`bounds.py`); due to `bound_by` most of all
+    floor_seconds      no plan within these budgets takes less (`floor.py`); due to `floor_by`
     activation_room    bytes of the device that activations may take, so that enough is left for
                        entries; None: they lie beside what is planned, or were chosen to fit a
                        bounded device, and larger batches were not tried
@@ -39,9 +42,12 @@ class Report:
     peak_device_bytes  of the arena, with what rests there
     annex_bytes        beside it, for the optimizer's step, while no graph holds them
     staying_bytes      of gradients that stay there from backward to that step
+    ranks              that the machine has; one of them, which trains the whole model by itself, is
+                       what is planned for
     """
 
     machine: str
+    ranks: int
     parameters: int
     samples: int
     tokens: int
@@ -61,6 +67,8 @@ class Report:
     bottleneck: str
     bound_seconds: float
     bound_by: str
+    floor_seconds: float
+    floor_by: str
     links: tuple[LinkRow, ...]
     activation_room: int | None
     hiding_samples: int
@@ -74,6 +82,7 @@ class Report:
         timeline, least = found.timeline, found.bound
         return cls(
             machine=terms.machine.name,
+            ranks=terms.machine.ranks,
             parameters=facts.parameters,
             samples=facts.samples,
             tokens=facts.tokens,
@@ -93,6 +102,8 @@ class Report:
             bottleneck=terms.machine.told(bottleneck_of(found)),
             bound_seconds=least.seconds,
             bound_by=terms.machine.told(least.binding),
+            floor_seconds=found.floor.seconds,
+            floor_by=terms.machine.told(found.floor.binding),
             links=tuple(
                 LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
                         timeline.busy_s.get(name, 0.0))
@@ -136,6 +147,11 @@ class Report:
         return self.step_seconds / self.bound_seconds if self.bound_seconds else 1.0
 
     @property
+    def floor_gap(self) -> float:
+        """Seconds over the floor; what is above 1 may be due to memory, and not to this plan."""
+        return self.step_seconds / self.floor_seconds if self.floor_seconds else 1.0
+
+    @property
     def samples_per_second(self) -> float:
         return self.samples * self.micro_batches / self.step_seconds
 
@@ -146,8 +162,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
-        names = ("sequence", "gap", "samples_per_second", "tokens_per_second", "most_samples",
-                 "suggested_samples")  # fmt: skip
+        names = (
+            "sequence",
+            "gap",
+            "floor_gap",
+            "samples_per_second",
+            "tokens_per_second",
+            "most_samples",
+            "suggested_samples",
+        )
         derived = {name: getattr(self, name) for name in names}
         return {**plain(self), **derived}
 
@@ -210,6 +233,22 @@ def _beside(report: Report) -> str:
 
 
 def _verdict(report: Report) -> Iterator[str]:
+    yield from _fits(report)
+    if note := note_of_ranks(report.ranks):
+        yield f"  {note}"
+
+
+def note_of_ranks(ranks: int) -> str:
+    """What a plan makes of a machine with so many ranks; "" if it has one."""
+    if ranks == 1:
+        return ""
+    return (
+        f"the machine has {ranks} ranks, of which one trains the whole model by itself here: "
+        "several ranks are not planned yet"
+    )
+
+
+def _fits(report: Report) -> Iterator[str]:
     model = f"{show_count(report.parameters)} parameters on {report.machine}"
     if report.fits:
         yield f"{model}: fits"
@@ -231,8 +270,16 @@ def _times(report: Report) -> Iterator[str]:
     yield f"step of {batch}, {report.optimizer}: {seconds} ({phases}); {rate}"
     yield (f"  compute {show_seconds(report.compute_seconds)}, idle "
            f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}")  # fmt: skip
-    yield (f"  no plan takes less than {show_seconds(report.bound_seconds)} (bound by "
-           f"{report.bound_by}); this one takes {report.gap:.2f} times that")  # fmt: skip
+    yield (
+        f"  least of a plan like this: {show_seconds(report.bound_seconds)} (bound by "
+        f"{report.bound_by}); this one takes {report.gap:.2f} times that"
+    )
+    yield f"    ({bounds.ASSUMES})"
+    yield (
+        f"  floor of all plans: {show_seconds(report.floor_seconds)} (bound by {report.floor_by}); "
+        f"this one takes {report.floor_gap:.2f} times that"
+    )
+    yield f"    ({floor.ASSUMES})"
 
 
 def _advice(report: Report) -> Iterator[str]:

@@ -9,6 +9,7 @@ on schedules are arranged for them (`arrange.py`). Joins the two wings for a who
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -159,6 +160,8 @@ class Residency:
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         homes = {key: home for key, home in homes.items() if key not in set(crowded)}
         astray, rests = rehome(session, homes, self._base)
+        # A gradient that has no berth is no entry yet, so that nothing says where it rests.
+        rests = {**dict.fromkeys(crowded, "host"), **rests}
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
@@ -273,7 +276,7 @@ class Residency:
         except BudgetExceeded as error:
             if not self.relieve(error.needed_bytes):
                 raise refusal(session, schedule, error) from error
-            return schedule
+            return self.fit(schedule, entries)  # which the arena may be too small for as it is
 
     def _staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
         """Of which entries the gradients stay where this call makes them."""
@@ -292,6 +295,9 @@ class Residency:
             session.homes.plan_device(made.peak_bytes)
             self._arranged[key] = made, held_peak(made)
         made, held = self._arranged[key]
+        if schedule.holds.sizes != made.holds.sizes:
+            made = replace(made, holds=schedule.holds)
+            held = held_peak(made) if stay else 0
         others = session.holding.nbytes - schedule.holds.saved_bytes
         if stay and others + held > session.split.held_bytes:
             return self._refitted(schedule, resident, frozenset())

@@ -17,6 +17,11 @@ from zcompile.torch_private import Dispatched, trees
 
 REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 """List ops whose result is not elementwise."""
+UNANNOTATED_WRITES: dict[Dispatched, frozenset[str]] = dict.fromkeys(
+    (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_batch_norm.out),
+    frozenset({"running_mean", "running_var"}),
+)
+"""Arguments that an op writes, though its schema does not say so."""
 UNTAGGED = frozenset({"abs_", "_to_copy"})
 """Elementwise, though torch does not tag them so."""
 
@@ -33,17 +38,32 @@ class Application:
         leaves, _ = trees.tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
+    def outs(self) -> list[Tensor]:
+        """The tensors given as `out=`, or the like: an op gives them the size of its result."""
+        given = (self.kwargs.get(a.name) for a in self.func._schema.arguments if a.is_out)
+        return [t for t in given if isinstance(t, Tensor)]
+
     def written(self) -> list[Tensor]:
-        """The tensors the schema says are written."""
+        """The tensors that the op writes: as its schema says, or `UNANNOTATED_WRITES`."""
+        return self._given(written=True)
+
+    def read(self) -> list[Tensor]:
+        """The tensors of all other arguments; in `x.copy_(x)` one is both."""
+        return self._given(written=False)
+
+    def _given(self, *, written: bool) -> list[Tensor]:
         found: list[Tensor] = []
+        unsaid = UNANNOTATED_WRITES.get(self.func, ())
         for position, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes or argument.name in unsaid
+            if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
+                writes = False  # fused optimizers write gradients only to unscale them in place
+            if writes is not written:
                 continue
             value = (
                 self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
             )
-            if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
-                continue  # fused optimizers write gradients only to unscale them in place
             found.extend(
                 v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Tensor)
             )
@@ -61,6 +81,11 @@ def leaves_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         else:
             found.append(value)
     return found
+
+
+def counts_in_kernels(func: Dispatched) -> bool:
+    """Whether torch counts the writes of an op where it computes, and not before it asks us."""
+    return func._schema.name.startswith("aten::_foreach")
 
 
 def goes_in_one_call(app: Application) -> bool:
@@ -127,6 +152,9 @@ def streamable(app: Application, cls: type) -> bool:
     tiered: list[Any] = [t for t in tensors if isinstance(t, cls)]
     if not wide or not tiered or any(t.numel() == 1 for t in tiered):
         return False
+    outs = app.outs()
+    if outs and not any(t.numel() != 1 for t in tensors if not any(t is out for out in outs)):
+        return False  # the result of operands of one element has one, whatever `out` has
     first = wide[0]
     if first.numel() == 0 or len({t.store_key for t in tiered}) > 1:
         return False
@@ -134,9 +162,19 @@ def streamable(app: Application, cls: type) -> bool:
     same = len({t.device for t in wide}) == 1
     if not (alike and same and Layout.of(first).dense):
         return False
+    if app.func._overloadname.endswith("out") and _resizes_out(app):
+        return False
     if any(t.dim() > first.dim() for t in tensors):
         return False  # one element of more dimensions gives the result its own
     if app.kwargs.get("memory_format") not in (None, torch.preserve_format):
         return False
+    if any(t.lies.lazy for t in tiered):
+        return False  # chunks are of the bytes
     lying = {(t.entry.key, t.lies) for t in tiered}
     return len({key for key, _ in lying}) == len(lying)
+
+
+def _resizes_out(app: Application) -> bool:
+    """Whether what `out=` names is not as large as the result, so that torch would resize it."""
+    made = torch.broadcast_shapes(*(t.size() for t in app.read()))
+    return any(t.size() != made for t in app.written())

@@ -245,6 +245,7 @@ class SimulatedSteps:
     def _left(self, left: Left) -> Done:
         self._rise()
         task = self._joined(left.ticket)
+        self._await([self._done[left.ticket]])  # the host waits too, not compute alone
         self._issue(left, 0)
         return task, None
 

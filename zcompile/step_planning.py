@@ -9,7 +9,9 @@ from zcompile.arrange import ArenaShare
 from zcompile.bounds import bound
 from zcompile.cost import Costs
 from zcompile.demand import demand_of
+from zcompile.floor import floor
 from zcompile.loads import Room
+from zcompile.packing import ALIGNMENT
 from zcompile.prediction import predicted
 from zcompile.refitting import lead_of
 from zcompile.runtime.probe import machine_for
@@ -56,22 +58,36 @@ def plan_of(
     return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
 
 
+def whole_room(session: Session) -> Room:
+    """The budgets as they were given, whatever they were split into."""
+    nbytes = {**session.homes.capacities(), "device": session.device_budget}
+    nbytes["host"] = session.host_budget
+    return Room(nbytes, session.reaches_host, session.reaches_host)
+
+
 def prediction_of(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
     """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
-    that any plan takes, and computes, and what binds."""
+    that such a plan takes, and computes, and what binds; and the floor of all plans."""
     made = predicted(plan.step, costs, plan.placement.homes)
     demand = demand_of(base, costs.region_seconds)
     links = machine_for(session.config, session.device).links  # at the rates that they have
     least = bound(demand, links, room_of(session, base, holes=False))
-    computes_s = sum(demand.phases_s.values())
-    return made | {"least_s": least.seconds, "binding": least.binding,
-                   "least_compute_s": computes_s}  # fmt: skip
+    lowest = floor(base, demand, costs, links, whole_room(session))
+    return made | {
+        "least_s": least.seconds,
+        "binding": least.binding,
+        "least_compute_s": sum(demand.phases_s.values()),
+        "floor_s": lowest.seconds,
+        "floor_binding": lowest.binding,
+        "floor_compute_s": lowest.compute_s,
+    }
 
 
 def room_of(session: Session, step: Step, holes: bool = True) -> Room:
     """What the tiers have for the entries of this step: all but what others rest on, and what is
     left over for `holes` on the host."""
-    nbytes = {"device": session.arena.budget_bytes, **session.homes.capacities()}
+    berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
+    nbytes = {"device": berths, **session.homes.capacities()}
     for entry in session.entries():
         if key_of(entry) not in step.facts and entry.home in nbytes:
             nbytes[entry.home] -= entry.place.extent.nbytes

@@ -68,6 +68,7 @@ def plan(args: argparse.Namespace) -> Answer:
         raise ConfigInvalid("batch", args.batch, "must be at least 1")
     from zcompile import planning  # torch takes seconds; usage errors do without
     from zcompile.config import Config
+    from zcompile.report import note_of_ranks
 
     terms = planning.terms_of(Config(**_budgets(args)), args.machine)
     if args.disk_bytes is not None:
@@ -79,7 +80,8 @@ def plan(args: argparse.Namespace) -> Answer:
         return planning.trace(model, inputs, at, args.optimizer, args.micro_batches)
 
     if sweep is not None:
-        return swept(tuple(_points(trace, terms, *sweep)), args.plot)
+        points = tuple(_points(trace, terms, *sweep))
+        return swept(points, args.plot, note_of_ranks(terms.machine.ranks))
     report = planning.report_of(trace(terms), terms)
     if args.plot is not None and report.fullest is not None:
         write_plot(args.plot, curve_svg(report.fullest))

@@ -68,11 +68,15 @@ def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
                             "another file")  # fmt: skip
 
 
-def swept(points: Sequence[Point], plot: Path | None) -> Answer:
-    """Exit code 1, if nothing fits. raises  ConfigInvalid, if the picture cannot be written"""
+def swept(points: Sequence[Point], plot: Path | None, note: str = "") -> Answer:
+    """Exit code 1, if nothing fits. raises  ConfigInvalid, if the picture cannot be written
+
+    note  a line that says what all points have in common
+    """
     if plot is not None:
         write_plot(plot, _picture(points))
-    return Answer("\n".join(_lines(points)), points, 0 if any(p.fits for p in points) else 1)
+    lines = (*_lines(points), *((note,) if note else ()))
+    return Answer("\n".join(lines), points, 0 if any(p.fits for p in points) else 1)
 
 
 def _lines(points: Sequence[Point]) -> Iterator[str]:

@@ -48,11 +48,9 @@ class NarrowParams(Pass):
         (wait,) = fetch.users
         casts = list(wait.users)
         spec = plan.spec_of(fetch)
-        layout = spec.layout
-        whole = layout.dense and layout.offset == 0 and layout.nbytes == spec.nbytes
         if (
             spec.home != "disk"
-            or not whole
+            or not spec.layout.covers(spec.nbytes)
             or not all(self._casts(graph, wait, cast) for cast in casts)
         ):
             return False

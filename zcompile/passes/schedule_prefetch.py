@@ -1,7 +1,7 @@
 """Start each fetch early enough to be there in time, and no earlier than the budget allows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -49,6 +49,7 @@ class SchedulePrefetch(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
 
     def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        least = 0
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
             if not fetches:
@@ -59,7 +60,15 @@ class SchedulePrefetch(Pass):
                 needs, plan.budget_bytes, self.max_lead, phase.value, plan.beside
             )
             _move(graph, phase, dict(zip(fetches, starts, strict=True)))
-        return plan
+            least = max(least, _least_arena(needs, plan.budget_bytes))
+        return replace(plan, least_bytes=least)
+
+
+def _least_arena(needs: Sequence[Need], budget_bytes: int | None) -> int:
+    """Bytes in which they surely find addresses, without any lead: a search found some for the
+    budget, if need be."""
+    least = _packed(needs, [need.first for need in needs])
+    return least if budget_bytes is None else min(least, budget_bytes)
 
 
 def choose_starts(

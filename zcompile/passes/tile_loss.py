@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from zcompile.graph import find
-from zcompile.graph_plan import Note, Plan
+from zcompile.graph_plan import Note, Plan, Rounding
 from zcompile.loss_choice import Cut, choose_cut
 from zcompile.loss_match import SOFTMAX, Loss, NoMatch, match_loss
 from zcompile.loss_rewrite import rewrite_loss
@@ -77,9 +77,21 @@ def _tile(graph: fx.Graph, softmax: fx.Node, plan: Plan, tile_bytes: int, at_wil
     while at_will and cut is not None and _pieces(loss, cut) > MOST_PIECES:
         tile_bytes = 2 * max(1, tile_bytes)
         cut, dtype = cut_of(loss, tile_bytes)
-    if cut is not None:
-        rewrite_loss(graph, Tiles(loss, cut, dtype), plan.params)
-    return plan
+    if cut is None:
+        return plan
+    where = _weight_of(loss, plan)
+    rewrite_loss(graph, Tiles(loss, cut, dtype), plan.params)
+    summed = f"the loss is summed over {_pieces(loss, cut)} pieces of its logits"
+    return replace(plan, roundings=(*plan.roundings, Rounding(TileLoss.name, where, summed)))
+
+
+def _weight_of(loss: Loss, plan: Plan) -> str:
+    """Name of the parameter that makes the logits, for people; else of the value."""
+    node = loss.weight
+    while node.name not in plan.params and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    spec = plan.params.get(NodeName(node.name))
+    return loss.weight.name if spec is None else str(spec.name)
 
 
 def _pieces(loss: Loss, cut: Cut) -> int:

@@ -14,11 +14,11 @@ from zcompile.budget_search import BudgetSearch
 from zcompile.errors import BudgetExceeded
 from zcompile.footprint import footprint
 from zcompile.graph import copied, output_of, phase_of, positions
-from zcompile.graph_plan import Note, Plan, fetched
+from zcompile.graph_plan import Note, Plan, Rounding, fetched
 from zcompile.passes.base import Fact, Pass
 from zcompile.specs import NodeName, Phase
 from zcompile.tiled_gradients import Tiles, leave_in_tiles
-from zcompile.tiled_uses import Result, rule_of, same_kind
+from zcompile.tiled_uses import ADDED_UP, Result, rounding_of, rule_of, same_kind
 from zcompile.tiled_weights import Reader, Weight, weights_of
 from zcompile.tiles import Held, choose_tiles, fullest, ways_to_cut
 from zcompile.tiling import Writer, erase_unread, shape
@@ -87,10 +87,16 @@ class TileMatmuls(Pass):
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
         notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
                  if w.whole and self._is_too_large(w, plan)]  # fmt: skip
+        roundings = [
+            Rounding(self.name, weights[name].name, why)
+            for name, most in cuts.items()
+            if (why := _rounding(weights[name], most))
+        ]
         for name, most in cuts.items():
             notes += [Note(self.name, NodeName(name), text)
                       for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
-        return replace(plan, notes=(*plan.notes, *notes))
+        roundings = [*plan.roundings, *roundings]
+        return replace(plan, notes=(*plan.notes, *notes), roundings=tuple(roundings))
 
     def _chosen(
         self, graph: fx.Graph, plan: Plan, *, alone: bool = False, most: int | None = None
@@ -158,6 +164,22 @@ def _roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held]) -> int:
     return int(ROOMY * (beside + 2 * at_once))
 
 
+def _rounding(weight: Weight, most: int) -> str:
+    """Why uses of a weight round otherwise once it is cut, for people; "": they do not."""
+    found = [
+        rounding_of(reader.use)
+        for reader in weight.readers
+        if reader.row is None and len(_tiles_read(reader, most)) > 1
+    ]
+    return ADDED_UP if ADDED_UP in found else max(found, default="")
+
+
+def _tiles_read(reader: Reader, most: int) -> tuple[int, ...]:
+    """Rows of each tile of what a reader reads."""
+    row_nbytes = fetched(reader.gather).nbytes // shape(reader.gather)[0]
+    return choose_tiles(reader.rows[1], row_nbytes, most)
+
+
 def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:
     """Rewrite the uses of a weight, and its gradient. What was not done is told.
 
@@ -191,12 +213,12 @@ def _rewritten(
     """Whether the tiles took the place of a use; values that are left in tiles become `known`."""
     node = reader.use.node
     write = Writer(graph, node, node, phase_of(node))
-    first, count = reader.rows
+    first, _ = reader.rows
     if reader.row is not None:
         operand = _operand(write, reader, first + reader.row, 1)
         result = Result(write.call(aten.select.int, operand, reader.use.dim, 0))
     else:
-        sizes = choose_tiles(count, fetched(reader.gather).nbytes // shape(reader.gather)[0], most)
+        sizes = _tiles_read(reader, most)
         use = replace(reader.use, sizes=sizes)
         rule = rule_of(use)
         assert rule is not None

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.budget_search import between
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import copied
-from zcompile.graph_plan import Note, Plan
+from zcompile.graph_plan import Note, Plan, Rounding
 from zcompile.passes.base import Fact, Pass
 from zcompile.slice_choice import ways_to_slice
 from zcompile.sliced_region import SlicedRegion
@@ -78,7 +78,7 @@ class TileTokens(Pass):
         if self.slices is not None:
             regions = regions_of(graph)
             written = [self.slices if self.slices in r.demand.counts else 1 for r in regions]
-            return replace(plan, sliced=_write(graph, regions, written))
+            return _with_slices(plan, _write(graph, regions, written))
         if plan.budget_bytes is None or self.cutter is None:
             return plan
         roomy = self.cutter.roomy(graph, plan)
@@ -123,7 +123,7 @@ class _Trials:
             return plan
         sliced = _write(self.graph, self.regions, found)
         said = [*(region.told() for region in sliced), *self.why]
-        return self._noted(replace(plan, sliced=sliced), said)
+        return self._noted(_with_slices(plan, sliced), said)
 
     def _noted(self, plan: Plan, said: Sequence[str]) -> Plan:
         notes = [Note(TileTokens.name, None, text) for text in said]
@@ -173,6 +173,12 @@ class _Trials:
                 if error.needed_bytes > HOPELESS * plan.budget_bytes:
                     raise  # finer tiles save less than a budget: none takes more than that
         return self.cutter.fitting(graph, plan, CUTS)
+
+
+def _with_slices(plan: Plan, sliced: tuple[SlicedRegion, ...]) -> Plan:
+    why = "gradients of its weights are added up slice after slice, and products have fewer rows"
+    rounded = [Rounding(TileTokens.name, region.name, why) for region in sliced]
+    return replace(plan, sliced=sliced, roundings=(*plan.roundings, *rounded))
 
 
 def _write(

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.handles import handle_of
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
+from zcompile.torch_private import materialised
 
 UNPLANNED = (
     "\n  values of one forward were planned for: call backward before the next forward, or give "
@@ -21,6 +22,7 @@ UNPLANNED = (
 )
 
 
+@uninterrupted
 def offload(
     store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
 ) -> tuple[Entry, Tensor, Ticket]:
@@ -35,13 +37,14 @@ def offload(
         entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
     except TierFull as error:
         raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
-    handle = handle_of(entry.key, store.free_later)
+    handle = store.handle(entry)
     return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
 
 
 def bytes_of(value: Tensor, layout: Layout) -> Tensor:
     """The bytes of `value` as `layout` has them: uint8 [layout.nbytes], over its own memory if it
     lies like that."""
+    value = materialised(value)
     if Layout.of(value) != layout:
         wanted = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype,
                                      device=value.device)  # fmt: skip

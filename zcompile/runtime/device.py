@@ -4,7 +4,7 @@ A device hands out its memory, copies both ways beside compute, and says when co
 a point. Copies of one direction are started in order; each tells its `Landing` how it went.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zcompile.runtime.meter import Stamp
 from zcompile.runtime.ticket import Ticket
+from zcompile.ties import Watch
 
 Direction = Literal["h2d", "d2h"]
 
@@ -46,11 +47,10 @@ class Device(Protocol):
     def host_block(self, nbytes: int) -> Tensor:
         """Host memory that copies are fast from and to: uint8 [nbytes], zeroed, 2 MiB aligned."""
 
-    def lend(self, memory: Tensor, on_free: Callable[[], None]) -> Tensor:
+    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
         """A tensor with a storage of its own over `memory`'s bytes, which it keeps alive.
 
-        on_free  runs once the last tensor over that storage has died, in any thread, possibly
-                 within a garbage collection: it must take no lock
+        watch  told of an object that dies with the last tensor over that storage
         """
 
     def mark(self) -> Ticket:

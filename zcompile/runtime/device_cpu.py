@@ -6,10 +6,10 @@ holds its worker for as long as the emulated one would take.
 
 import ctypes
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from zcompile.runtime.pages import (
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.runtime.vector_math import settle_vector_math
 from zcompile.runtime.workers import Workers
+from zcompile.ties import Watch
 from zcompile.units import KiB, MiB
 
 settle_vector_math()  # at import, before a model computes: tiered or as its own reference
@@ -76,13 +77,11 @@ class CpuDevice:
     def host_block(self, nbytes: int) -> Tensor:
         return host_pages(nbytes)
 
-    def lend(self, memory: Tensor, on_free: Callable[[], None]) -> Tensor:
-        if memory.numel() == 0:
-            on_free()
-            return torch.empty(0, dtype=torch.uint8)
-        array = (ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())
-        weakref.finalize(array, _freed, memory, on_free).atexit = False
-        return torch.frombuffer(array, dtype=torch.uint8)
+    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
+        array: Any = (ctypes.c_ubyte * max(memory.numel(), 1)).from_address(memory.data_ptr())
+        array.memory = memory  # which lives as long as this does
+        watch(array)
+        return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
 
     def mark(self) -> Ticket:
         return Ready()
@@ -136,8 +135,3 @@ class CpuDevice:
 def _clear(target: Tensor, landing: Landing) -> None:
     with Arriving(landing):
         clear_bytes(target, target.numel())
-
-
-def _freed(memory: Tensor, on_free: Callable[[], None]) -> None:
-    """`memory` comes along only to stay alive until now."""
-    on_free()

@@ -19,6 +19,7 @@ from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.pages import copy_bytes, host_pages
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.workers import Workers
+from zcompile.ties import Watch
 from zcompile.units import MiB
 
 _CUDA: Any = torch.cuda
@@ -57,15 +58,11 @@ class _Borrowed:
     """Device memory in the form that `torch.as_tensor` adopts without a copy."""
 
     memory: Tensor
-    on_free: Callable[[], None]
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self.memory.numel(),), "typestr": "|u1", "version": 2,
                 "data": (self.memory.data_ptr(), False)}  # fmt: skip
-
-    def __del__(self) -> None:
-        self.on_free()
 
 
 class CudaDevice:
@@ -111,11 +108,12 @@ class CudaDevice:
             self._pinned.append(block)
         return block
 
-    def lend(self, memory: Tensor, on_free: Callable[[], None]) -> Tensor:
+    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
+        borrowed = _Borrowed(memory)
+        watch(borrowed)
         if memory.numel() == 0:
-            on_free()
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
-        return torch.as_tensor(_Borrowed(memory, on_free), device=self.torch_device)
+        return torch.as_tensor(borrowed, device=self.torch_device)
 
     def mark(self) -> Ticket:
         event = _CUDA.Event(blocking=True)
@@ -128,7 +126,7 @@ class CudaDevice:
             self._host.submit(partial(_copy_on_host, target, source, landing))
         else:
             self._enqueue(direction, partial(target.copy_, source, non_blocking=True), after,
-                          landing, (target, source), target.numel())  # fmt: skip
+                          landing, [target, source], target.numel())  # fmt: skip
 
     def straight(self, direction: Direction) -> bool:
         return True
@@ -137,7 +135,7 @@ class CudaDevice:
         """Between a file and host memory: no link of the device was used."""
 
     def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
-        self._enqueue("h2d", target.zero_, after, landing, (target,), 0)
+        self._enqueue("h2d", target.zero_, after, landing, [target], 0)
 
     def join(self, event: object) -> None:
         if event is not None:
@@ -159,7 +157,7 @@ class CudaDevice:
             _CUDA.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
     def _enqueue(self, direction: Direction, work: Callable[[], object], after: Sequence[Ticket],
-                 landing: Landing, alive: tuple[Tensor, ...], nbytes: int) -> None:  # fmt: skip
+                 landing: Landing, alive: list[Tensor], nbytes: int) -> None:  # fmt: skip
         stream = self._streams[direction]
         event = _CUDA.Event(blocking=True)
         try:
@@ -178,8 +176,9 @@ class CudaDevice:
             partial(self._reap, direction, event, landing, alive, nbytes))  # fmt: skip
 
     def _reap(self, direction: Direction, event: Any, landing: Landing,
-              alive: tuple[Tensor, ...], nbytes: int) -> None:  # fmt: skip
-        """`alive` stays referenced until here, so no allocator reuses it under the copy."""
+              alive: list[Tensor], nbytes: int) -> None:  # fmt: skip
+        """`alive` is held until the copy is over, so that no allocator reuses it under that, and no
+        longer: whoever waits for the copy may count on the memory then."""
         error: RuntimeError | None = None
         try:
             if not event.query():  # asking is cheaper than sleeping, if it is over already
@@ -188,6 +187,7 @@ class CudaDevice:
             error = failed
         if error is None and nbytes:
             self._meter.moved(direction, nbytes)
+        alive.clear()
         landing.landed(error)
 
 

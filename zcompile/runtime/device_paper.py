@@ -8,7 +8,7 @@ the CPU, for which autograd and tracing know every op; on `meta` some have no gr
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +26,7 @@ from zcompile.runtime.ticket import Promise, Ready, Ticket
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.workers import Workers
+from zcompile.ties import Watch
 from zcompile.units import GiB, KiB, TiB, show_size
 
 CPU = torch.device("cpu")
@@ -124,9 +125,9 @@ class PaperDevice:
     def host_block(self, nbytes: int) -> Tensor:
         return blank((nbytes,), (1,), torch.uint8)
 
-    def lend(self, memory: Tensor, on_free: Callable[[], None]) -> Tensor:
+    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
         """Given back at once: eager code on paper takes no room from schedules."""
-        on_free()
+        watch(set())
         return blank_like(memory)
 
     def mark(self) -> Ticket:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zcompile.device_peaks import device_peak
 from zcompile.errors import Unsupported
-from zcompile.handles import entry_of
+from zcompile.handles import Leaf, entry_of, leaves_of
 from zcompile.held_walk import held_peak, most_inherited
 from zcompile.runtime import near
 from zcompile.runtime.activations import offload
@@ -24,16 +24,33 @@ from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
-from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.interrupts import deferred_interrupts, ends, uninterrupted
+from zcompile.runtime.leaves import owner_of
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.registers import compute, registers_of, results_of
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Borrow, Fetch, Free, Left, Offload, Reduce, Run, Schedule, Slot, Wait
+from zcompile.runtime.transfer import read_out
+from zcompile.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    GradientOf,
+    Left,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Slot,
+    Wait,
+)
 from zcompile.schedule import Store as StoreHome
 from zcompile.specs import Phase
 from zcompile.steps import Step
+
+MOST_PEAKS = 4096
+"""Schedules, at the sizes of their calls, of which is remembered what they take."""
 
 
 class Executor:
@@ -47,16 +64,19 @@ class Executor:
         self.leaving, self.holding = leaving, holding
         self.foresight = Foresight(store)
         self.clocks = Clocks(
-            store.device, lambda: store._backlog.waited_s + leaving.waited_s, store.meter.traffic
+            store.device,
+            lambda: store._backlog.waited_s + leaving.waited_s,
+            store.meter.traffic,
+            store.is_idle,
         )
         self._busy = threading.Lock()
         self._walked: set[int] = set()
-        self._peaks: dict[int, tuple[int, int]] = {}
+        self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
         self.fit: Fit = as_it_is
-        self.make_room: Callable[[int], None] = has_room
-        """Told what will be held beside the arena, before it is."""
+        self.make_room: Callable[[int, Schedule], None] = has_room
+        """Told what will be held beside the arena by a call of this, before it is."""
         self.on_step: Callable[[Step], None] = nobody_plans
         """Told of each step that was recorded, before the next begins."""
 
@@ -73,15 +93,24 @@ class Executor:
         entries  what the handles name, if the caller knows; else it is read from the handles
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
-        values = registers_of(schedule, args)
-        if entries is None:
-            entries = [cast(Entry, entry_of(values[register])) for register in schedule.handles]
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self.on_step(step)
+        with deferred_interrupts():
+            return self._run(schedule, args, entries)
+
+    def _run(
+        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None
+    ) -> list[Any]:
+        values = registers_of(schedule, args)
+        leaves: Sequence[Leaf] = entries or ()
+        if entries is None:
+            handles = [values[register] for register in schedule.handles]
+            entries = [cast(Entry, entry_of(handle)) for handle in handles]
+            leaves = leaves_of(handles, entries)
         self.join_departures(most_inherited(schedule))
         saved = schedule.holds.saved_bytes
         if schedule.phase is not Phase.STEP and not self.is_running:  # or refuse, before it is one
-            self.make_room(self.holding.nbytes - saved + schedule.holds.peak_bytes)
+            self.make_room(self.holding.nbytes - saved + schedule.holds.needed_bytes, schedule)
         self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
@@ -101,9 +130,8 @@ class Executor:
                 "call it from one thread at a time",
             )
         try:
-            with deferred_interrupts():
-                walk = _Walk(self, schedule, values, entries)
-                walk.go()
+            walk = _Walk(self, schedule, values, entries, leaves)
+            walk.go()
         finally:
             self._busy.release()
         if walk.made:
@@ -111,6 +139,7 @@ class Executor:
             self.clocks.made(walk.made)
         return walk.results()
 
+    @uninterrupted
     def join_departures(self, most_bytes: int = 0) -> None:
         """Between two calls: no more than `most_bytes` are under way any more. What that takes is a
         stall, and no part of what the host does there."""
@@ -122,9 +151,12 @@ class Executor:
 
     def _foretell(self, schedule: Schedule) -> None:
         self.foresight.others = others = self.holding.nbytes - schedule.holds.saved_bytes
-        if schedule.serial not in self._peaks:
-            self._peaks[schedule.serial] = device_peak(schedule), held_peak(schedule)
-        together, beside = self._peaks[schedule.serial]
+        key = schedule.serial, schedule.holds.sizes
+        if key not in self._peaks:
+            if len(self._peaks) >= MOST_PEAKS:
+                self._peaks.clear()
+            self._peaks[key] = device_peak(schedule), held_peak(schedule)
+        together, beside = self._peaks[key]
         self.store.homes.plan_together(others + together)
         self.store.meter.planned_activations.at_least(others + beside)
 
@@ -133,7 +165,12 @@ class _Walk:
     """One call: the values, tickets and taken slots of a schedule that is being walked."""
 
     def __init__(
-        self, executor: Executor, schedule: Schedule, values: list[Any], entries: Sequence[Entry]
+        self,
+        executor: Executor,
+        schedule: Schedule,
+        values: list[Any],
+        entries: Sequence[Entry],
+        leaves: Sequence[Leaf],
     ) -> None:
         self.store = executor.store
         self.gradients, self.leaving = executor.gradients, executor.leaving
@@ -141,6 +178,8 @@ class _Walk:
         self.schedule = schedule
         self.values = values
         self.entries = entries
+        self.leaves = leaves
+        """Of each entry, whom its gradient is for."""
         self.tickets: dict[int, Ticket] = {}
         self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight
@@ -154,9 +193,18 @@ class _Walk:
     def results(self) -> list[Any]:
         """What the call gives: nothing that the store lends to others too."""
         values = results_of(self.schedule, self.values)
+        if self.gradients.returned:
+            self._give_gradients(values)
         if self.lent.keys().isdisjoint(map(id, values)):
             return values
         return [v.detach() if id(v) in self.lent else v for v in values]
+
+    def _give_gradients(self, values: list[Any]) -> None:
+        """Autograd itself gets the gradients of parameters whose hooks only it can call."""
+        for position, output in enumerate(self.schedule.outputs):
+            if isinstance(output, GradientOf):
+                param = owner_of(self.leaves[output.entry])
+                values[position] = self.gradients.returned.pop(id(param), None)
 
     def go(self) -> None:
         device, meter = self.store.device, self.store.meter
@@ -167,13 +215,15 @@ class _Walk:
             self.watch.given = frozenset(self.given)
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
-            self.gradients.expect(self.entries[index] for index in self.schedule.sinks)
+            if self.schedule.phase is Phase.BACKWARD:
+                self.gradients.count()
+            self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
             self.ahead = near.look_up(self.store, self.entries)
-            self.gradients.near.begin(self.schedule, self.entries)
+            self.gradients.near.begin(self.schedule, self.leaves)
             self._steps()
             self.gradients.near.end()
         except BaseException:
-            self.gradients.near.abandon()
+            self.gradients.abandon()
             self._abandon()
             self.foresight.abandon()
             self.held.abandon()
@@ -202,7 +252,7 @@ class _Walk:
 
     def _run(self, run: Run) -> None:
         self.held.rises()
-        targets = self.gradients.near.targets(run.into, self.entries)
+        targets = self.gradients.near.targets(run.into, self.leaves)
         compute(run, self.values, targets)
         self.held.ran(run, self.values, bool(targets))
         if run.ticket is not None:
@@ -231,7 +281,8 @@ class _Walk:
                 values[register], self.tickets[ticket] = self._offload(instruction)
             case Left(ticket=ticket, register=register):
                 self.held.rises()
-                self._wait(self.tickets[ticket])
+                # The host waits, not compute alone: until the copy is over it holds the memory.
+                self._wait(read_out(self.tickets[ticket]))
                 values[register] = None
                 self.held.lets_go(register)
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
@@ -250,13 +301,13 @@ class _Walk:
         grad, freed = self.values[reduce.value], NO_ROWS
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
-        entry = self.entries[reduce.entry]
-        held = self.gradients.near.receive(entry, grad)
+        leaf = self.leaves[reduce.entry]
+        held = self.gradients.near.receive(leaf, grad)
         if held is not None:
             leaving.note(held, self.begun)
         else:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
-            self.gradients.take(entry, grad, offset, self._after(reduce.after))
+            self.gradients.take(leaf, grad, offset, self._after(reduce.after))
         leaving.sent(nbytes, freed, stays=reduce.stays and held is not None)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
@@ -291,6 +342,7 @@ class _Walk:
         self.lap = device.stamp()
         meter.span("stall", before, self.lap)
 
+    @ends
     def _abandon(self) -> None:
         """After an error: let what is under way end, then give the taken slots back."""
         for ticket in (*self.tickets.values(), *self.given.values()):

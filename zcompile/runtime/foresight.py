@@ -17,6 +17,7 @@ from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.handover import Handover, handover, last_writes, passes_by
 from zcompile.home_bytes import Copies
 from zcompile.runtime.copies import source_of
+from zcompile.runtime.interrupts import ends, uninterrupted
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Schedule
@@ -167,6 +168,7 @@ class Foresight:
             )
             self._handed.started.append((fetch, entry.version, ticket))
 
+    @uninterrupted
     def abandon(self) -> None:
         """Nothing that was handed over will be used: wait for it and give the slots back."""
         handed, self._handed = self._handed, None
@@ -202,6 +204,7 @@ class Foresight:
         return given
 
 
+@ends
 def settle(ticket: Ticket) -> None:
     """Wait for a transfer whose result nobody wants; its error was or will be raised elsewhere."""
     try:

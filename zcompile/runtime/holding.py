@@ -4,10 +4,8 @@ A storage counts while a register of a call, a departure, or autograd (for backw
 a region makes and lets go of inside cannot be seen from here; the schedule says how much that is.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, UntypedStorage
@@ -15,6 +13,7 @@ from torch import Tensor, UntypedStorage
 from zcompile.holds import Holds, Level
 from zcompile.runtime.meter import Gauge
 from zcompile.schedule import Run
+from zcompile.ties import Tie
 
 
 class Row:
@@ -24,7 +23,7 @@ class Row:
 
     def __init__(self, key: int, nbytes: int) -> None:
         self.key, self.nbytes, self.holders = key, nbytes, 0
-        self.watch: list[weakref.ref[UntypedStorage]] = []
+        self.watch: list[Tie] = []
 
     @classmethod
     def standing_for(cls, value: Tensor) -> "Row":
@@ -43,7 +42,7 @@ class Holding:
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._rows: dict[int, Row] = {}
-        self._died: deque[Row] = deque()
+        self._died: deque[Tie] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +73,11 @@ class Holding:
             self._gauge.change(change)
         return found
 
+    def more(self, values: Iterable[Tensor]) -> int:
+        """Bytes of their storages that are not held now."""
+        storages = {id(s): s for value in values for s in storages_of(value)}
+        return sum(s.nbytes() for key, s in storages.items() if key not in self._rows)
+
     def rise(self, nbytes: int) -> None:
         """So much more is held for a moment."""
         self._reap()
@@ -85,10 +89,7 @@ class Holding:
             row = self._row(storage)
             assert row.holders, "a call holds it still"
             row.holders += 1
-            row.watch.append(weakref.ref(storage, partial(self._gone, row)))
-
-    def _gone(self, row: Row, _watch: object) -> None:
-        self._died.append(row)
+            row.watch.append(Tie(storage, self._died, row))
 
     def _rows_of(self, value: object) -> Rows:
         """One for each storage of a value."""
@@ -111,7 +112,7 @@ class Holding:
     def _reap(self) -> None:
         """Let go of what died. It only says so, without any lock, since it may die anywhere."""
         while self._died:
-            row = self._died.popleft()
+            row = self._died.popleft().mark
             row.holders -= 1
             if row.holders == 0:
                 self._rows.pop(row.key, None)

@@ -57,7 +57,7 @@ def look_up(store: Store, entries: Sequence[Entry]) -> "Lent":
     """
     still = store._mover.still(entry.place for entry in entries)
     extents = [
-        e.place.extent if yes and is_near(e) and not (e.unset or e.deferred) else None
+        e.place.extent if yes and is_near(e) and not (e.unset or e.deferred or e.sources) else None
         for e, yes in zip(entries, still, strict=True)
     ]
     return Lent(store, entries, extents)

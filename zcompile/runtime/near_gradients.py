@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zcompile.handles import Leaf
 from zcompile.runtime.holding import Row
-from zcompile.runtime.leaves import flat
+from zcompile.runtime.leaves import flat, is_reached
 from zcompile.runtime.near import copy_dense, is_near
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.place import Place
 from zcompile.runtime.store import Entry, Store
 from zcompile.schedule import Schedule
 from zcompile.specs import Kind, Layout
-from zcompile.torch_private import hooks_of
+from zcompile.torch_private import hooks_of, is_lazy
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class _Coming:
 
 @dataclass(frozen=True)
 class _Stayed:
-    """A gradient that a call has made for `entry`, and that stays in the memory of `value`."""
+    """A gradient that a call has made for `leaf`, and that stays in the memory of `value`."""
 
     param: Tensor
-    entry: Entry
+    leaf: Leaf
     layout: Layout
     value: Tensor
 
@@ -51,8 +52,8 @@ class _Stayed:
 class NearGradients:
     """Those of one call at a time.
 
-    lone  parameter of an entry, if what the call makes for it becomes its `.grad` as it is
-    came  takes what came for an entry: its parameter, and the tiered gradient
+    lone  parameter of a leaf, if what the call makes for it becomes its `.grad` as it is
+    came  takes what came for a leaf: its parameter, and the tiered gradient
     """
 
     def __init__(
@@ -60,74 +61,74 @@ class NearGradients:
         store: Store,
         wrap: Callable[[Entry, Layout], Tensor],
         norms: Norms,
-        lone: Callable[[Entry], Tensor | None],
-        came: Callable[[Entry, Tensor, Tensor], None],
+        lone: Callable[[Leaf], Tensor | None],
+        came: Callable[[Leaf, Tensor, Tensor], None],
     ) -> None:
         self._store, self._wrap, self._norms = store, wrap, norms
         self._lone, self._came = lone, came
         self._coming: dict[int, _Coming] = {}
-        self._here: list[tuple[Entry, _Coming]] = []
+        self._here: list[tuple[Leaf, _Coming]] = []
         self._stay: dict[int, Tensor] = {}
         self._stayed: list[_Stayed] = []
 
-    def begin(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+    def begin(self, schedule: Schedule, leaves: Sequence[Leaf]) -> None:
         """A call begins. One that a user's hook may look into takes each gradient as it comes."""
         self.abandon()
-        if not schedule.lone_gradients or any(map(_is_hooked, entries)):
+        if not schedule.lone_gradients or any(map(_is_hooked, leaves)):
             return
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:
-            entry, stays = entries[index], index in staying
-            if not (stays or device.has_berth(-entry.key, entry.nbytes)):
+            leaf, stays = leaves[index], index in staying
+            if not (stays or device.has_berth(-leaf.key, leaf.nbytes)):
                 continue
-            param = self._lone(entry)
+            param = self._lone(leaf)
             if param is None or not (layout := Layout.of(param)).dense:
                 continue
             if stays:
-                self._stay[entry.key] = param
+                self._stay[leaf.key] = param
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=entry.key)
+            made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=leaf.key)
             assert is_near(made), "a berth that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
-            self._coming[entry.key] = _Coming(param, made, self._wrap(made, layout), target)
+            self._coming[leaf.key] = _Coming(param, made, self._wrap(made, layout), target)
 
-    def targets(self, into: Sequence[int], entries: Sequence[Entry]) -> Sequence[Tensor]:
-        """Where compute may make the gradients of those of `entries` that `into` names; (), if
+    def targets(self, into: Sequence[int], leaves: Sequence[Leaf]) -> Sequence[Tensor]:
+        """Where compute may make the gradients of those of `leaves` that `into` names; (), if
         not each has a place."""
         if not (into and self._coming):
             return ()
-        coming = [self._coming.get(entries[index].key) for index in into]
+        coming = [self._coming.get(leaves[index].key) for index in into]
         places = [c.target for c in coming if c is not None]
         return places if len(places) == len(coming) else ()
 
-    def receive(self, entry: Entry, grad: Tensor) -> Tensor | Row | None:
+    def receive(self, leaf: Leaf, grad: Tensor) -> Tensor | Row | None:
         """`grad`, computed, is in its berth when this returns, or stays; None, if it has no berth,
         or does not lie as its parameter.
 
         returns  what counts as held until it would have left, had it gone further
         """
-        coming, param = self._coming.pop(entry.key, None), self._stay.pop(entry.key, None)
+        coming, param = self._coming.pop(leaf.key, None), self._stay.pop(leaf.key, None)
         if param is not None:
-            return self._keep(entry, param, grad)
+            return self._keep(leaf, param, grad)
         if coming is None:
             return None
         target = coming.target
         if not _lie_alike(grad, target):
             return None  # the entry dies with what is forgotten here
-        self._here.append((entry, coming))
+        self._here.append((leaf, coming))
         if grad.data_ptr() == target.data_ptr():
             return Row.standing_for(grad)
         copy_dense(target, grad)
         return grad
 
-    def _keep(self, entry: Entry, param: Tensor, grad: Tensor) -> Tensor | None:
+    def _keep(self, leaf: Leaf, param: Tensor, grad: Tensor) -> Tensor | None:
         layout = Layout.of(param)
         own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
-        bits = grad.dtype == layout.dtype and not (grad.is_conj() or grad.is_neg())
+        bits = grad.dtype == layout.dtype and not is_lazy(grad)
         if not (own and bits and grad.stride() == layout.stride):
             return None
-        self._stayed.append(_Stayed(param, entry, layout, grad.detach()))
+        self._stayed.append(_Stayed(param, leaf, layout, grad.detach()))
         return grad
 
     def end(self) -> None:
@@ -138,12 +139,12 @@ class NearGradients:
             self._adopt(found)
         here, self._here = self._here, []
         self._coming.clear()
-        for entry, coming in here:
+        for leaf, coming in here:
             made = coming.entry
             self._store.borrow(made, 0, made.nbytes, True, overwrites=True)
             with torch.no_grad():
                 self._norms.note(made, coming.target)
-            self._came(entry, coming.param, coming.grad)
+            self._came(leaf, coming.param, coming.grad)
 
     def _adopt(self, found: _Stayed) -> None:
         """A gradient that stays is an entry from here on."""
@@ -152,7 +153,7 @@ class NearGradients:
         extent = held.take(flat(found.value), name)
         try:
             place = Place(nbytes, held, extent)
-            made = store.create(name, Kind.GRAD, nbytes, of=found.entry.key, at=place)
+            made = store.create(name, Kind.GRAD, nbytes, of=found.leaf.key, at=place)
         except BaseException:
             held.release(extent)
             raise
@@ -160,7 +161,7 @@ class NearGradients:
         store.borrow(made, 0, nbytes, True, overwrites=True)
         with torch.no_grad():
             self._norms.note(made, found.value)
-        self._came(found.entry, found.param, grad)
+        self._came(found.leaf, found.param, grad)
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""
@@ -172,10 +173,10 @@ class NearGradients:
 
 def _lie_alike(grad: Tensor, target: Tensor) -> bool:
     """Whether the bytes of one are those of the other."""
-    bits = grad.dtype == target.dtype and not (grad.is_conj() or grad.is_neg())
+    bits = grad.dtype == target.dtype and not is_lazy(grad)
     return bits and grad.stride() == target.stride()
 
 
-def _is_hooked(entry: Entry) -> bool:
-    param = entry.owner() if entry.owner is not None else None
-    return param is not None and bool(hooks_of(param)[0])
+def _is_hooked(leaf: Leaf) -> bool:
+    param = leaf.owner() if leaf.owner is not None else None
+    return param is not None and (is_reached(param) or bool(hooks_of(param)[0]))

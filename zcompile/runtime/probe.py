@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from zcompile.config import Config
+from zcompile.config import Config, at_hand
 from zcompile.machine import Compute, Link, Machine, throttled
 from zcompile.runtime.device import Device
 from zcompile.runtime.hardware import cores, cpu_model, filesystem, free_disk_bytes
@@ -104,8 +104,9 @@ def facts(device: torch.device, disks: Sequence[Path]) -> dict[str, str]:
 
 
 def disks_of(config: Config) -> tuple[Path, ...]:
+    """What can be measured now: a directory that is yet to be made is not made for that."""
     given = config.disk if isinstance(config.disk, tuple) else ()  # a tuple, once it was checked
-    return tuple(Path(path) for path in given)
+    return tuple(at_hand(Path(path)) for path in given)
 
 
 def _free(device: Device, disks: Sequence[Path]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from zcompile.runtime import ring_choice
 from zcompile.runtime.device import Device, Direction
 from zcompile.runtime.device_cpu import CpuDevice
 from zcompile.runtime.device_cuda import CudaDevice
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.disk_trial import direct_granule, nameless_file, takes_direct
 from zcompile.runtime.engine import Engine
 from zcompile.runtime.hardware import free_disk_bytes
@@ -161,16 +162,20 @@ def _files(directories: Sequence[Path],
     """A nameless file per directory and the engine that reaches it."""
     try:
         with ExitStack() as stack:
-            direct = [takes_direct(path) for path in directories]
-            fds = [stack.enter_context(nameless_file(path, is_direct))
-                   for path, is_direct in zip(directories, direct, strict=True)]  # fmt: skip
-            rings = ring_choice.choose(list(zip(directories, direct, strict=True)))
+            opened = [stack.enter_context(Directory(path)) for path in directories]
+            direct = [takes_direct(directory) for directory in opened]
+            fds = [stack.enter_context(nameless_file(directory, is_direct))
+                   for directory, is_direct in zip(opened, direct, strict=True)]  # fmt: skip
+            rings = ring_choice.choose(list(zip(opened, direct, strict=True)))
             engines = {id(ring): Engine(ring, underway.crashed, _closed) for ring in rings}
             for engine in engines.values():
                 stack.callback(engine.close)
-            yield [(engines[id(ring)], Target(path, fd, 0, direct_granule(fd) if is_direct else 1))
-                   for ring, path, fd, is_direct in zip(rings, directories, fds, direct,
-                                                        strict=True)]  # fmt: skip
+            granules = [direct_granule(directory.system, fd) if is_direct else 1
+                        for directory, fd, is_direct in zip(opened, fds, direct,
+                                                            strict=True)]  # fmt: skip
+            yield [(engines[id(ring)], Target(path, fd, 0, granule))
+                   for ring, path, fd, granule in zip(rings, directories, fds, granules,
+                                                      strict=True)]  # fmt: skip
     except DiskUnusable:
         raise
     except OSError as error:

@@ -4,10 +4,10 @@ import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from zcompile.runtime.aio import KernelAio
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.disk_trial import nameless_file, try_ring
 from zcompile.runtime.io_threads import ThreadRing
 from zcompile.runtime.ring import Ring
@@ -34,12 +34,14 @@ class Trial(NamedTuple):
     refused: str | None
 
 
-def try_all(directory: Path, direct: bool) -> tuple[Trial, ...]:
+def try_all(directory: Directory, direct: bool) -> tuple[Trial, ...]:
     """How every ring fares in `directory`; the first that is not refused would be used."""
     return tuple(_trial(name, directory, direct) for name in (DIRECT if direct else BUFFERED))
 
 
-def choose(directories: Sequence[tuple[Path, bool]], names: Sequence[str] = DIRECT) -> list[Ring]:
+def choose(
+    directories: Sequence[tuple[Directory, bool]], names: Sequence[str] = DIRECT
+) -> list[Ring]:
     """One ring for each (directory, whether direct), shared by those that choose the same.
 
     raises  OSError of the last one tried, if none works; then nothing stays open
@@ -54,12 +56,12 @@ def choose(directories: Sequence[tuple[Path, bool]], names: Sequence[str] = DIRE
         raise
 
 
-def _first(directory: Path, names: Sequence[str], direct: bool,
+def _first(directory: Directory, names: Sequence[str], direct: bool,
            opened: dict[str, Ring]) -> Ring:  # fmt: skip
     refusal = OSError(errno.ENOSYS, "there is no way to read and write")
     for name in names:
         try:
-            ring = opened.get(name) or RINGS[name]()
+            ring = opened.get(name) or directory.system.ring(RINGS[name])
         except OSError as error:
             refusal = error
             continue
@@ -72,12 +74,12 @@ def _first(directory: Path, names: Sequence[str], direct: bool,
                 ring.close()
             continue
         opened[name] = ring
-        logger.info("%s is reached through %s", directory, name)
+        logger.info("%s is reached through %s", directory.path, name)
         return ring
     raise refusal
 
 
-def _trial(name: str, directory: Path, direct: bool) -> Trial:
+def _trial(name: str, directory: Directory, direct: bool) -> Trial:
     try:
         choose([(directory, direct)], (name,))[0].close()
     except OSError as error:

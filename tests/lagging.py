@@ -1,0 +1,109 @@
+"""A device whose copies to the host lag behind it, as on CUDA.
+
+A copy is enqueued at once. Compute that waits for it finds its bytes read, and the host goes on;
+that the copy is over the host learns only when it waits for some promise itself, and not before.
+Nothing depends on a clock.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from zcompile.runtime import plant
+from zcompile.runtime.device import Landing
+from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.mover import Mover
+from zcompile.runtime.pages import copy_bytes
+from zcompile.runtime.ticket import Promise
+
+
+class _Copy:
+    """One that was enqueued; `made`: its bytes have moved."""
+
+    def __init__(self, target: Tensor, source: Tensor, landing: Landing) -> None:
+        self.target, self.source, self.landing, self.made = target, source, landing, False
+
+    def make(self):
+        if not self.made:
+            self.made = True
+            copy_bytes(self.target, self.source, self.target.numel())
+
+
+class Lagging(CpuDevice):
+    """Of one direction, from the device."""
+
+    asked: Callable[[], object] = staticmethod(lambda: None)
+    """Called when a copy to the host was asked for."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.reaches_host = False
+        self._copies: deque[_Copy] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """What copies hold that are not over, for all that the host knows."""
+        return [copy.source for copy in [*self._copies]]
+
+    def copy(self, direction, target, source, after, landing):
+        if direction == "h2d":
+            super().copy(direction, target, source, after, landing)
+            return
+        copy = _Copy(target, source, landing)
+        with self._changed:
+            self._copies.append(copy)
+            self._changed.notify_all()
+        landing.enqueued(copy)
+        self.asked()
+
+    def join(self, event):
+        if isinstance(event, _Copy) and not event.made:
+            for copy in [*self._copies]:
+                copy.make()
+                if copy is event:
+                    return
+
+    def let_copies_end_until(self, promise):
+        """The host waits for `promise`: one copy after the other is over, until it is kept."""
+        promise.then(self._tell)
+        while not promise.done():
+            with self._changed:
+                self._changed.wait_for(lambda: self._copies or promise.done())
+                copy = self._copies.popleft() if self._copies and not promise.done() else None
+            if copy is not None:
+                copy.make()
+                copy.target = copy.source = None
+                copy.landing.landed(None)
+
+    def _tell(self, error):
+        with self._changed:
+            self._changed.notify_all()
+
+
+def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
+    """From here on models are offloaded to lagging devices; those that were made."""
+    made: list[Lagging] = []
+    settle, drain = Promise.settle, Mover.drain
+
+    def make(*given):
+        made.append(Lagging(*given))
+        return made[-1]
+
+    def wait_for_it(promise):
+        for device in made:
+            device.let_copies_end_until(promise)
+        settle(promise)
+
+    def wait_for_all(mover):
+        while transfers := [*mover._under_way]:
+            transfers[0].home.settle()
+        drain(mover)
+
+    patch.setattr(plant, "CpuDevice", make)
+    patch.setattr(Promise, "settle", wait_for_it)
+    patch.setattr(Mover, "drain", wait_for_all)
+    return made

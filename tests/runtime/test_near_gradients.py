@@ -1,0 +1,70 @@
+"""What comes for a parameter whose gradient rests on the device, one gradient at a time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zcompile.runtime.near_gradients import NearGradients
+from zcompile.specs import Kind
+from zcompile.units import MiB
+
+SHAPE = (4, 6)
+
+
+@pytest.fixture(params=[False, True], ids=["berth", "stays"])
+def call(request, open_store):
+    """A call that will make one gradient, which has a berth or stays where it is made."""
+    store, came = open_store(), []
+    store.homes.device.window_bytes = 1 * MiB
+    param = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.complex64))
+    param._name_in_store = lambda: "w"
+    entry = store.create("w", Kind.PARAM, param.nbytes)
+    assert store.homes.device.plan(-entry.key, "w.grad", param.nbytes)
+    norms = SimpleNamespace(note=lambda entry, grad: None)
+    near = NearGradients(
+        store,
+        lambda entry, layout: entry,
+        norms,
+        lambda entry: param,
+        lambda entry, param, grad: came.append(grad),
+    )
+    staying = frozenset({0} if request.param else ())
+    near.begin(SimpleNamespace(lone_gradients=(0,), staying=staying), [entry])
+    return SimpleNamespace(near=near, entry=entry, came=came, store=store)
+
+
+def values():
+    return torch.randn(SHAPE, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+
+
+def test_what_lies_as_its_parameter_is_the_gradient(call):
+    call.near.receive(call.entry, values())
+    call.near.end()
+    (made,) = call.came
+    assert torch.equal(call.store.read_all(made), values().flatten().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda grad: grad.conj(),
+        lambda grad: torch._neg_view(grad),
+        lambda grad: grad.conj().resolve_conj().t().contiguous().t(),
+        lambda grad: grad.to(torch.complex128),
+    ],
+    ids=["conjugated", "negated", "across", "wider"],
+)
+def test_what_lies_otherwise_goes_another_way(call, other):
+    """Its bytes are not those of the gradient: it is for `Gradients.receive`."""
+    assert call.near.receive(call.entry, other(values())) is None
+    call.near.end()
+    assert call.came == []
+
+
+def test_part_of_what_somebody_else_holds_does_not_stay(call):
+    """What stays is accounted for by its storage, which would stay with it."""
+    wide = torch.zeros(2, *SHAPE, dtype=torch.complex64)
+    stays = call.near._stay != {}
+    taken = call.near.receive(call.entry, wide[1])
+    assert (taken is None) == stays

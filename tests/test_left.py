@@ -1,0 +1,42 @@
+"""An activation that leaves is held until the copy that reads it is over, however late that is."""
+
+import pytest
+from lagging import lagging
+from moved import forced
+from planned_runs import begun, expected, same, train
+
+import zcompile
+from zcompile.offloading import session_behind
+from zcompile.units import KiB
+
+BUDGET = 128 * KiB
+
+
+def bytes_of(sources) -> int:
+    """Of the storages that these lie in."""
+    return sum({s.data_ptr(): s.untyped_storage().nbytes() for s in sources}.values())
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_what_copies_have_yet_to_read_is_held(monkeypatch, batches):
+    devices = lagging(monkeypatch)
+    with forced("host"):
+        model, compiled, optimizer = begun(2, batches, device_memory=BUDGET, residency=False)
+    (device,) = devices
+    holding, seen = session_behind(model).holding, []
+    arena = session_behind(model).arena
+
+    def look():
+        beside = [s for s in device.sources if not arena.holds(s)]
+        seen.append((bytes_of(beside), holding.nbytes))
+
+    device.asked = look
+    zcompile.stats(model, reset=True)
+    train(model, compiled, optimizer, 2, 4, batches)
+    stats = zcompile.stats(model)
+    assert len(seen) > 20
+    assert all(read <= held for read, held in seen), max(r - h for r, h in seen)
+    assert stats["peak"]["activations"] <= stats["planned_peak"]["activations"]
+    assert stats["peak"]["together"] <= BUDGET
+    device.asked = lambda: None
+    assert same(model, expected(end=4, batches=batches))

@@ -120,7 +120,8 @@ def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
         known = call.schedule.serial, at, stay
         if known not in made:
             made[known] = _arranged(call.schedule, at, stay, arena)
-        calls.append(replace(call, schedule=made[known]))
+        as_held = replace(made[known], holds=call.schedule.holds)
+        calls.append(replace(call, schedule=as_held))
     facts = {key: replace(f, home=homes.get(key, f.home)) for key, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
 

@@ -5,6 +5,7 @@ passes run in between. Nothing of a parameter's identity is baked in: an executo
 of each call.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,9 @@ from zcompile.config import Config, with_plan_options
 from zcompile.dump import Watcher, open_run
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.footprint import footprint
-from zcompile.graph import assign_phases, find, phase_of
-from zcompile.graph_plan import Beside, Plan
+from zcompile.graph import assign_phases, find, module_of, phase_of
+from zcompile.graph_plan import Beside, Plan, Rounding
+from zcompile.holds import Holds
 from zcompile.levels import holds_of
 from zcompile.lower import lower
 from zcompile.pipeline import pipeline, run
@@ -29,8 +31,9 @@ from zcompile.runtime.probe import machine_for
 from zcompile.runtime.registers import compute_only
 from zcompile.runtime.session import Session, session_of
 from zcompile.schedule import Run, Schedule
+from zcompile.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.specs import Kind, NodeName, ParamName, ParamSpec, Phase
-from zcompile.storages import Given
+from zcompile.storages import Size
 from zcompile.tiered import TieredTensor
 from zcompile.timeline_dump import dump_steps
 from zcompile.torch_private import (
@@ -39,13 +42,20 @@ from zcompile.torch_private import (
     check_torch,
     cut,
     handle_input,
+    hint,
     is_symbol,
+    next_sequence_number,
+    node_of_call,
     pin_phase,
     save_unchecked,
     without_modes,
 )
 from zcompile.verify_schedule import verify_schedule
 
+log = logging.getLogger("zcompile.backend")
+
+MOST_TOLD = 4
+"""Places of a graph that a line of the log names; `stats` names all."""
 STATES = 3
 """Times the parameters: their gradients, and two states of each."""
 
@@ -75,7 +85,8 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
-    return backend(gm, list(example_inputs))  # type: ignore[no-any-return]  # torch's callable
+    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    return compiled if session is None else _followed(compiled, _weakly(session))
 
 
 def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | None]:
@@ -91,7 +102,7 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             session = session_of(entry)
             sessions[session.key] = session
             specs[position] = ParamSpec(
-                ParamName(entry.name), value.lies, entry.nbytes, value.sink, entry.home
+                ParamName(value._name_in_store()), value.lies, entry.nbytes, value.sink, entry.home
             )
     if len(sessions) > 1:
         raise Unsupported(
@@ -115,7 +126,10 @@ class _Graph:
     watch: Watcher
     plan: Plan | None = None
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
-    kept: Given = field(default_factory=dict)
+    joint: fx.Graph | None = None
+    saved: frozenset[str] = frozenset()
+    largest: dict[str, int] = field(default_factory=dict)
+    """Dynamic sizes of forward calls, the largest of each."""
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
@@ -133,7 +147,7 @@ class _Graph:
                 user.op != "output" and phase_of(user) is Phase.BACKWARD for user in node.users
             ):
                 (symbols if is_symbol(node) else saved).append(node)
-        self.kept = footprint(joint.graph, self.plan.params).handed_over(n.name for n in saved)
+        self.joint, self.saved = joint.graph, frozenset(n.name for n in saved)
         return cut(joint, saved, symbols, num_fwd_outputs)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -154,11 +168,16 @@ class _Graph:
         }
         session = self.session()
         budget = session.device_budget if session is not None and params else None
+        _refuse_sparse(gm.graph)
         assign_phases(gm.graph, forward_outputs)
         around = None if session is None else cache(partial(surroundings, session))
         before = Beside(session.split.foreseen_bytes if session is not None else 0)
         plan = Plan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
+        if plan.roundings:
+            _tell_roundings(self.watch.name, plan.roundings)
+        if session is not None:
+            session.inexact.update({(r.where, r.by): r.why for r in plan.roundings})
         if session is not None and plan.budget_bytes is not None:
             session.split.foresee(plan.beside.nbytes)
         if session is not None and plan.memory is not None:
@@ -174,10 +193,9 @@ class _Graph:
         regions = session.regions if session is not None else {}
         known = frozenset(regions)
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
-        given = self.kept if phase is Phase.BACKWARD else {}
-        held = footprint(gm.graph, self.plan.params, given)
-        holds = holds_of(schedule, held, self.kept if told_as == "forward" else {})
-        schedule = replace(schedule, trains=told_as == "forward", holds=holds)
+        schedule = replace(schedule, trains=told_as == "forward")
+        count = partial(self._holds, gm.graph, schedule)
+        schedule = replace(schedule, holds=count(hint))
         verify_schedule(schedule)
         self.watch.lowered(schedule, told_as)
         if session is None:
@@ -188,7 +206,56 @@ class _Graph:
         keys = [i.region.key for i in schedule.instructions if isinstance(i, Run)]
         meter.count("regions", len(keys))
         meter.count("distinct_regions", len({*keys} - known))
-        return boxed(_bound(self.session, schedule))
+        reader = SizeReader(gm.graph)
+        if not reader.names:
+            return boxed(_bound(self.session, lambda args: schedule))
+
+        def counted(sizes: Sizes) -> Holds:
+            if told_as == "forward":  # whose backward may not be told all of them
+                seen = self.largest.items()
+                self.largest = {**sizes, **{n: max(k, sizes.get(n, k)) for n, k in seen}}
+            return count(sizes_as({**self.largest, **sizes}))
+
+        return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
+
+    def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> Holds:
+        """What a call of the graph of one phase holds, where sizes are these."""
+        assert self.plan is not None
+        if self.joint is None:
+            return holds_of(schedule, footprint(graph, self.plan.params, {}, size))
+        joint = footprint(self.joint, self.plan.params, {}, size)
+        kept = joint.handed_over(self.saved)
+        given = kept if schedule.phase is Phase.BACKWARD else {}
+        held = footprint(graph, self.plan.params, given, size)
+        if not schedule.trains:
+            return holds_of(schedule, held)
+        return replace(holds_of(schedule, held, kept), ahead_bytes=joint.peak)
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """raises  Unsupported, if a value of the graph has no bytes that lie at strides"""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            where = module_of(node) or "the model"
+            raise Unsupported(
+                f"{node.target} of {where} makes a {value.layout} tensor, as the gradient "
+                "of torch.nn.Embedding(sparse=True) is, and those of compiled graphs are dense",
+                "give sparse=False, or leave that module out of the graph: "
+                "module.forward = torch.compiler.disable(module.forward)",
+            )
+
+
+def _tell_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
+    """One line for a graph."""
+    places = [f"{r.where} ({r.by}: {r.why})" for r in roundings]
+    more = f"; {len(places) - MOST_TOLD} more in stats" if len(places) > MOST_TOLD else ""
+    log.info(
+        "%s is not bit-equal to eager, within rounding: %s%s",
+        graph,
+        "; ".join(places[:MOST_TOLD]),
+        more,
+    )
 
 
 def surroundings(session: Session) -> Surroundings:
@@ -233,13 +300,28 @@ def _weakly(session: Session | None) -> Weakly:
     return weakref.ref(session) if session is not None else lambda: None
 
 
-def _bound(session: Weakly, schedule: Schedule) -> Callable[[list[Any]], list[Any]]:
-    """The schedule as a function of its inputs; it empties the list it is given."""
+def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
+    """`compiled`; after each call its gradients know by which node of autograd they will come."""
+
+    def call(*args: Any) -> Any:
+        since = next_sequence_number()
+        results = compiled(*args)
+        if (alive := session()) is not None:
+            alive.gradients.come_by(lambda: node_of_call(results, since))
+        return results
+
+    return call
+
+
+def _bound(
+    session: Weakly, at: Callable[[Sequence[Any]], Schedule]
+) -> Callable[[list[Any]], list[Any]]:
+    """What runs the schedule for its inputs; it empties the list it is given."""
 
     def call(args: list[Any]) -> list[Any]:
         alive = session()
         assert alive is not None, "the handles among the inputs keep their session"
         with torch.no_grad():
-            return alive.executor.run(schedule, args)
+            return alive.executor.run(at(args), args)
 
     return call

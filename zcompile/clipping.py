@@ -15,7 +15,7 @@ from zcompile.runtime.deferred import Deferred
 from zcompile.runtime.near import is_near
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
-from zcompile.specs import Kind, Layout
+from zcompile.specs import Kind
 from zcompile.torch_private import Dispatched
 
 aten = torch.ops.aten
@@ -63,9 +63,9 @@ def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     if entry.nbytes <= budget or not measure.joins:
         return None
     most, count = max(1, budget // 4 // dtype.itemsize), tensor.lies.numel
-    cuts = session.norms.cuts_of(entry) or [
-        (begin, min(most, count - begin)) for begin in range(0, count, most)
-    ]
+    cuts = session.norms.cuts_of(entry)
+    if sum(numel for _, numel in cuts) != count:  # it came whole, or as elements of another dtype
+        cuts = [(begin, min(most, count - begin)) for begin in range(0, count, most)]
     session.executor.foresight.abandon()  # what was fetched ahead lies where tiles will
     parts = []
     for offset, numel in cuts:
@@ -87,6 +87,8 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
         return NotImplemented
+    if any(c.layout.dtype != t.lies.dtype for t in tensors for c in t.entry.deferred):
+        return NotImplemented  # of complex numbers, then of their parts: one after the other
     if all(map(is_near, entries.values())):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
@@ -101,9 +103,8 @@ def is_gradient(cls: Any, tensor: Any) -> bool:
     if not isinstance(tensor, cls):
         return False
     tiered: Any = tensor
-    lies: Layout = tiered.lies
     entry = tiered.entry
-    return entry.kind is Kind.GRAD and lies.dense and lies.nbytes == entry.nbytes > 0
+    return entry.kind is Kind.GRAD and tiered.covers and entry.nbytes > 0
 
 
 def _is_number(cls: Any, value: Any) -> bool:

@@ -16,16 +16,27 @@ from torch.autograd.graph import increment_version
 from zcompile.clipping import SCALES, defer_scale, known_norm
 from zcompile.errors import Unsupported
 from zcompile.fillings import SPECIAL, new_like
+from zcompile.fresh_results import fresh, fresh_bytes
 from zcompile.graph import UNANNOTATED_VIEWS
 from zcompile.repeats import list_call
-from zcompile.rows import Application, is_elementwise, rows_of, streamable
+from zcompile.rows import (
+    UNANNOTATED_WRITES,
+    Application,
+    counts_in_kernels,
+    is_elementwise,
+    rows_of,
+    streamable,
+)
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
 from zcompile.streaming import Learn, stream
-from zcompile.torch_private import Dispatched, trees
+from zcompile.torch_private import Dispatched, says_not_resizable, trees
 
 aten = torch.ops.aten
+
+RELAID = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"})
+"""Ops that give a tensor other memory, or more of it."""
 
 OVERWRITES = frozenset(
     {
@@ -57,18 +68,12 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     repeat = list_call(cls, func, args, kwargs)
     if repeat is not None and repeat.again():
         return None
-    if func._schema.is_mutable:
-        _count_writes(cls, func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags or func in (
-        aten.set_.source_Tensor,
-        aten.resize_.default,
-    ):
-        if func is aten.detach_.default:
+    if torch.Tag.inplace_view in func.tags or func._schema.name in RELAID:
+        if func is aten.detach_.default or _keeps_size(func, args, kwargs):
             return args[0]
-        raise Unsupported(
-            f"{func} changes the shape of a tiered tensor in place",
-            "make a new parameter of the shape you need and offload the model again",
-        )
+        raise _reshapes(func)
+    if func._schema.is_mutable or func in UNANNOTATED_WRITES:
+        _count_writes(cls, func, args, kwargs)
     special = defer_scale if func in SCALES else SPECIAL.get(func)
     if special is not None:
         done = special(cls, func, args, kwargs)
@@ -85,13 +90,33 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     return results[0]
 
 
+def _reshapes(func: Dispatched) -> Unsupported:
+    return Unsupported(
+        f"{func} changes the shape or the memory of a tiered tensor in place",
+        "assign .data for other values of the same shape; for another shape make a new "
+        "parameter and offload the model again",
+    )
+
+
+def _keeps_size(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is a resize to the size that there is, as kernels do to what they are given."""
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    if func is aten.resize_.default:
+        return bool(args[0].size() == torch.Size(args[1]))
+    return func is aten.resize_as_.default and bool(args[0].size() == args[1].size())
+
+
 def _count_writes(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """A compiled graph saves handles for backward. Their version counters make autograd refuse a
-    backward whose parameters were written since its forward, as it does for plain tensors."""
+    backward whose parameters were written since its forward, as it does for plain tensors. Those of
+    the tensors themselves count too; but for what torch's own kernels of list ops write."""
     for tensor in Application(func, tuple(args), kwargs).written():
         if isinstance(tensor, cls):
             tiered: Any = tensor
             increment_version(tiered._handle)
+            if counts_in_kernels(func):
+                increment_version(tensor)
 
 
 def _returns_written(func: Dispatched) -> bool:
@@ -169,7 +194,27 @@ def _stream(
         targets = [_target(cls, app, tiered=lists) for app in chosen]
         for index, target in zip(batch, targets, strict=True):
             results[index] = [target] if lists else target
-    stream(func, chosen, targets, cls, learn)
+    if len(chosen) == 1 and not _makes_list(func):
+        _stream_beside(cls, chosen[0], targets)
+    else:
+        stream(func, chosen, targets, cls, learn)
+
+
+def _stream_beside(cls: type, app: Application, targets: Sequence[Tensor | None]) -> None:
+    """Stream one row; in an optimizer's step its plain operands and its plain result count."""
+    made = [t for t in targets if t is not None and not isinstance(t, cls)]
+    plain = [t for t in app.tensors() if not isinstance(t, cls) and t.numel() > 1]
+    first: Any = next(t for t in app.tensors() if isinstance(t, cls))
+    session = session_of(first.entry)
+    if not (made or plain) or not session.in_step:
+        stream(app.func, [app], targets, cls)
+        return
+    rows = session.begin_whole(str(app.func), [], [*plain, *made], 0)
+    try:
+        stream(app.func, [app], targets, cls)
+    finally:
+        session.end_whole(rows)
+    session.hold_until_it_dies(made)
 
 
 def _target(cls: type, app: Application, tiered: bool) -> Tensor:
@@ -189,7 +234,9 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
         (app.args, app.kwargs),
     )
     metas = trees.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, metas)
-    result = app.func(*metas[0], **metas[1])
+    # The device is that of the operands, or the op would not be streamed.
+    named = {name: value for name, value in metas[1].items() if name != "device"}
+    result = app.func(*metas[0], **named)
     dtype = (result[0] if isinstance(result, list | tuple) else result).dtype
     layout = Layout(tuple(first.size()), tuple(first.stride()), 0, dtype)
     keep = app.func is aten.clone.default and not torch.is_grad_enabled()
@@ -214,29 +261,55 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     elements = layout.offset + layout.span
     stand_in = torch.empty(elements, dtype=layout.dtype, device="meta")
     stand_in = stand_in.as_strided(layout.size, layout.stride, layout.offset)
-    made = func(stand_in, *args[1:], **kwargs)
-    if isinstance(made, Tensor) and (made.is_conj() or made.is_neg()):
-        return _whole(cls, Application(func, tuple(args), kwargs)).clone()
+    made = func(layout.marked(stand_in), *args[1:], **kwargs)
 
     def wrap(view: Any) -> Any:
         if not isinstance(view, Tensor):
             return view
         lies = Layout(
-            tuple(view.size()), tuple(view.stride()), int(view.storage_offset()), view.dtype
+            tuple(view.size()),
+            tuple(view.stride()),
+            int(view.storage_offset()),
+            view.dtype,
+            view.is_conj(),
+            view.is_neg(),
         )
+        if lies.end_bytes > base.entry.nbytes and lies.numel:
+            raise RuntimeError(  # as torch says it
+                f"setStorage: sizes {list(lies.size)}, strides {list(lies.stride)}, storage offset "
+                f"{lies.offset}, and itemsize {lies.dtype.itemsize} requiring a storage size of "
+                f"{lies.end_bytes} are out of bounds for storage of size {base.entry.nbytes}"
+            )
         return cls.sharing(base, lies)
 
     return trees.tree_map(wrap, made)
 
 
 def _whole(cls: type, app: Application) -> Any:
-    """Gather every tiered operand, compute, write back what was written."""
+    """Gather every tiered operand, compute, write back what was written.
+
+    raises  Unsupported, if the op does not say what it writes
+    """
+    if app.func.namespace == "c10d":  # their schemas do not, and an asynchronous one writes later
+        raise Unsupported(
+            f"torch.distributed would work on a copy of a tiered tensor ({app.func}), and what it "
+            "writes there would be lost",
+            "give it a plain tensor: value = grad.cpu(); all_reduce(value); grad.copy_(value)",
+        )
     held: dict[int, tuple[Entry, Tensor]] = {}
     written = app.written()
-    read = _keys(cls, [t for t in app.tensors() if not any(t is w for w in written)])
+    read = _keys(cls, app.read())
     operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
     for operand in operands:  # before any is gathered, since this takes room in the arena too
         operand.entry.store.deferrals.settle(operand.entry)
+    session = session_of(operands[0].entry)
+    counted = session.in_step
+    if counted:
+        entries = {t.entry.key: t.entry for t in operands}
+        plain = [t for t in app.tensors() if not isinstance(t, cls)]
+        rows = session.begin_whole(
+            str(app.func), list(entries.values()), plain, fresh_bytes(cls, app)
+        )
 
     def full(value: Any) -> Any:
         if not isinstance(value, cls):
@@ -245,13 +318,29 @@ def _whole(cls: type, app: Application) -> Any:
         entry: Entry = tiered.entry
         session_of(entry).note_whole(str(app.func))
         if entry.key not in held:
-            covered = app.func in OVERWRITES and tiered.lies.nbytes == entry.nbytes
+            covered = app.func in OVERWRITES and (tiered.covers or _is_first_value(tiered))
             blank = covered and entry.key not in read
             held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
+            if blank and not tiered.lies.dense:
+                held[entry.key][1].zero_()  # what is between the elements goes home too
         return tiered.lies.view(held[entry.key][1])
 
     args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
-    result = app.func(*args, **kwargs)
+    try:
+        result = app.func(*args, **kwargs)
+    except RuntimeError as error:
+        if not says_not_resizable(error):
+            raise
+        raise _reshapes(app.func) from error
+    finally:
+        if counted:
+            session.end_whole(rows)
+    if counted:
+        given = Application(app.func, args, kwargs).tensors()
+        session.hold_until_it_dies(fresh(result, given))
+    for tensor, made in zip(written, Application(app.func, args, kwargs).written(), strict=True):
+        if isinstance(tensor, cls) and made.size() != tensor.size():
+            raise _reshapes(app.func)  # what `out=` names is resized
     for tensor in written:
         if isinstance(tensor, cls):
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
@@ -260,6 +349,13 @@ def _whole(cls: type, app: Application) -> Any:
             if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
                 ticket.wait()
     return result
+
+
+def _is_first_value(tiered: Any) -> bool:
+    """Whether it is all of a parameter that lies with gaps and has no value yet."""
+    entry: Entry = tiered.entry
+    owner: Any = entry.owner() if entry.unset and entry.owner is not None else None
+    return owner is not None and owner.lies == tiered.lies
 
 
 def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:

@@ -279,9 +279,14 @@ class NothingCommitted(ZinfError, FileNotFoundError):
 
 
 class CommitFailed(ZinfError, OSError):
-    """A step could not be committed; the commit before it is intact."""
+    """A step could not be committed; the commit before it is intact.
+
+    step  that was to be committed
+    last  the step of the commit before; 0 if there was none
+    """
 
     def __init__(self, directory: Path, step: int, last: int, error: OSError) -> None:
+        self.step, self.last = step, last
         kept = f"step {last} is intact" if last else "nothing was committed before"
         super().__init__(
             error.errno,

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from zcompile.rows import Application, streamable
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.store import Entry
-from zcompile.specs import Kind, Layout
+from zcompile.specs import Kind, Layout, row_major
 from zcompile.streaming import stream
-from zcompile.torch_private import Dispatched
+from zcompile.torch_private import Dispatched, materialised
 
 aten = torch.ops.aten
 
@@ -40,6 +41,7 @@ NEWS = frozenset(
 """Factories that ask a tensor for its dtype and device only."""
 
 
+@uninterrupted
 def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`.
 
@@ -60,26 +62,38 @@ def _copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if not isinstance(target, cls):
         return target.copy_(source.on_host())
     if isinstance(source, cls):
+        if source.entry is target.entry and _same_elements(source.lies, target.lies):
+            return target  # matmul(out=) copies, where storages do not tell it that it need not
         if source.store_key == target.store_key:
             return _fill(cls, func, args, kwargs)
         source = source.on_host()  # two stores share no arena
-    entry, layout = target.entry, target.lies
-    if not layout.dense or layout.nbytes != entry.nbytes:
+    if not target.covers:
         return NotImplemented
-    write(entry, layout, source)
+    write(target.entry, target.lies, source)
     return target
 
 
+def _same_elements(a: Layout, b: Layout) -> bool:
+    """Whether two layouts have the same elements in the same order, whatever their sizes."""
+    if (a.offset, a.dtype, a.numel) != (b.offset, b.dtype, b.numel):
+        return False
+    if (a.conj, a.neg) != (b.conj, b.neg):
+        return False
+    return a == b or all(x.stride == row_major(x.size) for x in (a, b))
+
+
+@uninterrupted
 def write(entry: Entry, layout: Layout, source: Tensor) -> None:
     """The entry takes the values of a plain tensor, broadcast and cast as `copy_` does."""
-    source = source.detach()
-    if Layout.of(source) == replace(layout, offset=0) and not source.is_conj():
+    source = materialised(source.detach())
+    if Layout.of(source) == replace(layout, offset=0):
         flat = source.as_strided((layout.span,), (1,), source.storage_offset()).clone()
     else:
         made = torch.empty_strided(
             layout.size, layout.stride, dtype=layout.dtype, device=source.device
         )
-        flat = made.copy_(source).as_strided((layout.span,), (1,))
+        layout.marked(made).copy_(source)
+        flat = made.as_strided((layout.span,), (1,))
     store = entry.store
     where = flat.device.type
     after = [store.device.mark()] if where == store.device.torch_device.type else []
@@ -88,7 +102,7 @@ def write(entry: Entry, layout: Layout, source: Tensor) -> None:
 
 def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
-    if target.lies.nbytes != target.entry.nbytes:
+    if not target.covers:
         return NotImplemented
     target.entry.store.zero(target.entry)
     return target
@@ -141,7 +155,7 @@ def _fill(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if not isinstance(args[0], cls) or not streamable(app, cls):
         return NotImplemented
     target = args[0]
-    if target.entry.unset and target.lies.nbytes == target.entry.nbytes:
+    if target.entry.unset and target.covers:
         target.entry.store.zero(target.entry)  # what is overwritten need not have had a value
     stream(func, [app], [None], cls)
     return target

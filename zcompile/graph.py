@@ -21,7 +21,11 @@ _ROOT = re.compile(r"^L\['\w+'\](\.|$)")
 """What Dynamo calls the object that it traces a method of: "L['self'].", whatever its first
 argument is named."""
 
-UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+UNANNOTATED_VIEWS = frozenset({
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+})  # fmt: skip
 """Ops whose result shares storage with their first argument, though the schema does not say so."""
 
 KEEP_STRIDES = frozenset({

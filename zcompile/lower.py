@@ -18,6 +18,7 @@ from zcompile.schedule import (
     EntryIndex,
     Fetch,
     Free,
+    GradientOf,
     Instruction,
     Left,
     Literal,
@@ -115,6 +116,8 @@ class _Lowering:
             arena_bytes=max((slot.end for slot in slots), default=0),
             peak_bytes=peak_of(self.instructions),
             budget_bytes=self.plan.budget_bytes,
+            traced_work=self.plan.traced_work.get(self.phase),
+            least_bytes=self.plan.least_bytes,
             names={
                 i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()
             },
@@ -130,7 +133,11 @@ class _Lowering:
     def _result(self, result: object) -> Register | Literal:
         if not isinstance(result, fx.Node):
             return Literal(result)
-        return Literal(None) if result.target in ops.SINKS else self.registers[result]
+        if result.target not in ops.SINKS:
+            return self.registers[result]
+        handle = result.args[1]
+        assert isinstance(handle, fx.Node)
+        return GradientOf(None, self.handles[handle])
 
     def _run(self, nodes: list[fx.Node]) -> None:
         inputs, outputs = inputs_of(nodes), outputs_of(nodes)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from zcompile.handles import entry_of
+from zcompile.handles import entry_of, leaf_of
 from zcompile.torch_private import Dispatched
 
 _LIBRARY = library.Library("zinf", "DEF")
@@ -97,7 +97,7 @@ def release(full: Tensor) -> None:
 )
 def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
     """A gradient goes home: it becomes `param.grad`, or is added to it. Returns nothing of use."""
-    entry_of(handle).reduce_grad(grad)
+    leaf_of(handle).reduce_grad(grad)
     return torch.empty(0, device=handle.device)
 
 
@@ -129,7 +129,7 @@ def reduce_tile(grad: Tensor, handle: Tensor, offset: int) -> Tensor:
     offset  in elements
     Parts of one contribution come in any order; the next begins when all of it was there.
     """
-    entry_of(handle).reduce_grad(grad, offset)
+    leaf_of(handle).reduce_grad(grad, offset)
     return torch.empty(0, device=handle.device)
 
 

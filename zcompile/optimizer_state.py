@@ -15,6 +15,7 @@ from torch import Tensor
 from zcompile.errors import Unsupported
 from zcompile.model_state import Fact, Held, StateSource, read_back
 from zcompile.plain_values import Packer, unpack
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.session import session_of
 from zcompile.specs import Kind, Layout
 from zcompile.tiered import TieredTensor
@@ -138,6 +139,7 @@ class _StateHome:
         self.source.fill(name, target)
         return target
 
+    @uninterrupted
     def _tiered(self, key: str, fact: Fact, on: str) -> Tensor | None:
         """A blank one if the parameter is tiered and the state is as large, as `zeros_like`."""
         param = self.param

@@ -16,6 +16,8 @@ from torch.optim.optimizer import (
 
 from zcompile import durable
 from zcompile.fillings import write
+from zcompile.ranks import refuse_ranks
+from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.session import Session, session_of
 from zcompile.specs import Kind, Layout
 from zcompile.tiered import TieredTensor
@@ -41,16 +43,32 @@ def _sessions(tiered: list[TieredTensor]) -> list[Session]:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    tiered = _tiered_params(optimizer)
+    tiered, begun = _tiered_params(optimizer), list[Session]()
+    try:
+        with deferred_interrupts():
+            _begin(optimizer, tiered, begun)
+    except BaseException:
+        for session in begun:
+            session.stepping = None  # it has changed nothing yet
+        raise
+
+
+def _begin(
+    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor], begun: list[Session]
+) -> None:
     for session in _sessions(tiered):
+        refuse_ranks(session.config.mesh)  # the process group may be younger than the model
         durable.check_step(session, optimizer)
         session.begin_step(type(optimizer).__name__)
+        begun.append(session)
     for param in tiered:
         session = session_of(param.entry)
         session.gradients.adopt(param)
         for key, value in optimizer.state.get(param, {}).items():
             if _is_foreign_state(value, param):
-                optimizer.state[param][key] = _adopted(session, f"{param.entry.name}.{key}", value)
+                optimizer.state[param][key] = _adopted(
+                    session, f"{param._name_in_store()}.{key}", value
+                )
 
 
 def _is_foreign_state(value: object, param: TieredTensor) -> bool:
@@ -65,16 +83,18 @@ def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
         value = value.on_host()
     layout = Layout.of(value)
     entry = session.create(name, Kind.STATE, layout.nbytes)
+    made = TieredTensor.over(entry, layout)
     write(entry, layout, value)
-    return TieredTensor.over(entry, layout)
+    return made
 
 
+@uninterrupted
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     tiered = _tiered_params(optimizer)
     for param in tiered:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
-                state, name = value.entry, f"{param.entry.name}.{key}"
+                state, name = value.entry, f"{param._name_in_store()}.{key}"
                 state.kind = Kind.STATE
                 if state.name != name:
                     state.name = name

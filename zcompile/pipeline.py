@@ -26,6 +26,7 @@ from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.passes.tile_tokens import TileTokens
 from zcompile.verify import verify
+from zcompile.work import work_by_phase
 
 
 class Watch(Protocol):
@@ -96,6 +97,7 @@ def run(
     raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes
     """
     facts = {Fact.PHASES_ASSIGNED}
+    plan = replace(plan, traced_work=work_by_phase(joint.graph))
     watch.before(joint.graph, plan)
     for step, pass_ in enumerate(passes, start=1):
         if missing := pass_.needs - facts:

@@ -6,7 +6,7 @@ elsewhere. Any other value raises, and says where it stands.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -98,6 +98,48 @@ def unpack(value: Any, read: Read) -> Any:
         pairs = ((unpack(key, read), unpack(item, read)) for key, item in inner)
         return _KINDS_OF_DICT[tag](dict(pairs))
     raise ValueError(f"a value is tagged {tag!r}, which is not known")
+
+
+def check_packed(value: Any, names: Container[str], where: str) -> None:
+    """Whether `unpack` can take all of `value`, which may be of anybody.
+
+    names   of the tensors there are
+    raises  ValueError
+    """
+    if isinstance(value, list):
+        for item in value:
+            check_packed(item, names, where)
+    if not isinstance(value, dict):
+        return
+    tag = next(iter(value), "")
+    if tag[:1] != "$":
+        for key, item in value.items():
+            check_packed(item, names, f"{where}.{key}")
+        return
+    inner = value[tag]
+    if tag == "$tensor":
+        on = value.get("on", "cpu")
+        sound = isinstance(inner, str) and inner in names and isinstance(on, str)
+        sound = sound and (on == "tiered" or _is_device(on))
+    elif tag == "$float":
+        sound = inner in ("nan", "inf", "-inf")
+    elif tag == "$tuple":
+        sound = isinstance(inner, list)
+        check_packed(inner, names, where)
+    else:
+        sound = tag in _KINDS_OF_DICT and isinstance(inner, list)
+        sound = sound and all(isinstance(pair, list) and len(pair) == 2 for pair in inner)
+        check_packed(inner, names, where)
+    if not sound:
+        raise ValueError(f"{where} holds {value!r:.60}, which is not of a checkpoint's making")
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_dense(value: Tensor, where: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NewType
 import torch
 
 from zcompile.holds import NOTHING_HELD, Holds, Level
-from zcompile.specs import Layout, Phase, Region
+from zcompile.specs import Layout, Phase, Region, Work
 
 Register = NewType("Register", int)
 Ticket = NewType("Ticket", int)
@@ -216,7 +216,10 @@ class Schedule:
     trains       a forward that a backward follows
     rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
     holds        what its calls hold of the device beside the arena
+    least_bytes  of an arena in which a call of either phase of its graph can be arranged
     annex_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
+    traced_work  what the phase computed as it was traced: without what passes make again, or cut;
+                 None, if it was not traced
     """
 
     phase: Phase
@@ -237,6 +240,8 @@ class Schedule:
     rows: tuple[Any, ...] = ()
     holds: Holds = NOTHING_HELD
     annex_at: int = 0
+    traced_work: Work | None = None
+    least_bytes: int = 0
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
@@ -284,3 +289,11 @@ class Literal:
     """An output that is known without running: None, or a constant."""
 
     value: object
+
+
+@dataclass(frozen=True)
+class GradientOf(Literal):
+    """The place of a gradient that went home: None to autograd, unless it is to have this one
+    itself, since hooks of the user may wait for it there (`runtime/gradients.py`)."""
+
+    entry: EntryIndex

@@ -63,12 +63,16 @@ class Layout:
 
     size, stride, offset    in elements, as torch has them; offset from the entry's first byte
     dtype                   torch dtype
+    conj, neg               it reads as the conjugate, as the negative, of what the bytes hold, as
+                            views do that `conj()` and `.imag` of a complex tensor give
     """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -92,9 +96,36 @@ class Layout:
     @cached_property
     def dense(self) -> bool:
         """No gaps and no overlap: every element of the span belongs to exactly one index."""
-        return self.span == self.numel and all(
-            s > 0 for n, s in zip(self.size, self.stride, strict=True) if n > 1
-        )
+        if self.span != self.numel:
+            return False
+        # As many are not yet the same: size (3, 3) with strides (2, 2) touches 5 of its span of 9.
+        below = 1
+        lying = [(s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1]
+        for stride, count in sorted(lying) if self.numel else ():
+            if stride != below:
+                return False
+            below *= count
+        return True
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether each byte of an entry of `nbytes` belongs to exactly one element of the tensor,
+        and its elements are what the bytes hold.
+
+        To touch the first byte and the last is not to cover: a diagonal does that, and every other
+        row. Only what covers may be written without what was there before.
+        """
+        return self.offset == 0 and self.nbytes == nbytes and self.dense and not self.lazy
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the elements are not what the bytes hold, but are made of it where it is read."""
+        return self.conj or self.neg
+
+    def marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of `tensor`, whose elements are the bytes, that shows those of this layout."""
+        if self.conj:
+            tensor = torch.ops.aten._conj.default(tensor)
+        return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
 
     @property
     def end_bytes(self) -> int:
@@ -106,7 +137,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.size, self.stride, self.offset, self.dtype))
+        return hash((self.size, self.stride, self.offset, self.dtype, self.conj, self.neg))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
@@ -124,7 +155,7 @@ class Layout:
         end = (self.offset + self.span) * self.dtype.itemsize
         typed = storage[:end].view(self.dtype)
         start = typed.storage_offset() + self.offset
-        return torch.as_strided(typed, self.size, self.stride, start)
+        return self.marked(torch.as_strided(typed, self.size, self.stride, start))
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ Aliasing is read from the schemas of ops, bytes from the stand-ins of tracing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
@@ -25,6 +25,9 @@ DEPARTURES = ops.SINKS
 Given = Mapping[NodeName, tuple[tuple[str, int], ...]]
 """Placeholder of a backward graph -> the storages it holds: a key for each, and its bytes."""
 
+Size = Callable[[int | torch.SymInt], int]
+"""A size as an int: `hint`, as it was when the graph was traced, or as it is in a call."""
+
 
 @dataclass
 class Storage:
@@ -41,9 +44,15 @@ class Storage:
 class StorageWalk:
     """The nodes of a graph, one after the other; who holds which storage."""
 
-    def __init__(self, graph: fx.Graph, params: Mapping[NodeName, ParamSpec], given: Given) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        params: Mapping[NodeName, ParamSpec],
+        given: Given,
+        size: Size = hint,
+    ) -> None:
         self.nodes: tuple[fx.Node, ...] = tuple(graph.nodes)
-        self.params, self.given = params, given
+        self.params, self.given, self.size = params, given, size
         gathered = (n.meta["val"] for n in self.nodes if n.target in (ops.fetch, ops.gather))
         self.device = next((value.device for value in gathered), None)
         self.where = {node: index for index, node in enumerate(self.nodes)}
@@ -59,9 +68,11 @@ class StorageWalk:
         self.keyed: dict[str, Storage] = {}
         self.parts: dict[fx.Node, list[list[Storage]]] = {}
 
-    def walk(self) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node]]:
-        """Per departure the bytes that may be under way with it, those that are at the end, and the
-        departures that are `Level.alone`."""
+    def walk(
+        self,
+    ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
+        """Per departure the bytes that may be under way with it, those that are held at the end,
+        the departures that are `Level.alone`, and per departure its `Level.carried`."""
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
@@ -103,12 +114,13 @@ class StorageWalk:
     def _fresh(self, index: int, node: fx.Node, part: int, value: object) -> list[Storage]:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return []
-        nbytes = hint(value.untyped_storage().nbytes())
+        size = self.size
+        nbytes = size(value.untyped_storage().nbytes())
         if node.target in KEEP_STRIDES and isinstance(node.args[0], fx.Node):
             lies: Tensor = node.args[0].meta["val"]
             steps = zip(lies.size(), lies.stride(), strict=True)
-            span = 1 + sum((hint(n) - 1) * hint(step) for n, step in steps)
-            nbytes = (hint(lies.storage_offset()) + span) * value.dtype.itemsize
+            span = 1 + sum((size(n) - 1) * size(step) for n, step in steps)
+            nbytes = (size(lies.storage_offset()) + span) * value.dtype.itemsize
         if not nbytes or (self.device is not None and value.device != self.device):
             return []
         self.storages.append(Storage(node, part, nbytes, index, index, set()))
@@ -132,7 +144,9 @@ class StorageWalk:
         joint = self.boundary < len(self.nodes)
         return not joint or phase_of(node) is Phase.BACKWARD or node.op == "placeholder"
 
-    def _depart(self) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node]]:
+    def _depart(
+        self,
+    ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
         """Gradients on their way are held until they are joined. In a joint graph, in which it is
         still to be chosen what is held, no more are than must be."""
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
@@ -147,7 +161,11 @@ class StorageWalk:
         for storage in unique(carried):
             storage.last = max(storage.last, joins.until[id(storage)])
         left = sum(s.nbytes for s in unique(carried) if id(s) in joins.left)
-        return dict(zip(nodes, joins.most, strict=True)), left, alone
+        lasts = {id(s): node for node, found in zip(nodes, carried, strict=True) for s in found}
+        freed = dict.fromkeys(nodes, 0)
+        for storage in unique(carried):
+            freed[lasts[id(storage)]] += storage.nbytes
+        return dict(zip(nodes, joins.most, strict=True)), left, alone, freed
 
     def _alone(
         self, nodes: Sequence[fx.Node], carried: Sequence[Sequence[Storage]]

@@ -122,7 +122,8 @@ class _Call:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.lies
-        if is_near(entry):  # changed in place, as anything there
+        if is_near(entry) or any(c.layout.dtype != layout.dtype for c in entry.deferred):
+            # Changed in place, as anything there; or asked of other elements than pass by here.
             entry.store.deferrals.settle(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
         begin = layout.offset * layout.dtype.itemsize
@@ -181,7 +182,7 @@ def _settle_parts(cls: type, app: Application) -> None:
     for tensor in app.written():
         if isinstance(tensor, cls):
             tiered: Any = tensor
-            if tiered.lies.nbytes != tiered.entry.nbytes:
+            if not tiered.covers:
                 tiered.entry.store.deferrals.settle(tiered.entry)
 
 

@@ -6,7 +6,6 @@ called plainly, `eager.py` says what an op means.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +15,18 @@ import torch
 from torch import Tensor
 
 from zcompile import eager, ops
+from zcompile.data_assignment import assign_data
 from zcompile.errors import Unsupported
-from zcompile.handles import handle_of
+from zcompile.handles import claimed
 from zcompile.rows import leaves_of
+from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
 from zcompile.torch_private import (
     Dispatched,
+    grad_fn_of,
+    is_applied_by_a_module,
     is_traced,
     no_torch_function,
     support_foreach,
@@ -55,6 +58,10 @@ class TieredTensor(Unbacked):
 
     store_key: int
     sink: bool
+    reached: bool = False
+    """Somebody got hold of the node by which autograd adds to its gradient."""
+    _title: str | None = None
+    """The name of a parameter whose `.data` was assigned; else it is that of its entry."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
 
@@ -69,6 +76,8 @@ class TieredTensor(Unbacked):
             lies.dtype,
             context.device,
             context.requires_grad,
+            lies.conj,
+            lies.neg,
         )
         return made  # type: ignore[return-value]  # of class cls
 
@@ -82,16 +91,37 @@ class TieredTensor(Unbacked):
     def over(cls, entry: Entry, layout: Layout) -> "TieredTensor":
         """A new tiered tensor; the entry is freed when the last use of its handle has died."""
         device = entry.store.device.torch_device
-        handle = handle_of(entry.key, entry.store.free_later)
-        return cls(handle, Context(layout, device, entry.store.key, False, False))
+        context = Context(layout, device, entry.store.key, False, False)
+        made = cls(entry.store.handle(entry), context)
+        made._store = entry.store
+        return made
 
     @classmethod
     def sharing(cls, base: "TieredTensor", layout: Layout) -> "TieredTensor":
         """Another view of the bytes behind `base`."""
-        return cls(base._handle, Context(layout, base.device, base.store_key, False, False))
+        return cls.named_by(base._handle, layout, base)
+
+    @classmethod
+    def named_by(cls, handle: Tensor, layout: Layout, like: "TieredTensor") -> "TieredTensor":
+        """What `handle` names, in the store of `like`."""
+        made = cls(handle, Context(layout, like.device, like.store_key, False, False))
+        made._store = like._store
+        return made
 
     def _name_in_store(self) -> str:
-        return self.entry.name
+        return self._title or self.entry.name
+
+    @property
+    def data(self) -> Tensor:
+        if is_traced(self._handle):
+            return self.detach()
+        # Not detach(), which shares its version counter with self: what is written through .data
+        # is not for autograd to know.
+        return TieredTensor.sharing(self, self.lies)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        assign_data(TieredTensor, self, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return ["_handle"], Context(
@@ -117,7 +147,24 @@ class TieredTensor(Unbacked):
         leaves = leaves_of(args, kwargs)
         if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
             return _traced(func, args, kwargs)
-        return eager.call(TieredTensor, func, args, kwargs)
+        with deferred_interrupts():
+            return eager.call(TieredTensor, func, args, kwargs)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # a property there too, but not in Python
+        """As of any tensor. Through it one gets from a view of a parameter to the node that adds to
+        the parameter's gradient, where hooks can be put that autograd alone calls."""
+        node = grad_fn_of(self)
+        if node is not None and not is_traced(self._handle):
+            self._reach(node)
+        return node
+
+    def _reach(self, node: Any) -> None:
+        while node is not None:
+            param = getattr(node, "variable", None)
+            if isinstance(param, TieredTensor):
+                param.reached = True
+            node = next((before for before, _ in node.next_functions), None)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As for any tensor. A compiled graph brings gradients home itself and leaves None to
@@ -143,14 +190,24 @@ class TieredTensor(Unbacked):
                 "Only Tensors created explicitly by the user (graph leaves) "
                 "support the deepcopy protocol at the moment"
             )
-        memo[id(self)] = made = twin(self)
-        if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
+        made: Tensor
+        if getattr(self, "_is_param", False):
+            made = _copied_parameter(self)
+        else:
+            # As torch: tensors that share their bytes share them in the copy too.
+            shared = memo.setdefault("zcompile", {})  # type: ignore[call-overload]  # ids elsewhere
+            if self.entry.key not in shared:
+                shared[self.entry.key] = _copied(self)
+            made = TieredTensor.sharing(shared[self.entry.key], self.lies)
+            made.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
         return made
 
 
 def _converting(name: str) -> Callable[..., Tensor]:
-    """`Tensor.<name>`, except that `Module.to` gets what it can assign to `.data`."""
+    """`Tensor.<name>`, except that `Module._apply` gets what it can assign to `.data`."""
 
     def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
         result: Tensor = getattr(Tensor, name)(self, *args, **kwargs)
@@ -158,6 +215,8 @@ def _converting(name: str) -> Callable[..., Tensor]:
             return result
         if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
             return result
+        if not is_applied_by_a_module():
+            return result  # the tensor itself: gradients go to it
         return Unmoved(self._handle, self.__tensor_flatten__()[1])
 
     return convert
@@ -186,22 +245,35 @@ def _unless_none(hook: Callable[[Tensor], Tensor | None], grad: Tensor | None) -
     return None if grad is None else hook(grad)
 
 
-def twin(tensor: TieredTensor) -> Tensor:
-    """An independent copy in the same store: a parameter if `tensor` is one."""
+@uninterrupted
+def _copied(tensor: TieredTensor) -> TieredTensor:
+    """A tensor that lies as `tensor` does in a copy of its entry, in the same store."""
     old = tensor.entry
-    entry = old.store.create(old.name, old.kind, old.nbytes)
-    made = TieredTensor.over(entry, tensor.lies)
-    old.store.put(entry, old.store.read_all(old))
-    if getattr(tensor, "_is_param", False):
-        return own(torch.nn.Parameter(made, tensor.requires_grad))
-    return made.requires_grad_(tensor.requires_grad)
+    made = TieredTensor.over(old.store.create(old.name, old.kind, old.nbytes), tensor.lies)
+    old.store.put(made.entry, old.store.read_all(old))
+    return made
 
 
+@uninterrupted
+def _copied_parameter(param: TieredTensor) -> Tensor:
+    """A parameter with the value of `param`, as torch copies one: without gradient and hooks."""
+    if param.covers:
+        made = _copied(param)
+    else:  # torch copies the elements, not what lies between them
+        lies, old = param.lies, param.entry
+        gaps = torch.empty_strided(lies.size, lies.stride, dtype=lies.dtype, device="meta")
+        layout = Layout.of(torch.empty_like(gaps))
+        made = TieredTensor.over(old.store.create(old.name, old.kind, layout.nbytes), layout)
+        made.copy_(param.detach())
+    return own(torch.nn.Parameter(made, param.requires_grad))
+
+
+@uninterrupted
 def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     """From here on the gradient of this tiered parameter goes home by itself."""
     tiered: Any = param
     tiered.sink = True
-    tiered.entry.owner = weakref.ref(param)
+    tiered._handle = claimed(tiered._handle, param)
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
@@ -220,9 +292,10 @@ def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         if not isinstance(value, TieredTensor):
             return value
         lies = value.lies
-        return ops.gather(
+        gathered = ops.gather(
             value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device
         )
+        return lies.marked(gathered)
 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -224,6 +224,30 @@ RULES: dict[tuple[Any, int, int], Rule] = {
 """(op, position of the weight, its tiled dimension) -> how it is written over tiles."""
 
 
+SUMMED = frozenset(
+    {
+        (aten.mm.default, 1, 0),
+        (aten.mm.default, 0, 1),
+        (aten.bmm.default, 1, 1),
+        (aten.bmm.default, 0, 2),
+        (aten.addmm.default, 2, 0),
+        (aten.convolution_backward.default, 2, 0),
+    }
+)
+"""Of `RULES`, those that add up what the tiles give: input gradients, where the op makes some."""
+
+
+ADDED_UP = "products with its tiles are added up one after the other"
+ALIKE = "products with its tiles have eager's bits only where the library computes them alike"
+
+
+def rounding_of(use: Use) -> str:
+    """Why the use may round otherwise over several tiles, for people; "": it does not."""
+    if (use.node.target, use.at, use.dim) in SUMMED:
+        return ADDED_UP
+    return "" if is_op(use.node, aten.embedding.default) else ALIKE
+
+
 def same_kind(made: Sequence[fx.Node | None], instead: Sequence[fx.Node | None]) -> bool:
     """Whether what was made lies as what it stands for does."""
     return all(

@@ -4,13 +4,19 @@ What stands here may change between torch releases without notice; `tests/test_t
 says for each name what we rely on. The tested range is `TESTED`.
 """
 
+import gc
+import inspect
 import logging
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
@@ -25,6 +31,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
@@ -53,6 +60,9 @@ __all__ = [
     "without_modes",
 ]
 
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
+_sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
+
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
 
@@ -73,8 +83,14 @@ def wrapper(
     dtype: torch.dtype,
     device: torch.device,
     requires_grad: bool,
+    conj: bool = False,
+    neg: bool = False,
 ) -> Tensor:
-    """A tensor of class `cls` with the given metadata and no storage."""
+    """A tensor of class `cls` with the given metadata and no storage.
+
+    conj, neg  torch's own marks of lazy views. With one, every op but views, clones and copies
+               arrives with a clone in its place, and what is written to that is copied back
+    """
     made: Tensor = torch.Tensor._make_wrapper_subclass(
         cls,
         size,
@@ -84,7 +100,15 @@ def wrapper(
         device=device,
         requires_grad=requires_grad,
     )
+    if conj or neg:
+        mark(made, conj, neg)
     return made
+
+
+def mark(tensor: Tensor, conj: bool, neg: bool) -> None:
+    """`tensor` says of itself that it is a lazy conjugate, a lazy negative, or neither."""
+    torch._C._set_conj(tensor, conj)
+    torch._C._set_neg(tensor, neg)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -219,6 +243,46 @@ def forget_hooks(param: Tensor) -> None:
     param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as before the first one
 
 
+def is_applied_by_a_module() -> bool:
+    """Whether `nn.Module._apply`, which `to` and `float` of a module call, is running here."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
+    """Recurrent modules do not refer to their parameters weakly; afterwards they do again."""
+    recurrent = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [
+                None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+            ]
+
+
+def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
+    """What a parametrization does to the value of a tensor of `cls` that it is registered on, or
+    that it is the original of, is `put(tensor, value)`. Torch swaps the two tensors otherwise."""
+    torchs: Any = parametrize
+    stock = torchs._maybe_set
+
+    def maybe_set(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, cls):
+            put(tensor, value)
+        else:
+            stock(tensor, value)
+
+    torchs._maybe_set = maybe_set
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -237,12 +301,159 @@ def hint(value: int | torch.SymInt) -> int:
     return int(value)
 
 
+def symbols_of(value: int | torch.SymInt) -> frozenset[str]:
+    """The dynamic sizes that a size is computed from, by name. Adds no guard."""
+    if not isinstance(value, torch.SymInt):
+        return frozenset()
+    return frozenset(symbol.name for symbol in value.node.expr.free_symbols)
+
+
+def is_bare(value: int | torch.SymInt) -> bool:
+    """Whether a size is a dynamic one itself, and not computed from such."""
+    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
+
+
+def size_at(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """A size as an int, where the dynamic ones are what `sizes` says; others count as `hint` has
+    them. Adds no guard."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    term = value.node.expr
+    known = {s: Integer(sizes[s.name]) for s in term.free_symbols if s.name in sizes}
+    found = term.xreplace(known)
+    return int(found) if found.is_number else hint(value)
+
+
+def grad_fn_of(tensor: Tensor) -> Any:
+    """`tensor.grad_fn`, past a property of that name that a subclass has."""
+    return _GRAD_FN.__get__(tensor)
+
+
+def next_sequence_number() -> int:
+    """Of the next autograd node that this thread makes; those made before have smaller ones."""
+    number: int = _sequence_number()
+    return number
+
+
+def node_of_call(results: Sequence[Any], since: int) -> Any | None:
+    """The node by which autograd will run the backward of a compiled call; None without one.
+
+    results  what the call gave
+    since    `next_sequence_number()` before the call: older nodes are those of its inputs
+    """
+    seen = [grad_fn_of(result) for result in results if isinstance(result, Tensor)]
+    while seen:
+        node = seen.pop()
+        if node is None or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        if node._sequence_nr() >= since:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            seen.extend(before for before, _ in node.next_functions)  # of a view of a result
+    return None
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that is running now comes to `node`, or has been there. Of the one
+    node that a pass begins with torch knows it only while it runs."""
+    if node is torch._C._current_autograd_node():
+        return True
+    return torch._C._will_engine_execute_node(node)
+
+
 def will_accumulate(param: Tensor) -> bool:
     """Whether the backward pass that is running now is to add to `param.grad`."""
     # As `torch.autograd.graph.get_gradient_edge` finds it, but past `__torch_dispatch__`.
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
         view: Any = param.view_as(param)
-    return torch._C._will_engine_execute_node(view.grad_fn.next_functions[0][0])
+    return will_run(grad_fn_of(view).next_functions[0][0])
+
+
+def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those of `params` whose AccumulateGrad node is kept, as it must be for hooks on it."""
+    held: list[Any] = [*params]
+    held = [param for param in held if param._use_count() > 1]  # a graph, or a node
+    if not held:
+        return []
+    nodes = (found for found in gc.get_objects() if type(found).__name__ == "AccumulateGrad")
+    kept = {id(node.variable) for node in nodes}
+    return [param for param in held if id(param) in kept]
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` does not hold its values: those of a lazy conjugate or a lazy
+    negative, or of a zero that autograd made without memory."""
+    return torch._is_zerotensor(tensor) or tensor.is_conj() or tensor.is_neg()
+
+
+def materialised(tensor: Tensor) -> Tensor:
+    """`tensor`, or one with the same values in memory, if it is lazy."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Names the memory of `tensor` among all that live."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def holders_of_memory(tensor: Tensor) -> int:
+    """How many tensors hold the memory of `tensor`, this one included."""
+    storage = tensor.untyped_storage()  # which counts too
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses - 1
+
+
+def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
+    """Whether nothing else holds a tensor that is an attribute of `owner`: no name, no list, no
+    graph that waits for its backward.
+
+    memory_holders  of its memory, if it is so
+    """
+    tensor: Any = vars(owner)[name]
+    references = sys.getrefcount(tensor) - 3  # the attribute, the name here, the argument
+    alone = references <= 0 and tensor._use_count() == 1
+    return alone and holders_of_memory(tensor) == memory_holders
+
+
+def others_hold_gradient(param: Tensor) -> bool:
+    """Whether somebody else holds the gradient of `param`, or memory of it: one that a user gave,
+    and not one that autograd has just made."""
+    if _references_to_gradient(param) > _references_to_own_gradient():
+        return True
+    grad: Any = param.grad
+    if holders_of_memory(grad) == 1:
+        return False
+    # While autograd runs, it holds what it has not given away yet. What it adds to counts a write.
+    return current_pass() < 0 or (not grad.is_inference() and grad._version > 0)
+
+
+def _references_to_gradient(param: Tensor) -> int:
+    grad = param.grad
+    return sys.getrefcount(grad)
+
+
+@cache
+def _references_to_own_gradient() -> int:
+    leaf = torch.zeros(())
+    leaf.grad = torch.zeros(())
+    return _references_to_gradient(leaf)
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether its memory is torch's own, and not that of an array, a file or a Python buffer."""
+    return tensor.untyped_storage().resizable()
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """As `tensor.data = value` of plain tensors, past what a subclass makes of that: `tensor` takes
+    over size, strides, offset, and whether it is lazy."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]  # torch's own
+    lazy = value.is_conj(), value.is_neg()
+    if lazy != (tensor.is_conj(), tensor.is_neg()):
+        mark(tensor, *lazy)  # which torch leaves as it was
 
 
 def is_symbol(node: fx.Node) -> bool:
@@ -267,6 +478,11 @@ def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.
             break
         reason = behind
     return reason, getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+
+
+def says_not_resizable(error: RuntimeError) -> bool:
+    """Whether an op failed because it would have to resize a tensor over memory of others."""
+    return "resize storage that is not resizable" in str(error)
 
 
 @contextmanager

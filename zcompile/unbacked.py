@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.errors import Unsupported
 from zcompile.runtime.session import entry_behind
-from zcompile.runtime.store import Entry
+from zcompile.runtime.store import Entry, Store
 from zcompile.specs import Layout
 from zcompile.torch_private import is_traced
 
@@ -19,12 +19,14 @@ from zcompile.torch_private import is_traced
 class Unbacked(torch.Tensor):
     """The half of `TieredTensor` that stands in for storage.
 
-    lies  how the tensor lies in the bytes of its entry
+    lies    how the tensor lies in the bytes of its entry
+    _store  keeps the store: a value that is still held outlives the model it came from
     """
 
     _handle: Tensor
     lies: Layout
     _known: "weakref.ref[Entry] | None" = None
+    _store: Store | None = None
 
     @property
     def entry(self) -> Entry:
@@ -33,7 +35,13 @@ class Unbacked(torch.Tensor):
         if entry is None:
             entry = entry_behind(self._handle)
             self._known = weakref.ref(entry)
+            self._store = entry.store
         return entry
+
+    @property
+    def covers(self) -> bool:
+        """Whether it is all of its entry: each byte of it, each once."""
+        return self.lies.covers(self.entry.nbytes)
 
     def on_host(self) -> Tensor:
         """The full value as a plain CPU tensor; reads the tiers, not the arena."""
@@ -41,14 +49,25 @@ class Unbacked(torch.Tensor):
         return self.lies.view(bytes_).detach()
 
     def numpy(self, *, force: bool = False) -> Any:
+        """A read-only array of the values as they are now: there is no memory to share."""
         if self.requires_grad and not force:
             raise RuntimeError(
                 "can't call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
             )
-        return self.on_host().numpy()
+        return _read_only(self.on_host().numpy(force=force))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.on_host().__array__(dtype)
+        """As `numpy`; with `copy=True` an array of the caller's own, which may be written.
+
+        raises  ValueError, for `copy=False`
+        """
+        if copy is False:
+            raise ValueError(
+                "a copy cannot be avoided, since a tiered tensor has no memory to share with an "
+                "array: leave copy=False out (numpy.asarray gives a read-only array)"
+            )
+        made = self.on_host().__array__(dtype)
+        return made if copy else _read_only(made)
 
     def tolist(self) -> Any:
         return self.on_host().tolist()
@@ -80,26 +99,6 @@ class Unbacked(torch.Tensor):
             return super().cpu(*args, **kwargs)
         return self.on_host()
 
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        """`param.data = value` gives the parameter new values, where shape and kind stay."""
-        if isinstance(value, Unbacked) and value._handle is self._handle:
-            if value.lies != self.lies:
-                self.detach().copy_(value.on_host())
-            return
-        if (value.size(), value.dtype) != (self.size(), self.dtype) or not _alike(value, self):
-            raise ParameterChanged(
-                self.entry.name,
-                f"was given .data of {_kind(value)} in place of {_kind(self)}",
-                "change shape, dtype or strides before zcompile.offload",
-            )
-        with torch.no_grad():
-            self.detach().copy_(value)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         if is_traced(self._handle):
             return f"TieredTensor({self._handle}, {self.lies})"
@@ -109,11 +108,7 @@ class Unbacked(torch.Tensor):
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.size())} with strides {tensor.stride()}"
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether the strides that matter are the same."""
-    rows = zip(a.size(), a.stride(), b.stride(), strict=True)
-    return a.numel() < 2 or all(x == y for n, x, y in rows if n > 1)
+def _read_only(array: Any) -> Any:
+    """What is written to an array would reach no tensor, and torch has it reach one."""
+    array.setflags(write=False)
+    return array

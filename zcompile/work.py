@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zcompile.graph import bases_of
-from zcompile.specs import Work
+from zcompile.graph import bases_of, is_compute, phase_of
+from zcompile.specs import Phase, Work
 from zcompile.torch_private import hint
 
 aten = torch.ops.aten
@@ -40,6 +40,15 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
             dense_nbytes += touched
     ((dtype, _),) = flops.most_common(1) or [("float32", 0)]
     return Work(flops.total(), dense_nbytes, nbytes, dtype, ops)
+
+
+def work_by_phase(graph: fx.Graph) -> dict[Phase, Work]:
+    """What forward and backward of a graph compute, whose phases are assigned."""
+    nodes: dict[Phase, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_compute(node):
+            nodes.setdefault(phase_of(node), []).append(node)
+    return {phase: work_of(of) for phase, of in nodes.items()}
 
 
 def flops_of(node: fx.Node) -> int | None:

@@ -18,8 +18,10 @@ from zcompile.errors import BudgetExceeded
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.annex import Annex, lies_in
 from zcompile.runtime.device import Device
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.meter import Gauge
 from zcompile.specs import Layout
+from zcompile.ties import Tie
 
 MOST_VIEWS = 1 << 16
 """Of what rests in the arena; more than that is made of addresses that are used no more."""
@@ -44,7 +46,8 @@ class Arena:
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
         self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
-        self._returned: deque[int] = deque()
+        self._ties: dict[int, Tie] = {}  # of what was lent as a tensor, by `begin`
+        self._returned: deque[Tie | int] = deque()
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
     @property
@@ -53,11 +56,13 @@ class Arena:
         return self._in_use.peak
 
     @property
+    @uninterrupted
     def used_bytes(self) -> int:
         with self._lock:
             self._reap()
         return self._in_use.now
 
+    @uninterrupted
     def give_way(self, nbytes: int) -> None:
         """So much of the device is not the arena's from here on. What lies in it stays where it
         is; the memory itself is exchanged now, or by an eager gather once nothing does."""
@@ -102,6 +107,7 @@ class Arena:
             view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
         return view
 
+    @uninterrupted
     def take_slot(self, address: int, nbytes: int) -> None:
         """A planned slot is in use from now on. raises BudgetExceeded if a gather holds it"""
         if nbytes == 0:
@@ -115,6 +121,7 @@ class Arena:
                 raise self._crowded(nbytes, f"a slot at {address} of a schedule, which the "
                                     f"gathered {holder!r} overlaps,")  # fmt: skip
 
+    @uninterrupted
     def give_slot(self, address: int, nbytes: int) -> None:
         """The slot is not in use any more."""
         if nbytes == 0:
@@ -123,6 +130,7 @@ class Arena:
             self._slots.remove((address, address + nbytes))
         self._in_use.change(-nbytes)
 
+    @uninterrupted
     def take(self, nbytes: int, name: str) -> Tensor:
         """Room for an eager value: uint8 [nbytes] with a storage of its own.
 
@@ -141,9 +149,15 @@ class Arena:
         if begin is None:
             with self._lock:
                 raise self._crowded(nbytes, f"gathering {name!r}")
-        memory = self._whole()[begin : begin + nbytes]
-        return self._device.lend(memory, partial(self._returned.append, begin))
+        try:
+            return self._device.lend(self._whole()[begin : begin + nbytes],
+                                     partial(self._watch, begin))  # fmt: skip
+        except BaseException:
+            if begin not in self._ties:
+                self._returned.append(begin)
+            raise
 
+    @uninterrupted
     def hold(self, nbytes: int, above: int, name: str) -> int | None:
         """Where `nbytes` will rest, at `above` or higher, as high as they fit; None: nowhere."""
         with self._lock:
@@ -157,9 +171,13 @@ class Arena:
                 top = min(top, begin // ALIGNMENT * ALIGNMENT)
             return None
 
+    @uninterrupted
     def let_go(self, begin: int) -> None:
         """Nothing rests any more in the room held from `begin` on."""
         self._returned.append(begin)
+
+    def _watch(self, begin: int, lent: object) -> None:
+        self._ties[begin] = Tie(lent, self._returned, begin)
 
     def _settle(self) -> None:
         """Before giving up: a transfer may still hold a range, or a dead reference cycle."""
@@ -224,7 +242,9 @@ class Arena:
         """Take back the ranges whose tensors died. They only say so, without any lock, since
         they may die within a garbage collection that strikes while the lock is held."""
         while self._returned:
-            begin = self._returned.popleft()
+            gone = self._returned.popleft()
+            begin = gone if isinstance(gone, int) else gone.mark
+            self._ties.pop(begin, None)
             if begin in self._lent:
                 end, _ = self._lent.pop(begin)
                 self._in_use.change(begin - end)

@@ -12,7 +12,7 @@ anything there now and then, and a plan is made there once.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -57,13 +57,16 @@ class Clocks:
 
     waited  seconds that gradients have waited until others had left, in all
     traffic bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
+    idle    whether no transfer is under way
     record  whether to keep the timeline of the last step
     on_step called when a step is known to be over, since the next begins; only if `record` is set
     """
 
     def __init__(self, device: Device, waited: Callable[[], float],
-                 traffic: Callable[[], Traffic] = dict) -> None:  # fmt: skip
+                 traffic: Callable[[], Traffic] = dict,
+                 idle: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
         self.waited = waited
+        self.idle = idle
         self._traffic, self._moved = traffic, traffic()
         self._rates: deque[tuple[dict[str, int], dict[str, float]]] = deque(maxlen=STEPS)
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
@@ -74,7 +77,7 @@ class Clocks:
         self._recorder = Recorder()
         self._recorder.on = True
         self._walks: dict[int, int] = {}
-        self._regions = Samples()
+        self._regions, self._idle_regions = Samples(), Samples()
         self._alike: dict[str, dict[str, int]] = {}
         self._launches = Samples()
         self._issues = Samples()
@@ -144,6 +147,7 @@ class Clocks:
             launches=self._launches.means(),
             issues=self._issues.means() | waits,
             gaps=self._gaps.medians(),
+            idle=self._regions.leasts() | self._idle_regions.means(),
         )
 
     def _measure_links(self) -> None:
@@ -179,15 +183,25 @@ class Clocks:
         """A walk ended well."""
         self._last = call_name(schedule), perf_counter()
 
-    def learn(self, schedule: Schedule, begins: list[float], ends: list[float],
-              waits: Mapping[int, float], given: frozenset[int]) -> None:  # fmt: skip
-        """A walk was timed; `waits` are those of gradients, by instruction."""
+    def learn(
+        self,
+        schedule: Schedule,
+        begins: list[float],
+        ends: list[float],
+        waits: Mapping[int, float],
+        given: frozenset[int],
+        idle: Container[int] = (),
+    ) -> None:
+        """A walk was timed; `waits` are those of gradients, by instruction; beside the instructions
+        in `idle` no transfer was under way."""
         stalls, cold = dict(waits), self._is_cold(schedule)
         for index, x in enumerate(schedule.instructions):
             seconds = ends[index] - begins[index]
             if isinstance(x, Run):
                 if self._stamp is None:
                     self._ran(x.region, seconds, cold)
+                    if index in idle:
+                        self._idle_regions.note(x.region.key, seconds, cold)
                 else:
                     self._launches.note(x.region.key, seconds, cold)
             elif not (isinstance(x, Fetch) and x.ticket in given):
@@ -249,19 +263,26 @@ class HostWatch(Watch):
         self._ends: list[float] = []
         self._waits: dict[int, float] = {}
         self._waited = clocks.waited()
+        self._idle: set[int] = set()
 
     def begins(self, index: int) -> None:
+        if self.clocks.idle():
+            self._idle.add(index)
         self._begins.append(perf_counter())
 
     def ends(self, index: int) -> None:
         self._ends.append(perf_counter())
+        if not self.clocks.idle():
+            self._idle.discard(index)
         if (waited := self.clocks.waited()) > self._waited:
             self._waits[index] = waited - self._waited
             self._waited = waited
 
     def over(self) -> None:
         super().over()
-        self.clocks.learn(self.schedule, self._begins, self._ends, self._waits, self.given)
+        self.clocks.learn(
+            self.schedule, self._begins, self._ends, self._waits, self.given, self._idle
+        )
 
 
 class DeviceWatch(HostWatch):

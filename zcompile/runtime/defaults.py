@@ -15,7 +15,7 @@ def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
     return schedule
 
 
-def has_room(nbytes: int) -> None:
+def has_room(nbytes: int, schedule: Schedule) -> None:
     """There is room for what is held beside the arena."""
 
 

@@ -5,20 +5,26 @@ order autograd takes them, so that they round alike: within one backward pass th
 a parameter are added up first, and only their sum is added to what `.grad` held before.
 """
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
+from zcompile.handles import Leaf, leaf_of
 from zcompile.runtime.gradient_tiles import Arriving, send, takes_tiles, whole_layout
+from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.leaves import (
     flat,
     hooked,
+    is_reached,
     like,
+    owner_of,
     state_of,
     taker,
     tells_without_gradient,
@@ -28,7 +34,16 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
-from zcompile.torch_private import after_backward, current_pass, hooks_of
+from zcompile.ties import Tie
+from zcompile.torch_private import (
+    after_backward,
+    current_pass,
+    hooks_of,
+    is_lazy,
+    materialised,
+    others_hold_gradient,
+    will_run,
+)
 
 Wrap = Callable[[Entry, Layout], Tensor]
 """A tiered tensor over an entry; given from above, where tiered tensors are known."""
@@ -37,74 +52,120 @@ Wrap = Callable[[Entry, Layout], Tensor]
 class Gradients:
     """Receives gradients of the parameters of one store.
 
-    A compiled forward says how many contributions its backward will make (`expect`). A parameter
-    that expects exactly one, and has no hooks, is settled at once. Any other collects what comes in
-    `_sums` until autograd comes to the parameter itself, after everything that uses it (`adopt`).
-    Sums are kept by backward pass, so that what a failed pass left behind is never added to.
+    A compiled forward says how many contributions its backward will make (`expect`), and by which
+    node of autograd (`come_by`). So each pass knows what it will bring: autograd tells which nodes
+    it comes to. A parameter to which it brings exactly one, and that has no hooks, is settled at
+    once. Any other collects what comes in `_sums` until autograd comes to the parameter itself,
+    after everything that uses it (`adopt`). Sums are kept by backward pass, so that what a failed
+    pass left behind is never added to.
+
+    A parameter whose node of autograd somebody got hold of (`leaves.is_reached`) is
+    autograd's alone:
+    what comes for it goes home and, as a tiered tensor, to autograd (`returned`), which adds up and
+    calls all hooks in its own order.
     """
 
     def __init__(self, store: Store, wrap: Wrap, norms: Norms) -> None:
         self._store = store
         self._wrap = wrap
         self._norms = norms
-        self._expected: dict[int, int] = {}
+        self._expected: tuple[int, ...] = ()
+        self._calls: dict[int, tuple[Tie, tuple[int, ...]]] = {}
+        """Of a call that was made: to its node, and the parameter's id of each contribution."""
+        self._numbers = count()
+        self._over: deque[Tie] = deque()
+        """To nodes that have died."""
+        self._brings: tuple[int, Counter[int]] = -1, Counter()
+        """A pass -> how many contributions it brings, by the parameter's id."""
         self._sums: dict[tuple[int, int], _Sum] = {}
         self._arriving: dict[tuple[int, int], Arriving] = {}
+        self.returned: dict[int, Tensor] = {}
+        """Of the call that runs: tiered gradients that it gives to autograd instead of making them
+        `.grad` itself, by the parameter's id."""
         self.near = NearGradients(store, wrap, norms, self._lone, self._came)
 
-    def expect(self, entries: Iterable[Entry]) -> None:
+    @uninterrupted
+    def expect(self, leaves: Iterable[Leaf]) -> None:
         if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
             self._sums.clear()
             self._arriving.clear()
-        for entry in entries:
-            self._expected[entry.key] = self._expected.get(entry.key, 0) + 1
+        self._expected = tuple(
+            id(param) for leaf in leaves if (param := owner_of(leaf)) is not None
+        )
 
+    def come_by(self, node: Callable[[], Any | None]) -> None:
+        """What is expected since the last call will come when autograd runs this node; never, if
+        there is none."""
+        if self._expected:
+            while self._over:
+                self._calls.pop(self._over.popleft().mark, None)
+            if (found := node()) is not None:
+                number = next(self._numbers)
+                self._calls[number] = Tie(found, self._over, number), self._expected
+            self._expected = ()
+
+    def count(self) -> None:
+        """A backward call begins: if it is the first of its pass, see what that brings in all."""
+        number = current_pass()
+        if number >= 0 and self._brings[0] != number:
+            calls = [(tie(), keys) for tie, keys in self._calls.values()]
+            runs = [keys for node, keys in calls if node is not None and will_run(node)]
+            self._brings = number, Counter(chain.from_iterable(runs))
+
+    def _brought(self, param: Tensor) -> int:
+        """How many contributions to a gradient the pass that is running brings in all."""
+        number, brings = self._brings
+        return brings[id(param)] if number == current_pass() else 0
+
+    @uninterrupted
     def take(
         self,
-        entry: Entry,
+        leaf: Leaf,
         grad: Tensor,
         offset: int | None = None,
         after: Sequence[Ticket] | None = None,
     ) -> None:
         """All of a contribution; or, with an offset, a tile of one."""
         if offset is None:
-            self.receive(entry, grad, after)
+            self.receive(leaf, grad, after)
         else:
-            self.receive_tile(entry, grad, offset, after)
+            self.receive_tile(leaf, grad, offset, after)
 
-    def receive(self, entry: Entry, grad: Tensor, after: Sequence[Ticket] | None = None) -> None:
-        """One contribution to the gradient of the parameter that `entry` holds.
+    def receive(self, leaf: Leaf, grad: Tensor, after: Sequence[Ticket] | None = None) -> None:
+        """One contribution to the gradient of the parameter that `leaf` stands for.
 
         grad   any strides, on the compute device; not kept, not changed
         after  complete once `grad` is computed; None: mark compute here
         raises  Unsupported, if this is `torch.autograd.grad` and not `backward`
         """
-        param = taker(entry)
+        param = taker(leaf)
         if param is None:
             return
         same = like(param, grad)
         if after is None or same is not grad:
             grad, after = same, [self._store.device.mark()]
-        key = current_pass(), entry.key
-        if self._comes_alone(key, param):
+        key = current_pass(), leaf.key
+        if _is_autograds(param):
+            self._return(param, grad, after)
+        elif self._comes_alone(key, param):
             self._settle(param, grad, after)
         else:
-            self._collect(key, entry.name, param, grad, after)
+            self._collect(key, leaf.name, param, grad, after)
 
     def receive_tile(
-        self, entry: Entry, grad: Tensor, offset: int, after: Sequence[Ticket] | None = None
+        self, leaf: Leaf, grad: Tensor, offset: int, after: Sequence[Ticket] | None = None
     ) -> None:
         """A tile of one contribution, which counts once all its tiles are here.
 
         grad    the elements from `offset` on of the row-major gradient; as in `receive`
         raises  Unsupported, as `receive`
         """
-        param = taker(entry)
+        param = taker(leaf)
         if param is None:
             return
-        if after is None or not grad.is_contiguous():
-            grad, after = grad.contiguous(), [self._store.device.mark()]
-        key = current_pass(), entry.key
+        if after is None or is_lazy(grad) or not grad.is_contiguous():
+            grad, after = materialised(grad).contiguous(), [self._store.device.mark()]
+        key = current_pass(), leaf.key
         if key not in self._arriving:
             self._arriving[key] = self._first_tile(key, param, grad.dtype)
         arriving = self._arriving[key]
@@ -113,30 +174,31 @@ class Gradients:
             del self._arriving[key]
             self._all_came(key, arriving)
 
-    def _lone(self, entry: Entry) -> Tensor | None:
+    def _lone(self, leaf: Leaf) -> Tensor | None:
         """The parameter of `entry`, if the next contribution is to be its `.grad` as it is."""
-        param = taker(entry) if self._expected.get(entry.key) == 1 else None
+        param = taker(leaf)
+        if param is not None and self._brought(param) != 1:
+            return None
         if param is None or param.grad is not None:
             return None
-        return None if (current_pass(), entry.key) in self._sums else param
+        return None if (current_pass(), leaf.key) in self._sums else param
 
-    def _came(self, entry: Entry, param: Tensor, grad: Tensor) -> None:
-        self._expected.pop(entry.key, None)
+    def _came(self, leaf: Leaf, param: Tensor, grad: Tensor) -> None:
         self._become(param, grad)
         _tell(param)
 
     def _comes_alone(self, key: tuple[int, int], param: Tensor) -> bool:
         """Whether the contribution that begins is all that this pass gives to `param`."""
-        expected = self._expected.pop(key[1], 0)
-        if expected > 1:
-            self._expected[key[1]] = expected - 1
-        alone = expected == 1 and key not in self._sums and not hooks_of(param)[0]
-        return alone or key[0] < 0
+        if hooks_of(param)[0] or key in self._sums:
+            return False
+        return self._brought(param) == 1
 
     def _first_tile(self, key: tuple[int, int], param: Tensor, dtype: torch.dtype) -> Arriving:
         """Where the tiles of a contribution are to go."""
         alone, held = self._comes_alone(key, param), None
-        if not alone and key in self._sums:
+        if _is_autograds(param):
+            alone = False
+        elif not alone and key in self._sums:
             held = self._sums[key].total
         elif alone and not hooks_of(param)[0]:
             held = param.grad
@@ -152,6 +214,12 @@ class Gradients:
         param, total = arriving.param, arriving.held
         if not arriving.adds:
             self._norms.note_whole(arriving.entry, Layout.of(total))
+        if _is_autograds(param):
+            assert not arriving.adds, "tiles of what autograd is to have were added to something"
+            if (before := self.returned.setdefault(id(param), total)) is not total:
+                with torch.no_grad():
+                    before.add_(total)
+            return
         if not arriving.alone:
             if arriving.adds:
                 return
@@ -166,24 +234,47 @@ class Gradients:
             self._become(param, hooked(param, total))
         _tell(param)
 
+    @uninterrupted
     def adopt(self, param: Tensor) -> None:
-        """Autograd has come to `param`: settle what was collected; `.grad` moves to the store.
+        """Autograd has come to `param`: settle what was collected; `.grad` moves to the store,
+        unless others hold it: what is written to `p.grad = flat[a:b]` is to be seen in `flat`.
 
         A post-accumulate hook, the first of every tiered parameter.
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
         tiered: Any = param
-        key = current_pass(), tiered.entry.key
+        key = current_pass(), leaf_of(tiered._handle).key
         if key in self._sums:
             self._flush_one(key)
-        grad = param.grad
-        if grad is None or isinstance(getattr(grad, "entry", None), Entry):
+        if param.grad is None or isinstance(getattr(param.grad, "entry", None), Entry):
             return
-        if grad.layout is not torch.strided:
+        if param.grad.layout is not torch.strided:
             return  # sparse: small, and of no fixed size
+        if others_hold_gradient(param):
+            return
+        grad = param.grad
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
         param.grad = None
-        param.grad = self._alone(name, param, like(param, grad), [self._store.device.mark()])
+        try:
+            param.grad = self._alone(name, param, like(param, grad), [self._store.device.mark()])
+        except BaseException:
+            param.grad = grad
+            raise
+
+    def _return(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
+        """`grad` goes home, and from there to autograd, whose hooks see a tiered tensor."""
+        key = id(param)
+        held: Any = self.returned.get(key)
+        if held is not None:
+            self._store.add(held.entry, flat(grad), after=after)
+            return
+        name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
+        self.returned[key] = self._alone(name, param, grad, after)
+
+    def abandon(self) -> None:
+        """A call failed: nothing of it came."""
+        self.near.abandon()
+        self.returned.clear()
 
     def _settle(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         seen = hooked(param, grad)
@@ -200,7 +291,8 @@ class Gradients:
     def _add(self, held: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         entry = getattr(held, "entry", None)
         if isinstance(entry, Entry) and held.dtype == grad.dtype and held.stride() == grad.stride():
-            self._store.add(entry, flat(grad), after=after)
+            begin = int(held.storage_offset()) * grad.element_size()  # a user may give part of one
+            entry.store.add(entry, flat(grad), begin=begin, after=after)
         else:
             held.add_(grad)
 
@@ -260,11 +352,11 @@ class Gradients:
         self.adopt(param)
         _tell(param)
 
+    @uninterrupted
     def _flush(self, ended: int) -> None:
         """The backward pass has ended: whatever was still expected will not come."""
         for key in [key for key in self._sums if key[0] == ended]:
             self._flush_one(key)
-        self._expected.clear()
 
 
 @dataclass(frozen=True)
@@ -279,6 +371,12 @@ class _Sum:
     total: Tensor
     param: Tensor
     found: object
+
+
+def _is_autograds(param: Tensor) -> bool:
+    """Whether autograd itself is to add to the gradient, since hooks may wait at the node that
+    does: they are called before and after, in an order that is torch's own."""
+    return is_reached(param) and current_pass() >= 0
 
 
 def _tell(param: Tensor) -> None:

@@ -7,24 +7,42 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
+from zcompile.handles import Leaf
 from zcompile.runtime.store import Entry
 from zcompile.specs import Layout
-from zcompile.torch_private import hooks_of, will_accumulate
+from zcompile.torch_private import hooks_of, materialised, will_accumulate
 
 
-def taker(entry: Entry) -> Tensor | None:
-    """The parameter that a gradient is for; None if it is gone.
+def taker(leaf: Leaf) -> Tensor | None:
+    """The parameter that a gradient is for; None if it is gone, or wants none of this pass, as in
+    `torch.autograd.grad` and `backward(inputs=...)` that name others.
 
-    raises  Unsupported, if this is `torch.autograd.grad` and not `backward`
+    raises  Unsupported, if `torch.autograd.grad` is to return the gradient of this parameter
     """
-    param = entry.owner() if entry.owner is not None else None
-    if param is not None and not _accumulates(param):
+    param = owner_of(leaf)
+    if param is None or not param.requires_grad:
+        return None
+    try:
+        return param if will_accumulate(param) else None
+    except RuntimeError as error:  # what torch says to a leaf that torch.autograd.grad asks for
         raise Unsupported(
-            f"{entry.name!r} is on the way of torch.autograd.grad or backward(inputs=...), "
-            "which a compiled model with tiered parameters cannot serve",
-            "call loss.backward() and read .grad, or call the model without torch.compile",
-        )
-    return param
+            f"torch.autograd.grad asks for the gradient of {leaf.name!r}, which a compiled model "
+            "with tiered parameters cannot return",
+            "call loss.backward() and read .grad (backward(inputs=[...]) limits it to some), or "
+            "call the model without torch.compile",
+        ) from error
+
+
+def owner_of(leaf: Leaf) -> Tensor | None:
+    """The parameter whose gradient comes by a handle; None if it is gone."""
+    return leaf.owner() if leaf.owner is not None else None
+
+
+def is_reached(param: Tensor) -> bool:
+    """Whether somebody got hold of the node by which autograd adds to the gradient of a parameter,
+    and may have put hooks on it."""
+    reached: bool = getattr(param, "reached", False)
+    return reached
 
 
 def state_of(grad: Tensor | None) -> object:
@@ -35,7 +53,7 @@ def state_of(grad: Tensor | None) -> object:
 
 def like(param: Tensor, grad: Tensor) -> Tensor:
     """`grad` with the strides of `param`, the layout autograd gives to `.grad`; its own bits."""
-    grad = grad.resolve_conj().resolve_neg()
+    grad = materialised(grad)
     if not Layout.of(param).dense:
         return grad.contiguous()
     if grad.stride() == param.stride() and grad.dtype == param.dtype:
@@ -55,13 +73,6 @@ def hooked(param: Tensor, grad: Tensor) -> Tensor:
         changed = hook(grad)
         grad = grad if changed is None else changed
     return grad
-
-
-def _accumulates(param: Tensor) -> bool:
-    try:
-        return will_accumulate(param)
-    except RuntimeError:  # what torch says to a leaf inside torch.autograd.grad
-        return False
 
 
 @cache

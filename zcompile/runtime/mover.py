@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zcompile.runtime.pages import clear_bytes
 from zcompile.runtime.place import Place, Span
-from zcompile.runtime.ticket import Countdown, Ready, Ticket
+from zcompile.runtime.ticket import Countdown, Promise, Ready, Ticket
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.workers import Workers
 
@@ -32,7 +32,7 @@ class Mover:
         self.closed: BaseException | None = None
         self._starter = Workers("zinf-start", 1, self.abandon)
         self._under_way: set[Transfer] = set()
-        self._idle = threading.Condition()
+        self._lock = threading.RLock()
 
     def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
         """Start `transfer` once its entry and the transfers in `after` let it.
@@ -42,7 +42,7 @@ class Mover:
         """
         gate = Countdown()
         place = transfer.place
-        with self._idle:
+        with self._lock:
             self.check(place)
             assert not place.freed, f"{place.name!r} is used after its last use"
             blockers = place.blockers(transfer)
@@ -78,12 +78,12 @@ class Mover:
         raises  what an earlier transfer on the entry failed with
         """
         end = begin + memory.numel()
-        with self._idle:
+        with self._lock:
             self.check(place)
             blockers = place.blockers(Span(begin, end, writes))
         for blocker in blockers:
             blocker.home.wait()
-        with self._idle:
+        with self._lock:
             for low, high, held in place.written.pieces(begin, end) if not overwrites else ():
                 if not held and memory.is_cpu:
                     clear_bytes(memory[low - begin :], high - low)
@@ -97,7 +97,7 @@ class Mover:
 
         raises  as `check`
         """
-        with self._idle:
+        with self._lock:
             found = []
             for place in places:
                 self.check(place)
@@ -106,13 +106,13 @@ class Mover:
 
     def blank(self, place: Place) -> None:
         """From here on in the order of submission, the entry holds nothing."""
-        with self._idle:
+        with self._lock:
             self.check(place)
             place.written.clear()
 
     def free(self, place: Place) -> None:
         """Give the extent back once nothing is under way on it."""
-        with self._idle:
+        with self._lock:
             place.freed = True
             idle = not place.under_way
         if idle:
@@ -120,28 +120,36 @@ class Mover:
 
     def memories_free(self) -> None:
         """Wait until no transfer under way now touches its memory any more."""
-        with self._idle:
+        with self._lock:
             under_way = list(self._under_way)
         for transfer in under_way:
             transfer.over.settle()
 
+    def is_idle(self) -> bool:
+        """Whether nothing is under way; as of now, takes no lock."""
+        return not self._under_way
+
     def drain(self) -> None:
         """All is done; raises the first error of any transfer."""
-        with self._idle:
-            self._idle.wait_for(lambda: not self._under_way)
+        while (left := self._oldest()) is not None:
+            left.home.settle()
         error = self.error or self.closed
         if error is not None:
             raise error
 
+    def _oldest(self) -> Transfer | None:
+        with self._lock:
+            return next(iter(self._under_way), None)
+
     def close(self, error: BaseException) -> None:
         """Start nothing any more; `error` is what later submissions raise."""
-        with self._idle:
+        with self._lock:
             self.closed = self.closed or error
         self._starter.stop()
 
     def abandon(self, error: BaseException) -> None:
         """Fail all that is left; the threads that moved it have stopped, or it will never move."""
-        with self._idle:
+        with self._lock:
             self.closed = self.closed or error
             left = list(self._under_way)
         for transfer in left:
@@ -152,7 +160,7 @@ class Mover:
 
     def _finished(self, transfer: Transfer, error: BaseException | None) -> None:
         place = transfer.place
-        with self._idle:
+        with self._lock:
             self._under_way.discard(transfer)
             place.under_way.remove(transfer)
             if error is not None:
@@ -160,8 +168,6 @@ class Mover:
                 if self.closed is None:
                     self.error = self.error or error
             free = place.freed and not place.under_way
-            if not self._under_way:
-                self._idle.notify_all()
         if free:
             place.tier.release(place.extent)
 
@@ -176,19 +182,26 @@ class Backlog:
         self.waited_s = 0.0
         self.most_bytes = most_bytes
         self._now = 0
-        self._less = threading.Condition()
+        self._lock = threading.Lock()
+        self._less = Promise()
+        """Kept when there is less of them than now."""
 
     def enter(self, nbytes: int) -> None:
         """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
-        with self._less:
-            if self._now and self._now + nbytes > self.most_bytes:
-                since = time.perf_counter()
-                self._less.wait_for(lambda: not self._now or self._now + nbytes <= self.most_bytes)
-                self.waited_s += time.perf_counter() - since
-            self._now += nbytes
+        since = 0.0
+        while True:
+            with self._lock:
+                if not self._now or self._now + nbytes <= self.most_bytes:
+                    self._now += nbytes
+                    self.waited_s += time.perf_counter() - since if since else 0.0
+                    return
+                less = self._less = self._less if not self._less.done() else Promise()
+            since = since or time.perf_counter()
+            less.settle()
 
     def leave(self, nbytes: int, error: BaseException | None = None) -> None:
         """They are not needed any more; `error` is why, and no matter here."""
-        with self._less:
+        with self._lock:
             self._now -= nbytes
-            self._less.notify_all()
+            less = self._less
+        less.finish()

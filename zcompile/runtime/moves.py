@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zcompile.errors import TierFull
-from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.interrupts import deferred_interrupts, ends
 from zcompile.runtime.place import Place
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
@@ -106,6 +106,7 @@ def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, st
     return left
 
 
+@ends
 def move(session: Session, entry: Entry, home: str) -> bool:
     """`entry` rests on `home` from here on; False if there is no room. Nothing is under way.
 

@@ -5,10 +5,9 @@ a gradient is produced, by the very call that will ask for it, so that clipping 
 again. The bits are those of the later call: it is the same kernel on the same values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -53,14 +52,6 @@ class Measure:
         return [whole] if self.lists else whole
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """numel  elements of a tile. found  what was measured of it."""
-
-    numel: int
-    found: Mapping[Measure, Any]
-
-
 CLIPPING = Measure(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
 """What `clip_grad_norm_` asks for by default; measured in the first step, in which nothing is known
 of the loop yet."""
@@ -72,7 +63,6 @@ class Norms:
     def __init__(self) -> None:
         self._wanted: dict[Measure, None] = {CLIPPING: None}
         self._asked: dict[Measure, None] = {}
-        self._tiles: WeakKeyDictionary[Entry, dict[int, _Tile]] = WeakKeyDictionary()
 
     def note(self, entry: Entry, grad: Tensor) -> None:
         """`grad` has just become the whole value of `entry`."""
@@ -83,24 +73,23 @@ class Norms:
     def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
         """`tile` has just become the elements of `entry` from `offset` on."""
         found = {m: m(tile.detach()) for m in self._wanted if m.joins}
-        self._tiles.setdefault(entry, {})[offset] = _Tile(tile.numel(), found)
+        entry.tiles[offset] = tile.numel(), found
 
     def note_whole(self, entry: Entry, layout: Layout) -> None:
         """All tiles of `entry` were noted: what they measure together."""
-        tiles = [self._tiles[entry][offset] for offset in sorted(self._tiles[entry])]
+        tiles = [entry.tiles[offset] for offset in sorted(entry.tiles)]
         for measure in self._wanted:
             if measure.joins:
-                value = measure.join([tile.found[measure] for tile in tiles])
+                value = measure.join([found[measure] for _, found in tiles])
                 entry.norms[measure] = entry.version, layout, value
 
     def cuts_of(self, entry: Entry) -> Sequence[tuple[int, int]]:
         """(offset, elements) of each tile in which a gradient came; none, if it came whole."""
-        tiles = self._tiles.get(entry, {})
-        return [(offset, tiles[offset].numel) for offset in sorted(tiles)]
+        return [(offset, entry.tiles[offset][0]) for offset in sorted(entry.tiles)]
 
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
         """What `measure` gave, if the entry has not been written since; the caller's own."""
-        if entry.version == len(self._tiles.get(entry, (0,))):
+        if entry.version == max(len(entry.tiles), 1):
             # Written once; a gradient that is summed up has other values by now.
             self._asked[measure] = None
         version, lies, value = entry.norms.get(measure, (-1, None, None))

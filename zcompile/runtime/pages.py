@@ -70,9 +70,40 @@ def copy_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
 
     `Tensor.copy_` would start a team of OpenMP threads in every worker that calls it.
     """
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    ctypes.memmove(address_of(target, nbytes), address_of(source, nbytes), nbytes)
 
 
 def clear_bytes(target: Tensor, nbytes: int) -> None:
     """Zero host memory: one thread, the GIL released."""
-    ctypes.memset(target.data_ptr(), 0, nbytes)
+    ctypes.memset(address_of(target, nbytes), 0, nbytes)
+
+
+def check_memory(dense: Tensor) -> None:
+    """For who hands out its address, as to a disk.
+
+    raises  RuntimeError, if its elements do not lie one after the other in memory
+    """
+    if dense.numel() and (not dense.data_ptr() or not dense.is_contiguous()):
+        raise _no_memory(dense.nbytes, dense)
+
+
+def address_of(memory: Tensor, nbytes: int) -> int:
+    """Where `nbytes` bytes begin that may be read and written from the first element on.
+
+    raises  RuntimeError, if the tensor has no memory there: a copy by address would end the process
+    """
+    address, item = memory.data_ptr(), memory.element_size()
+    if nbytes and not (
+        address
+        and memory.is_cpu
+        and 0 <= nbytes <= memory.untyped_storage().nbytes() - memory.storage_offset() * item
+    ):
+        raise _no_memory(nbytes, memory)
+    return address
+
+
+def _no_memory(nbytes: int, memory: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{nbytes} bytes were to be copied where a tensor of {tuple(memory.size())} "
+        f"{memory.dtype} on {memory.device} has no memory; please report this to zcompile"
+    )

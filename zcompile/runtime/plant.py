@@ -4,7 +4,6 @@ Knows nothing of the store, so that it can be shut after the store has died.
 """
 
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,13 @@ from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.staging import Staging, backlog_bytes, staging_size
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tier_durable import DurableTier
 from zcompile.runtime.tier_host import HostTier
 from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Means
-from zcompile.runtime.workers import Worker, Workers
+from zcompile.runtime.workers import Workers
 
 SHARE_OF_MACHINE = 8
 """A budget that is not given is this part of the machine's memory (`Config`)."""
@@ -37,6 +37,7 @@ SHARE_OF_MACHINE = 8
 class Plant:
     """tiers          in the order in which entries are offered to them
     backlog_bytes  of gradients on their way, at most
+    system         makes all calls on files
     """
 
     pid: int
@@ -46,6 +47,7 @@ class Plant:
     mover: Mover
     means: Means
     tiers: tuple[TierIO, ...]
+    system: SystemCalls = KERNEL
 
     @property
     def durable(self) -> DurableTier | None:
@@ -56,9 +58,10 @@ Opening = Callable[[Config, Meter], Plant]
 """`open_plant`, or what stands for it on paper."""
 
 
-def open_plant(config: Config, meter: Meter) -> Plant:
+def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Plant:
     """Opens what `config` asks for.
 
+    system  makes all calls on files, of the disk tier and of checkpoints; another in tests
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
     """
     host_budget = _host_budget(config)
@@ -71,7 +74,7 @@ def open_plant(config: Config, meter: Meter) -> Plant:
         on_host = device.torch_device.type == "cpu"
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)
         ring = Staging(device.host_block(size.nbytes), size, meter.host)
-        tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover))
+        tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover, system))
     except (OSError, RuntimeError, ValueError, MemoryError):
         device.close()
         mover.close(closed_error("the model"))
@@ -79,17 +82,12 @@ def open_plant(config: Config, meter: Meter) -> Plant:
     meter.planned_host.change(size.nbytes)
     means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
     backlog = backlog_bytes(host_budget, straight)
-    return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers)
+    return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
 
 
 def shut(plant: Plant) -> None:
     """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
     if os.getpid() != plant.pid:
-        return
-    if isinstance(threading.current_thread(), Worker):
-        # The store's last reference died in a thread that is to be stopped, with who knows which
-        # of its locks held.
-        threading.Thread(target=shut, args=(plant,), name="zinf-closing", daemon=True).start()
         return
     error = closed_error("the model")
     plant.mover.close(error)
@@ -110,16 +108,20 @@ def closed_error(name: str) -> ParameterChanged:
     return ParameterChanged(name, "is gone: its store was closed", ANEW)
 
 
-def _disk_tier(config: Config, meter: Meter, mover: Mover) -> tuple[TierIO, ...]:
+def _disk_tier(
+    config: Config, meter: Meter, mover: Mover, system: SystemCalls
+) -> tuple[TierIO, ...]:
     if not config.disk:
         return ()
     given = config.disk if isinstance(config.disk, tuple) else (config.disk,)
     rates = {link: float(rate) for link, rate in config.throttle.items()}
     paths = [Path(path) for path in given]
     if not config.durable:
-        return (DiskTier(paths, rates, meter, mover.abandon),)
+        return (DiskTier(paths, rates, meter, mover.abandon, system=system),)
     files = DurableFiles(paths)
-    disk = DiskTier(paths, rates, meter, mover.abandon, open_file=files.open, striped=False)
+    disk = DiskTier(
+        paths, rates, meter, mover.abandon, open_file=files.open, striped=False, system=system
+    )
     return (DurableTier(disk, files, mover.abandon),)
 
 

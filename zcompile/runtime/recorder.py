@@ -45,7 +45,7 @@ class Recorder:
         self._calls: list[StepCall] = []
         self._alone: set[tuple[int, tuple[int, ...]]] = set()
         self._facts: dict[int, EntryFact] = {}
-        self._known: dict[tuple[int, tuple[int, ...]], _Known] = {}
+        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Known] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
@@ -75,7 +75,8 @@ class Recorder:
         keys = tuple([e.key if e.of is None else -e.of for e in entries])
         alike = [e.place.tier for e in entries], [e.kind for e in entries]
         passing = Kind.ACTIVATION in alike[1]  # these have new keys in every call
-        same = schedule.serial, _kept(entries, keys) if passing else keys
+        sizes = schedule.holds.sizes
+        same = schedule.serial, sizes, _kept(entries, keys) if passing else keys
         known = self._known.get(same)
         if known is None or known.alike != alike:
             if len(self._known) >= MOST_KNOWN:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from zcompile.runtime.interrupts import waits
+
 Callback = Callable[[BaseException | None], None]
 """Called once, with what went wrong or None, in the thread that finished the promise."""
 
@@ -59,6 +61,7 @@ class Promise:
     def done(self) -> bool:
         return self._over
 
+    @waits
     def settle(self) -> None:
         """Block until finished, well or badly."""
         with self._gate:

@@ -44,6 +44,3 @@ class Versions:
             return [(begin, end, self.current)]
         return [(low, high, self.working if fresh else self.committed)
                 for low, high, fresh in self.fresh.pieces(begin, end)]  # fmt: skip
-
-    def extents(self) -> list[Extent]:
-        return [extent for extent in (self.committed, self.working) if extent is not None]

@@ -1,0 +1,182 @@
+"""Modules that do something of their own with their parameters train as in plain torch."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from pairs import ON_DISK, assert_equal, entries
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import zcompile
+from zcompile.errors import Unsupported
+from zcompile.specs import Kind
+
+MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
+
+
+@pytest.fixture(autouse=True)
+def _anew():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def called(model, mode, backend="zinf"):
+    return torch.compile(model, backend=backend) if mode == "compiled" else model
+
+
+def trained(model, call, inputs, loss=lambda out: out.square().sum()):
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in inputs:
+        loss(call(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_alike(plain, tiered):
+    ours, theirs = tiered.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert_equal(value, ours[name])
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+    def right_inverse(self, x):
+        return x.triu()
+
+
+class Doubled(nn.Module):
+    """Its original has twice the rows."""
+
+    def forward(self, x):
+        return x[: x.shape[0] // 2]
+
+    def right_inverse(self, x):
+        return torch.cat([x, x])
+
+
+PARAMETRIZATIONS = {
+    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+}
+
+
+@MODES
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", PARAMETRIZATIONS)
+def test_parametrizations_before_and_after_offload(name, when, mode, tmp_path):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    tiered = copy.deepcopy(plain)
+    steps = [lambda model: PARAMETRIZATIONS[name](model[0]),
+             lambda model: zcompile.offload(model, **ON_DISK, disk=tmp_path)]  # fmt: skip
+    torch.manual_seed(1)
+    steps[0](plain)
+    torch.manual_seed(1)
+    for step in steps if when == "before" else reversed(steps):
+        step(tiered)
+    assert_alike(plain, tiered)
+    inputs = [torch.randn(4, 8) for _ in range(3)]
+    trained(plain, called(plain, mode, "aot_eager"), inputs)
+    trained(tiered, called(tiered, mode), inputs)
+    assert_alike(plain, tiered)
+    assert hasattr(tiered[0].parametrizations.weight[0], "forward")
+
+
+def test_a_value_that_is_assigned_goes_through_the_parametrization(tmp_path):
+    model = zcompile.offload(nn.Sequential(nn.Linear(4, 4)), **ON_DISK, disk=tmp_path)
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    value = torch.randn(4, 4)
+    model[0].weight = value
+    assert torch.equal(model[0].parametrizations.weight.original.cpu(), value.triu())
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert torch.equal(model[0].weight.cpu(), Symmetric()(value.triu()))
+
+
+def test_a_parametrization_of_another_shape_is_refused_after_offload(tmp_path):
+    model = zcompile.offload(nn.Linear(4, 4), **ON_DISK, disk=tmp_path)
+    before = model.weight.cpu()
+    with pytest.raises(Unsupported, match=r"'weight' the shape \(8, 4\).* before zcompile.offload"):
+        parametrize.register_parametrization(model, "weight", Doubled(), unsafe=True)
+    assert torch.equal(model.weight.cpu(), before)
+
+
+RECURRENT = {
+    "rnn": lambda: nn.RNN(6, 5, num_layers=2),
+    "gru": lambda: nn.GRU(6, 5, bidirectional=True),
+    "lstm": lambda: nn.LSTM(6, 5, proj_size=3, batch_first=True),
+}
+
+
+@MODES
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_modules_that_were_built_before(name, mode, tmp_path):
+    plain = RECURRENT[name]()
+    tiered = zcompile.offload(copy.deepcopy(plain), **ON_DISK, disk=tmp_path)
+    refs = [ref() for ref in tiered._flat_weight_refs]
+    assert all(a is b for a, b in zip(refs, tiered._flat_weights, strict=True))
+    assert len(entries(tiered, Kind.PARAM)) == len(list(plain.parameters()))
+    inputs = [torch.randn(4, 3, 6) for _ in range(3)]
+    trained(plain, plain, inputs, lambda out: out[0].square().sum())
+    trained(tiered, called(tiered, mode), inputs, lambda out: out[0].square().sum())
+    assert_alike(plain, tiered)
+    assert_alike(plain, copy.deepcopy(tiered))
+
+
+def test_weak_references_of_others_are_refused_and_those_of_the_module_are_still_there(tmp_path):
+    model = nn.Sequential(nn.LSTM(4, 4))
+    other = weakref.ref(model[0].bias_hh_l0)
+    with pytest.raises(Unsupported, match="referred to weakly, as by a compiled graph"):
+        zcompile.offload(model, **ON_DISK, disk=tmp_path)
+    assert other() is model[0].bias_hh_l0
+    assert [ref() for ref in model[0]._flat_weight_refs] == model[0]._flat_weights
+    assert not any(hasattr(param, "entry") for param in model.parameters())
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.last(self.table(ids))
+
+
+def test_sparse_gradients_in_a_graph_are_refused_with_a_way_that_works(tmp_path):
+    plain = Words()
+    tiered = zcompile.offload(copy.deepcopy(plain), **ON_DISK, disk=tmp_path)
+    ids = [torch.randint(0, 16, (4, 5)) for _ in range(3)]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"torch\.compiler\.disable"):
+        called(tiered, "compiled")(ids[0])
+    torch._dynamo.reset()
+    tiered.table.forward = torch.compiler.disable(tiered.table.forward)
+    for model, call in ((plain, plain), (tiered, called(tiered, "compiled"))):
+        sparse = torch.optim.SparseAdam([model.table.weight], lr=0.1)
+        dense = torch.optim.SGD(model.last.parameters(), lr=0.1)
+        for words in ids:
+            call(words).square().sum().backward()
+            assert model.table.weight.grad.is_sparse
+            for optimizer in (sparse, dense):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_alike(plain, tiered)
+
+
+def test_batch_norm_in_training_is_that_of_aot_eager_to_the_bit(tmp_path):
+    plain = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    tiered = zcompile.offload(copy.deepcopy(plain), **ON_DISK, disk=tmp_path)
+    reference = called(plain, "compiled", "aot_eager")
+    call = called(tiered, "compiled")
+    for _ in range(3):
+        x = torch.randn(12, 8)
+        for run in (reference, call):
+            run(x).square().sum().backward()
+        for a, b in zip(plain.parameters(), tiered.parameters(), strict=True):
+            assert_equal(a.grad, b.grad)
+    assert_alike(plain, tiered)

@@ -1,0 +1,176 @@
+"""What an entry took its values from, where torch would have made both one tensor.
+
+`p.data = x` makes p and x the same memory in torch. An entry cannot lie in the memory of a plain
+tensor that others share, nor in another store. Then it takes the values, and whoever uses it after
+the other was written is told, since it would show something else than torch does.
+"""
+
+import weakref
+import zlib
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import ParameterChanged
+from zcompile.specs import Layout
+from zcompile.ties import Tie
+from zcompile.torch_private import holders_of_memory, materialised, memory_of
+
+AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"
+
+
+class Held(Protocol):
+    """What a source needs of an entry."""
+
+    sources: "tuple[Source, ...]"
+    version: int
+
+    @property
+    def name(self) -> str: ...
+
+
+class Source(Protocol):
+    """What an entry took its values from."""
+
+    def holds(self, entry: Held) -> bool:
+        """Whether anybody could still write the other side.
+
+        raises  ParameterChanged, if somebody did
+        """
+
+    def dissolve(self) -> None:
+        """The entry has other values now."""
+
+
+_SOURCES: dict[int, set[Tie]] = {}
+"""Memory -> the sources that hold it: parts of one vector are the `.data` of many parameters."""
+_GONE: deque[Tie] = deque()
+"""Of sources that have died."""
+
+
+class MemorySource:
+    """The memory of a plain tensor, held until nobody holds it but sources.
+
+    summed  look at the bytes, since who writes them may count elsewhere, as `x.data` does; else at
+            torch's count of writes alone, which costs nothing
+    raises  ParameterChanged, if an entry took its values from there before, and was written since
+    """
+
+    def __init__(self, entry: Held, value: Tensor, *, summed: bool) -> None:
+        self._value = value.detach()
+        self._writes = _writes_of(self._value)
+        self._sum = _sum_of(self._value) if summed else None
+        self._entry, self._version = weakref.ref(entry), entry.version
+        memory, others = memory_of(self._value), _sources_of(self._value)
+        for tie in list(others):
+            other: MemorySource | None = tie()
+            if other is not None and _overlap(other._value, self._value):
+                other._share_with(entry)
+        _SOURCES.setdefault(memory, others).add(Tie(self, _GONE, memory))
+        entry.sources = (*entry.sources, self)
+
+    def _share_with(self, entry: Held) -> None:
+        """Another entry takes its values from here too."""
+        mine = self._entry()
+        if mine is None or mine is entry:
+            return
+        if mine.version != self._version:
+            raise _written_apart(entry, mine)
+        EntrySource(entry, mine)
+
+    def holds(self, entry: Held) -> bool:
+        if holders_of_memory(self._value) == len(_sources_of(self._value)):
+            return False
+        if _writes_of(self._value) != self._writes or (
+            self._sum is not None and _sum_of(self._value) != self._sum
+        ):
+            raise ParameterChanged(
+                entry.name,
+                "took the values of a plain tensor as its .data, and that tensor, or one that "
+                "shares its memory, was written since",
+                AGAIN,
+            )
+        return True
+
+    def dissolve(self) -> None:
+        """Nothing of the other side knows of it."""
+
+
+class EntrySource:
+    """Between two entries with the values of one memory, as those of two stores: neither may be
+    used after the other was written."""
+
+    def __init__(self, one: Held, other: Held) -> None:
+        self._sides = tuple((weakref.ref(side), side.version) for side in (one, other))
+        for side in (one, other):
+            side.sources = (*side.sources, self)
+
+    def holds(self, entry: Held) -> bool:
+        ((other, version),) = [side for side in self._sides if side[0]() is not entry]
+        found = other()
+        if found is not None and found.version != version:
+            raise _written_apart(entry, found)
+        return found is not None
+
+    def dissolve(self) -> None:
+        for side, _ in self._sides:
+            if (entry := side()) is not None:
+                entry.sources = tuple(s for s in entry.sources if s is not self)
+
+
+def check_sources(entry: Held) -> None:
+    """raises  ParameterChanged, if what the entry took its values from has others now"""
+    entry.sources = tuple(s for s in entry.sources if s.holds(entry))
+
+
+def drop_sources(entry: Held) -> None:
+    """The entry takes other values."""
+    sources, entry.sources = entry.sources, ()
+    for source in sources:
+        source.dissolve()
+
+
+def _written_apart(entry: Held, other: Held) -> ParameterChanged:
+    return ParameterChanged(
+        entry.name,
+        f"shares its .data with {other.name!r}, of another offloaded model or by a plain tensor "
+        "that others hold, and that was written since",
+        f"offload both models as one module, let one take the .data of the other, or {AGAIN}",
+    )
+
+
+def _sources_of(value: Tensor) -> set[Tie]:
+    """Those that hold the memory of `value`, which lives."""
+    while _GONE:
+        try:
+            gone = _GONE.popleft()
+        except IndexError:  # another thread was here
+            break
+        others = _SOURCES.get(gone.mark, set())
+        others.discard(gone)
+        if not others:
+            _SOURCES.pop(gone.mark, None)
+    return _SOURCES.get(memory_of(value), set())
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes that two tensors of one memory span have any in common."""
+    (begin, end), (other_begin, other_end) = map(_reach, (a, b))
+    return max(begin, other_begin) < min(end, other_end)
+
+
+def _reach(value: Tensor) -> tuple[int, int]:
+    begin = int(value.storage_offset()) * value.element_size()
+    return begin, begin + Layout.of(value).nbytes
+
+
+def _writes_of(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version  # those are not counted
+
+
+def _sum_of(value: Tensor) -> int:
+    flat = materialised(value.cpu()).contiguous().reshape(-1)
+    raw: Any = flat.view(torch.uint8).numpy()
+    return zlib.crc32(raw) if flat.numel() else 0

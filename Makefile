@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check setup clean
+.PHONY: demo test test-all mutants fuzz check setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_gpt.py --check
@@ -19,6 +19,14 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest
+
+# What is judged already, and which test executes what, is kept in .mutants: stop it at any time.
+mutants: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m code_mutants
+
+# Random programs until one fails: make fuzz SECONDS=600, or until Ctrl-C; SEED= is the first seed.
+fuzz: $(READY)
+	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -34,5 +42,5 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .mutants build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""PyTorch's own tables of ops, modules and optimizers: bit-equal with offload, or refused.
+
+A sample here; all of it in the slow tests, and by `PYTHONPATH=.:tests python -m torch_tables`.
+"""
+
+import os
+
+import pytest
+import torch
+from torch_tables import pool, suite
+from torch_tables.tiers import TIERS
+
+OPS = {
+    "views": ["diagonal", "as_strided.partial_views", "transpose", "unsafe_chunk", "view_as_real"],
+    "meanings of their own": ["clone", "fill", "zeros_like", "to", "resize_", "copysign"],
+    "elementwise": ["add", "where", "lerp", "addcmul", "clamp", "frexp", "sgn"],
+    "whole": ["matmul", "softmax.with_dtype", "addbmm", "native_batch_norm", "index_put", "sort",
+              "cat", "linalg.qr", "nn.functional.conv2d", "var_mean", "nn.functional.dropout"],
+    "torch asks for the class": ["__rmatmul__", "linalg.eigvalsh", "linalg.matrix_rank"],
+}  # fmt: skip
+"""Some ops for each road that `zcompile/eager.py` takes, and what is listed as not equal."""
+RARE = ["masked_fill", "prod", "tensor_split"]
+"""What is listed of these is met in few samples."""
+FEW = ["add", "matmul", "diagonal", "index_put", "native_batch_norm"]
+OTHER_DTYPES = {
+    "complex64": ["mul", "real", "conj", "linalg.qr"],
+    "bfloat16": ["add", "sum"],
+    "int64": ["add", "cumsum", "bitwise_and"],
+    "bool": ["logical_and", "any"],
+}
+MODULES = ["nn.Linear", "nn.BatchNorm1d", "nn.Embedding"]
+
+
+def worked_off(units):
+    found = pool.work(units, workers=int(os.environ.get("TABLES_WORKERS", "1")))
+    print(suite.summary(found))  # noqa: T201  # shown by pytest -s, and where a test fails
+    return found
+
+
+def check(found, table, complete=False):
+    """Every outcome is equal or listed; if `complete`, all that is listed of `table` was met."""
+    found = [told for told in found if told.unit["table"] == table]
+    assert not suite.wrong(found)
+    assert sum(told.counts.get("equal", 0) for told in found) > len(found)
+    if complete:
+        assert not suite.idle(found, [table]), "listed, and not met"
+
+
+@pytest.fixture(scope="module")
+def sample():
+    """One process for all: it takes seconds to import the tables."""
+    names = [name for group in OPS.values() for name in group]
+    units = suite.units("ops", ["host"], names, most=2)
+    units += suite.units("ops", ["host"], RARE)
+    for tier in ("disk", "device"):
+        units += suite.units("ops", [tier], FEW, most=1)
+    for dtype, some in OTHER_DTYPES.items():
+        units += suite.units("ops", ["host"], some, [dtype], most=1)
+    units += suite.units("modules", ["disk"], MODULES[:1], most=1)
+    units += suite.units("modules", ["host"], MODULES[1:], most=1, calls=["eager"])
+    units += suite.units("optimizers", ["host"], ["SGD", "Adafactor"], most=2, calls=["eager"])
+    units += suite.units("optimizers", ["disk"], ["AdamW"], most=1)
+    return worked_off(units)
+
+
+@pytest.mark.timeout(3600)  # on a busy machine: a process is started, and torch's tables imported
+@pytest.mark.parametrize("table", ["ops", "modules", "optimizers"])
+def test_a_sample_of_the_tables_of_torch(sample, table):
+    check(sample, table, complete=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_every_op_of_torch():
+    units = suite.units("ops", TIERS, most=12)
+    units += suite.units("ops", ["host"], dtypes=OTHER_DTYPES, most=2)
+    check(worked_off(units), "ops", complete=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("table", ["modules", "optimizers"])
+def test_every_module_and_optimizer_of_torch(table):
+    check(worked_off(suite.units(table, TIERS, most=4)), table, complete=True)
+
+
+def test_a_case_that_kills_its_process_is_named_and_the_others_go_on():
+    units = [{"name": name, "table": "ops"} for name in ("first", "kills", "last")]
+    found = pool.work(units, module="torch_tables.dying")
+    rows = {told.unit["name"]: (told.counts, [r["case"] for r in told.rows]) for told in found}
+    assert rows["first"] == ({"equal": 2}, [])
+    assert rows["kills"] == ({"equal": 2, "crash": 1}, ["kills 1"])
+    assert rows["last"] == ({"equal": 2}, [])
+
+
+def test_a_wrong_value_is_seen():
+    """What is compared shows a bit, a stride, and autograd's marks."""
+    from torch_tables.comparing import differences
+
+    a = torch.arange(6.0).reshape(2, 3)
+    for other, told in (
+        (a.clone().index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(5.0000005)), "5.0"),
+        (a.t().contiguous().t(), "strides (1, 2), not (3, 1)"),
+        (a.clone().requires_grad_(), "requires_grad True, not False"),
+        (a.double(), "dtype torch.float64"),
+        (a[:1], "size (1, 3)"),
+        (-0.0 * a.sign().sub(a.sign()) + a, None),
+    ):
+        said = "; ".join(differences(a, other, "x"))
+        assert (told in said) if told else not said

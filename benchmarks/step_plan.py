@@ -7,7 +7,9 @@ with one NVMe drive (its machine file; fp32 on both), and to three harsher ratio
 where everything fits down to a twelfth of it. The least, and what is predicted, are worked out
 twice: before the steps that count, and of each of them by itself, at what its regions took in it;
 the speed of a shared machine changes in between. Beside what a step stalls stands what the least
-must: an optimizer that is called after backward has nothing to hide its transfers behind. A second
+must: an optimizer that is called after backward has nothing to hide its transfers behind. Beside
+the least, which takes for granted what plans of this kind have in common (`zcompile/bounds.py`),
+stands the floor, which does not (`zcompile/floor.py`). A second
 table turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in
 its place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
 """
@@ -55,11 +57,12 @@ stay beside the arena, so with more of it little or nothing would be left for th
 class Run:
     """One model under one plan. Seconds of a step; bytes of the arena.
 
-    over_least, of_measured  medians over steps: seconds over the least, and predicted over seconds,
-                             at what regions took in that very step; no figure without a plan
+    over_least, over_floor, of_measured  medians over steps: seconds over the least, over the floor,
+        and predicted over seconds, at what regions took in that very step; no figure without a plan
     """
 
     over_least: float
+    over_floor: float
     of_measured: float
     measured_s: float
     predicted_s: float
@@ -75,7 +78,7 @@ class Run:
 
 
 NOT_PLANNED: Mapping[str, Any] = {
-    "step_s": 0.0, "least_s": 1.0, "least_compute_s": 1.0, "busy": {}, "bytes": {},
+    "step_s": 0.0, "least_s": 1.0, "least_compute_s": 1.0, "floor_s": 1.0, "busy": {}, "bytes": {},
     "peak": {"device": 0},
     "seconds": {"compute": 0.0, "optimizer": 0.0},
 }  # fmt: skip
@@ -148,6 +151,7 @@ def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run,
     pairs = list(zip(seconds, then, strict=True))
     return Run(
         over_least=statistics.median(s / row["least_s"] for s, row in pairs),
+        over_floor=statistics.median(s / row["floor_s"] for s, row in pairs),
         of_measured=statistics.median(row["step_s"] / s for s, row in pairs),
         measured_s=statistics.median(seconds),
         predicted_s=told["step_s"],
@@ -191,7 +195,7 @@ def show(name: str, share: float, run: Run) -> str:
     peak = "equal" if run.peak_bytes == run.predicted_peak_bytes else (
         f"{run.peak_bytes} / {run.predicted_peak_bytes}")  # fmt: skip
     return (f"| {name} | {share:.3g} | {run.measured_s:.3f} "
-            f"| {run.over_least:.2f} | {run.of_measured:.2f} "
+            f"| {run.over_least:.2f} | {run.over_floor:.2f} | {run.of_measured:.2f} "
             f"| {run.measured_s / run.least_s:.2f} | {run.predicted_s / run.measured_s:.2f} "
             f"| {run.link_s:.3f} | {run.compute_s:.3f} "
             f"| {run.stall_s / run.measured_s:.1%} / {max(0.0, run.least_stall):.1%} | {peak} "
@@ -199,9 +203,9 @@ def show(name: str, share: float, run: Run) -> str:
 
 
 HEAD = (
-    "| links | budget | step s | / least | predicted / | / least, before | predicted /, before "
-    "| busiest link s | compute s | stall / least stall | peak "
-    "| MiB a step / predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| links | budget | step s | / least | / floor | predicted / | / least, before "
+    "| predicted /, before | busiest link s | compute s | stall / least stall | peak "
+    "| MiB a step / predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 

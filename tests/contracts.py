@@ -218,6 +218,47 @@ def hint() -> None:
 
 
 @contract
+def symbols_of() -> None:
+    """A size tells the dynamic ones that it is computed from."""
+    sizes = dynamic_sizes()
+    assert all(len(private.symbols_of(size)) == 1 for size in sizes)
+    first, second = sizes
+    assert private.symbols_of(first * second) == private.symbols_of(first) | private.symbols_of(
+        second
+    )
+    assert private.symbols_of(5) == frozenset()
+
+
+@contract
+def is_bare() -> None:
+    for size in dynamic_sizes():
+        assert private.is_bare(size)
+        assert not private.is_bare(2 * size)
+    assert not private.is_bare(5)
+
+
+@contract
+def size_at() -> None:
+    """A computed size is known for other dynamic ones, and asking does not guard."""
+    first, second = dynamic_sizes()
+    names = [next(iter(private.symbols_of(size))) for size in (first, second)]
+    at = dict(zip(names, (11, 13), strict=True))
+    assert private.size_at(first, at) == 11
+    assert private.size_at(first * second // 2 + 1, at) == 11 * 13 // 2 + 1
+    assert private.size_at(first, {}) == private.hint(first)
+    assert private.size_at(5, at) == 5
+
+
+def dynamic_sizes() -> list[torch.SymInt]:
+    """Of the batch and the length of a model's tokens."""
+    torch.manual_seed(0)
+    model = zcompile.offload(GPT(1), **SMALL)
+    graph = catch_dynamic(model, torch.randint(0, 32, (3, 7))).graph
+    nodes = [n for n in graph.find_nodes(op="placeholder") if private.is_symbol(n)]
+    return [node.meta["val"] for node in nodes[:2]]
+
+
+@contract
 def is_symbol() -> None:
     assert not any(private.is_symbol(n) for n in captured("mlp").graph.nodes)
     model = zcompile.offload(GPT(1), **SMALL)
@@ -297,3 +338,152 @@ def BackendFailed() -> None:
     with pytest.raises(private.BackendFailed) as caught:
         torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
     assert isinstance(caught.value.inner_exception, KeyError)
+
+
+@contract
+def is_applied_by_a_module() -> None:
+    """True for what a module applies to its tensors, by any of the verbs that convert it."""
+    asked: list[bool] = []
+
+    def ask(tensor: Tensor) -> Tensor:
+        asked.append(private.is_applied_by_a_module())
+        return tensor
+
+    torch.nn.Linear(2, 2)._apply(ask)
+    torch.nn.LSTM(2, 2)._apply(ask)
+    assert asked
+    assert all(asked)
+    assert not private.is_applied_by_a_module()
+
+
+@contract
+def memory_of() -> None:
+    """Views have one memory, a copy has another, and one of no elements has its own too."""
+    a, none = torch.zeros(4), (torch.zeros(0), torch.zeros(0))
+    assert private.memory_of(a) == private.memory_of(a[1:]) == private.memory_of(a.detach())
+    assert private.memory_of(a) != private.memory_of(a.clone())
+    assert private.memory_of(none[0]) != private.memory_of(none[1])
+
+
+@contract
+def holders_of_memory() -> None:
+    """Every tensor over a memory counts, once."""
+    a = torch.zeros(4)
+    assert private.holders_of_memory(a) == 1
+    b = a[1:]  # its base counts, which is `a`
+    assert private.holders_of_memory(a) == private.holders_of_memory(b) == 2
+    c = torch.nn.Parameter(a).data
+    del b
+    assert private.holders_of_memory(a) == 2
+    del a
+    assert private.holders_of_memory(c) == 1
+
+
+@contract
+def is_held_by() -> None:
+    """A name, a view and a graph that saved it are each seen, and seen to be gone."""
+
+    class Owner:
+        value = None
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, value):
+            ctx.save_for_backward(value)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    owner = Owner()
+    owner.value = torch.zeros(4)
+    holders = (
+        lambda: owner.value,
+        lambda: owner.value[:2],
+        lambda: Keeps.apply(torch.ones(4, requires_grad=True), owner.value),
+    )
+    assert private.is_held_by(owner, "value")
+    for hold in holders:
+        held = hold()
+        assert not private.is_held_by(owner, "value")
+        del held
+        assert private.is_held_by(owner, "value")
+    assert not private.is_held_by(owner, "value", 2)
+
+
+@contract
+def owns_memory() -> None:
+    """What lies in a Python buffer cannot be resized, and is known by that."""
+    assert private.owns_memory(torch.zeros(4)[1:])
+    assert not private.owns_memory(torch.frombuffer(bytearray(16), dtype=torch.float32))
+
+
+@contract
+def mark() -> None:
+    """A wrapper says that it is a conjugate: ops get a clone of it, copies and views itself."""
+    asked = []
+
+    class Lazy(Tensor):
+        __torch_function__ = private.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            asked.append((func, args[0].is_conj()))
+            return torch.zeros(2, dtype=torch.complex64)
+
+    made = private.wrapper(Lazy, (2,), (1,), 0, torch.complex64, torch.device("cpu"), False)
+    private.mark(made, True, False)
+    assert (made.is_conj(), made.is_neg()) == (True, False)
+    made.mul_(2)
+    aten = torch.ops.aten
+    assert asked == [(aten.clone.default, True), (aten.copy_.default, True)], "mul_ is of the clone"
+
+
+@contract
+def set_data() -> None:
+    """A wrapper without storage takes over strides and offset."""
+
+    def made(stride, offset):
+        cpu = torch.device("cpu")
+        return private.wrapper(Bare, (2, 2), stride, offset, torch.float32, cpu, False)
+
+    one, other = made((2, 1), 0), made((1, 2), 3)
+    private.set_data(one, other)
+    assert (one.stride(), one.storage_offset()) == ((1, 2), 3)
+
+
+class Bare(Tensor):
+    """Stands for nothing: no op on it is expected."""
+
+    __torch_function__ = private.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
+@contract
+def is_lazy() -> None:
+    """Zeros without memory, conjugates and negatives are told from values in memory."""
+    z = torch.ones(2, dtype=torch.complex64)
+    assert private.is_lazy(torch._efficientzerotensor((2, 3)))
+    assert torch._efficientzerotensor((2, 3)).data_ptr() == 0
+    assert private.is_lazy(z.conj())
+    assert private.is_lazy(z.conj().imag)
+    assert not private.is_lazy(z)
+    assert not private.is_lazy(z.real)
+
+
+@contract
+def materialised() -> None:
+    """What is lazy gets memory of its own; what is not stays as it is."""
+    z = torch.complex(torch.ones(2), torch.ones(2))
+    zero = private.materialised(torch._efficientzerotensor((2, 3)))
+    assert zero.data_ptr()
+    assert torch.equal(zero, torch.zeros(2, 3))
+    for lazy in (z.conj(), z.conj().imag):
+        made = private.materialised(lazy)
+        assert not private.is_lazy(made)
+        assert torch.equal(made, lazy)
+    assert private.materialised(z) is z

@@ -43,6 +43,19 @@ def failure_of() -> None:
 
 
 @contract
+def says_not_resizable() -> None:
+    """What cannot be resized, since its memory is somebody's else, says so in these words."""
+    lent = torch.zeros(4, dtype=torch.uint8).numpy()
+    out = torch.frombuffer(lent, dtype=torch.float32)[:0]
+    with pytest.raises(RuntimeError) as caught:
+        torch.add(torch.ones(3), 1, out=out)
+    assert private.says_not_resizable(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        torch.add(torch.ones(3), torch.ones(2))
+    assert not private.says_not_resizable(caught.value)
+
+
+@contract
 def muted_tracing() -> None:
     """An op that cannot be traced is logged by torch as an error, and not while muted."""
     heard: list[logging.LogRecord] = []

@@ -6,7 +6,7 @@ and again: the zinf ops have meanings, and `release` poisons.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +21,11 @@ from zcompile.dump import Watcher
 from zcompile.graph import assign_phases, output_of
 from zcompile.graph_plan import Plan
 from zcompile.offloading import session_behind
-from zcompile.pipeline import pipeline, run
+from zcompile.pipeline import SILENT, Silence, Watch, pipeline, run
 from zcompile.runtime.session import Session
 from zcompile.schedule import Schedule
 from zcompile.specs import Phase
-from zcompile.torch_private import aot_backend, boxed, gradient_of, handle_input
+from zcompile.torch_private import aot_backend, boxed, gradient_of, handle_input, hint
 from zcompile.units import MiB
 
 DEVICE_BYTES = 64 * MiB
@@ -54,11 +54,25 @@ class Joint:
         plan = replace(self.plan, budget_bytes=budget_bytes or self.plan.budget_bytes)
         return replace(self, gm=copied(self.gm), plan=plan)
 
-    def through(self, *passes: Any) -> "Joint":
+    def through(self, *passes: Any, watch: Watch = SILENT) -> "Joint":
         """A copy after these passes."""
         made = self.copy()
-        made.plan = run(made.gm, made.plan, passes)
+        made.plan = run(made.gm, made.plan, passes, watch=watch)
         return made
+
+    def through_each(self, *passes: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name of each pass, and `results` of a copy of the graph right after it."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        made = self.copy()
+
+        class Interpreting(Silence):
+            def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+                made.plan = plan
+                found.append((name, results(made)))
+
+        run(made.gm, made.plan, passes, watch=Interpreting())
+        assert [name for name, _ in found] == [p.name for p in passes]
+        return iter(found)
 
 
 @dataclass
@@ -133,7 +147,7 @@ def tangents(gm: fx.GraphModule, after: int) -> list[Tensor]:
     made = []
     for node in gm.graph.find_nodes(op="placeholder")[after:]:
         value = node.meta["val"]
-        size = [int(n) for n in value.size()]
+        size = [hint(n) for n in value.size()]
         made.append(torch.randn(size, generator=source).to(value.dtype))
     return made
 

@@ -141,8 +141,6 @@ def assert_alike(a: nn.Module, b: nn.Module) -> None:
 def backward(param, *steps, expect=1):
     """Runs `steps` within a backward pass that expects so many contributions to a gradient."""
     gradients = param.entry.store.gradients
-    for _ in range(expect):
-        gradients.expect([param.entry])
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -151,7 +149,11 @@ def backward(param, *steps, expect=1):
 
         @staticmethod
         def backward(ctx, _):
+            gradients.count()
             for step in steps:
                 step()
 
-    Backward.apply(param).backward()
+    result = Backward.apply(param)
+    gradients.expect([param.entry] * expect)
+    gradients.come_by(lambda: result.grad_fn)
+    result.backward()

@@ -150,8 +150,8 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
     seen = []
     enter = session.executor.make_room
 
-    def make_room(nbytes):
-        enter(nbytes)
+    def make_room(nbytes, schedule):
+        enter(nbytes, schedule)
         seen.append(annex.memory is None and not session._departures.under(lately))
 
     monkeypatch.setattr(session.executor, "make_room", make_room)

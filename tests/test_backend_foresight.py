@@ -87,7 +87,7 @@ def fill(pair: Twins, layer: int, how: str) -> None:
             elif how == "in place":
                 weight.mul_(0.5)
             elif how == "data":
-                weight.data = values
+                weight.data = values.clone()  # which is then the memory of one of the two
             elif how == "load_state_dict":
                 state = {k: v.clone() for k, v in pair.plain.state_dict().items()}
                 state[f"blocks.{layer}.up.weight"] = values

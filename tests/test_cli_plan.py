@@ -72,7 +72,8 @@ def test_a_plan_says_whether_it_fits_and_what_a_step_takes(zinf, models):
     code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--batch", 2)
     assert code == 0
     assert out.startswith("4.16 K parameters on desktop-24gb: fits\n")
-    assert "no plan takes less than" in out
+    assert "least of a plan like this: " in out
+    assert "floor of all plans: " in out
 
 
 def test_a_plan_for_a_program_is_the_report(zinf, models):

@@ -86,11 +86,22 @@ def test_an_unknown_link_offers_the_nearest():
 
 
 def test_a_disk_that_is_missing_or_a_file_says_what_to_do(tmp_path):
-    with pytest.raises(DiskUnusable, match="does not exist; create it"):
-        Config(disk=tmp_path / "nothing")
+    with pytest.raises(DiskUnusable, match="does not exist, and neither does the directory"):
+        Config(disk=tmp_path / "no" / "thing")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(DiskUnusable, match="is a symbolic link to what does not exist"):
+        Config(disk=tmp_path / "link")
     (file := tmp_path / "file").write_text("")
     with pytest.raises(DiskUnusable, match="is not a directory; give a directory"):
         Config(disk=file)
+
+
+def test_a_disk_that_is_yet_to_be_made_is_not_made_by_a_config(tmp_path):
+    disks = (tmp_path / "a", tmp_path / "b")
+    assert Config(disk=disks).disk == disks
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigInvalid, match="names a directory twice"):
+        Config(disk=(tmp_path / "a", tmp_path / "a"))
 
 
 def test_a_disk_given_twice_is_refused(tmp_path):
@@ -103,6 +114,8 @@ def test_a_disk_one_may_not_write_to_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(DiskUnusable, match="is not writable"):
         Config(disk=tmp_path)
+    with pytest.raises(DiskUnusable, match="may not be made where it would be"):
+        Config(disk=tmp_path / "new")
 
 
 def test_the_environment_names_the_dump_and_an_argument_wins(monkeypatch, tmp_path):

@@ -124,12 +124,14 @@ def test_a_disk_that_is_full_in_the_step_leaves_the_parameters(tmp_path, nearly_
 
 
 @pytest.mark.parametrize(("prepare", "sentence"), [
-    (lambda path: None, r"disk='.*/here' does not exist; create it or give another directory"),
-    (lambda path: path.touch(), r"disk='.*/here' is not a directory; give a directory"),
+    (lambda path: path.rmdir(), r"disk='.*/here' does not exist, and neither does the "
+     "directory that it would be made in; create that or give another directory"),
+    (lambda path: (path / "here").touch(), r"disk='.*/here' is not a directory; give a directory"),
 ], ids=["missing", "a file"])  # fmt: skip
 def test_a_disk_that_is_no_directory(prepare, sentence, tmp_path):
-    prepare(tmp_path / "here")
-    met(DiskUnusable, sentence, lambda: zcompile.offload(mlp(), **ON_DISK, disk=tmp_path / "here"))
+    (parent := tmp_path / "parent").mkdir()
+    prepare(parent)
+    met(DiskUnusable, sentence, lambda: zcompile.offload(mlp(), **ON_DISK, disk=parent / "here"))
 
 
 def test_a_disk_one_may_not_write_to(tmp_path, monkeypatch):

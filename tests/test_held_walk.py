@@ -43,3 +43,17 @@ def test_small_ones_of_a_call_are_joined_as_planned_once_one_was():
 
 def test_what_is_left_of_a_large_call_is_joined_before_a_small_one_begins():
     assert joined(backward(256), backward(1, 1)) == [[0, 0], [1, 0, 0]]
+
+
+def test_a_gradient_in_a_larger_storage_holds_all_of_that():
+    """And two that are parts of one hold it until the last of them has come home."""
+    call = backward(2, 2, 2)
+    levels = tuple(Level(departing=6, carried=nbytes) for nbytes in (0, 3, 4))
+    walk, held = HeldWalk(), []
+    for then in (replace(call, holds=Holds(levels)), backward(2), backward(1)):
+        walk.begin(then)  # twice its own may be under way still
+        if then.holds.levels == levels:
+            walk.through(then)
+            walk.end(Phase.BACKWARD)
+        held.append(walk.others)
+    assert held == [7, 7, 4]

@@ -283,3 +283,32 @@ def test_an_optimizer_that_is_told_nothing_chooses_as_for_plain_tensors(tmp_path
     for model in (mlp(), on_disk(mlp(), tmp_path)):
         params = list(model.parameters())
         assert optimizer._default_to_fused_or_foreach(params, False) == (False, True)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}])
+def test_a_backward_after_the_step_of_its_weights_is_refused_as_by_torch(options, tmp_path):
+    for model in (mlp(), on_disk(mlp(), tmp_path)):
+        optimizer = optim.AdamW(model.parameters(), **options)
+        for _ in range(3):  # the third step is like the second
+            model(torch.ones(2, 16)).sum().backward()
+            before = [param._version for param in model.parameters()]
+            stale = model(torch.ones(2, 16)).square().sum()
+            optimizer.step()
+            assert all(p._version > v for p, v in zip(model.parameters(), before, strict=True))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                stale.backward()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("write", [
+    lambda ts: torch._foreach_add_(ts, 1.0),
+    lambda ts: torch._foreach_mul_(ts, torch._foreach_norm(ts)),
+    lambda ts: torch._foreach_copy_(ts, [torch.zeros_like(t) for t in ts]),
+])  # fmt: skip
+def test_list_ops_count_what_they_write_as_torch_does(write, tmp_path):
+    for model in (mlp(), on_disk(mlp(), tmp_path)):
+        tensors = [param.detach() for param in model.parameters()]
+        for _ in range(3):
+            before = [t._version for t in tensors]
+            write(tensors)
+            assert all(t._version > v for t, v in zip(tensors, before, strict=True))

@@ -162,7 +162,11 @@ def scheduled_blocks(model: str, lead: int, budget_bytes: int) -> list[list[Bloc
     return met
 
 
-@pytest.mark.parametrize("lead", [0, 1, 2, 4, 8])
+LEADS = (0, 2, 8, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (1, 4)))
+"""Regions that a fetch may start ahead."""
+
+
+@pytest.mark.parametrize("lead", LEADS)
 @pytest.mark.parametrize("model", SMALL_MODELS)
 def test_a_model_needs_at_most_two_percent_more_than_what_is_alive(model, lead):
     least = least_budget(captured(model))
@@ -176,7 +180,7 @@ QUICK = 1.25
 as early as such a packing allows (`choose_starts`), so that what it wastes costs lead, not room."""
 
 
-@pytest.mark.parametrize("lead", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("lead", LEADS)
 @pytest.mark.parametrize("model", SMALL_MODELS)
 def test_a_quick_packing_of_a_model_needs_at_most_a_quarter_more_than_what_is_alive(model, lead):
     least = least_budget(captured(model))

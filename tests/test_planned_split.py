@@ -75,7 +75,14 @@ def session_of_run(choice, micro_batches=1):
 
 @pytest.mark.parametrize(
     ("choice", "micro_batches"),
-    [("keep", 1), ("keep", 2), ("recompute", 1), ("offload", 1), ("offload", 2), ("auto", 1)],
+    [
+        ("recompute", 1),
+        ("offload", 2),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in [("keep", 1), ("keep", 2), ("offload", 1), ("auto", 1)]
+        ),
+    ],
 )
 def test_a_plan_splits_the_device_to_the_byte_as_a_run_does(choice, micro_batches):
     held, arena, peak = session_of_run(choice, micro_batches)
@@ -97,7 +104,10 @@ def test_a_plan_keeps_everything_where_nothing_bounds_the_device():
     assert report.held_bytes == planned("keep").held_bytes
 
 
-@pytest.mark.parametrize(("choice", "device"), [("keep", 64 * KiB), ("auto", 4 * KiB)])
+@pytest.mark.parametrize(
+    ("choice", "device"),
+    [("keep", 64 * KiB), pytest.param("auto", 4 * KiB, marks=pytest.mark.slow)],
+)
 def test_a_device_that_is_too_small_is_told_what_it_needs(choice, device):
     with torch.device("meta"):
         model = Loss()

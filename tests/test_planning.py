@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile import planning
+from zcompile import bounds, floor, planning
 from zcompile.backend import surroundings
 from zcompile.config import Config
 from zcompile.errors import Unsupported
@@ -128,7 +128,7 @@ def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, ter
     assert report.bottleneck == report.bound_by == "compute"
 
 
-@pytest.mark.parametrize("device", [256 * KiB, MiB, 2 * MiB])
+@pytest.mark.parametrize("device", [pytest.param(256 * KiB, marks=pytest.mark.slow), MiB, 2 * MiB])
 @pytest.mark.parametrize("host", [MiB, 4 * MiB])
 def test_no_plan_is_below_its_bound(terms, device, host):
     small = with_tier(with_tier(SMALL, "device", device), "host", host)
@@ -223,7 +223,11 @@ def test_a_report_is_a_record_and_a_text(traced, terms):
     assert told["parameters"] == report.parameters
     assert told["gap"] == report.gap
     assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}
-    assert "no plan takes less than" in str(report)
+    assert told["floor_gap"] == report.floor_gap >= report.gap > 0
+    for said in ("least of a plan like this: ", "floor of all plans: "):
+        assert said in str(report)
+    assert bounds.ASSUMES in str(report)
+    assert floor.ASSUMES in str(report)
     assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
 
 

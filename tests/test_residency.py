@@ -38,7 +38,7 @@ ARENAS = {"everything": 8 * WEIGHT_BYTES, "half": 2 * WEIGHT_BYTES, "a third of 
 
 @pytest.mark.parametrize("arena", ARENAS.values(), ids=ARENAS)
 @pytest.mark.parametrize(("where", "batches"), [
-    ("host", 2), ("disk", 2), ("throttled", 2),
+    ("disk", 2), ("throttled", 2), pytest.param("host", 2, marks=pytest.mark.slow),
     ("throttled", 1),  # all that moves shows; elsewhere one batch is what every other test trains
 ])  # fmt: skip
 def test_a_planned_run_trains_bit_equal(tmp_path, arena, where, batches):

@@ -42,7 +42,9 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("share", [0.4, 1.0, 1.7, 2.5, 6.0])
+@pytest.mark.parametrize(
+    "share", [0.4, 1.7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1.0, 2.5, 6.0))]
+)
 def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     """Their first two steps use the same entries, so fetches are handed over when a step is
     planned."""

@@ -13,7 +13,6 @@ from pairs import assert_equal, on_disk
 from torch import nn
 
 import zcompile
-from zcompile import block_files
 from zcompile.units import MiB
 
 
@@ -65,7 +64,7 @@ def test_whole_pages_on_disk_are_shared_and_the_rest_streams(
 ):
     model = on_disk(Mixed(), tmp_path, durable=durable)
     clones = Clones(works)
-    monkeypatch.setattr(block_files.fcntl, "ioctl", clones)
+    monkeypatch.setattr("fcntl.ioctl", clones)
     zcompile.stats(model, reset=True)
     told = []
     zcompile.save(tmp_path / "c", model, progress=lambda *now: told.append(now))
@@ -80,7 +79,7 @@ def test_whole_pages_on_disk_are_shared_and_the_rest_streams(
 
 def test_what_rests_on_the_host_or_was_never_written_is_not_shared(tmp_path, monkeypatch):
     clones = Clones(99)
-    monkeypatch.setattr(block_files.fcntl, "ioctl", clones)
+    monkeypatch.setattr("fcntl.ioctl", clones)
     model = zcompile.offload(Mixed(), device="cpu", device_memory="1MiB", host_memory="64MiB")
     zcompile.save(tmp_path / "c", model)
     check(model, tmp_path / "c")

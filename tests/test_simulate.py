@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from written import FLOATS, HIGH, LOW, schedule
 
 from zcompile.cost import Costs, Ways
@@ -13,6 +14,8 @@ from zcompile.schedule import (
     EntryIndex,
     Fetch,
     Free,
+    Left,
+    Offload,
     Reduce,
     Register,
     Run,
@@ -21,7 +24,7 @@ from zcompile.schedule import (
     Wait,
 )
 from zcompile.simulate import simulate
-from zcompile.specs import HELD, Kind, Phase, Region, Work
+from zcompile.specs import HELD, Kind, Layout, Phase, Region, Work
 from zcompile.steps import EntryFact, Step, StepCall
 
 ONE = 1000
@@ -261,6 +264,19 @@ def test_beside_the_host_compute_lags_and_transfers_start_early():
     found = first(step_of(a_call(*rows)), asynchronous=True)
     assert travelled(found) == [(0.0, 1.0)]
     assert (found.step_s, found.stall_s) == (6.0, 0.0)
+
+
+def test_host_and_compute_both_wait_until_a_value_has_left():
+    value = Layout((ONE,), (1,), 0, torch.uint8)
+    offload = Offload(Register(1), "host", value, Register(2), 0, Ticket(1), (Ticket(0),))
+    left = Left(Ticket(1), Register(1), ONE)
+    call = a_call(computing(1, 0), offload, computing(0.5), left, fetching(0, 2), computing(1))
+    step = step_of(replace(call, made=(4,)))
+    for ways in ({}, {"asynchronous": True}):
+        found = first(step, **ways)
+        assert times(found, Run) == [(0.0, 1.0), (1.0, 1.5), (2.0, 3.0)]
+        assert found.stall_s == 0.5
+        assert travelled(found) == [(1.0, 2.0), (2.0, 3.0)], "what comes next starts after it"
 
 
 def test_what_was_measured_counts_before_what_is_predicted():

@@ -30,7 +30,7 @@ def trained(tmp_path):
 def test_it_is_a_plain_dict_of_plain_numbers(trained):
     stats = zcompile.stats(trained)
     assert type(stats) is dict
-    assert set(stats) == {*GROUPS, *COUNTS, "step_s", "predicted"}
+    assert set(stats) == {*GROUPS, *COUNTS, "step_s", "predicted", "inexact"}
     assert stats["step_s"] is None, "the first whole step has not ended"
     assert stats["predicted"] is None, "no step was planned yet"
     for group, (keys, kind) in GROUPS.items():

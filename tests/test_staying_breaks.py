@@ -111,7 +111,7 @@ def test_a_forward_that_finds_no_room_for_them_elsewhere_is_refused_and_nothing_
     homes = session_behind(model).homes
     with monkeypatch.context() as full:
         full.setattr(homes, "move", lambda *how: None)
-        with pytest.raises(BudgetExceeded, match="has to leave for what the graph holds"):
+        with pytest.raises(BudgetExceeded, match="values of compiled graphs"):
             loss_of(compiled, many(50))
     now = [p.grad.on_host() for p in model.parameters()]
     assert all(map(torch.equal, kept, now))

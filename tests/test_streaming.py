@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import Holder, assert_equal, on_disk, parameter_pair, plain_of
+from pairs import Holder, assert_equal, assert_same, mlp, on_disk, parameter_pair, plain_of
 from torch.nn import functional as F
 
 from zcompile.offloading import session_behind
@@ -29,6 +29,8 @@ SAME = {
     "of itself": lambda p: p.copy_(p.sort(0).values),
     "dropout": lambda p: F.dropout(p, inplace=True),
     "rrelu": lambda p: F.rrelu_(p, training=True),
+    "rrelu, not in place": lambda p: p.copy_(F.rrelu(p, training=True)),
+    "a list made anew": lambda p: p.copy_(torch._foreach_add([p], [torch.ones(1, 1)])[0]),
     "transposed": lambda p: p.t().mul_(ROWS.t()),
     "a list of views": lambda p: torch._foreach_mul_([p[:4], p[4:]], 2.0),
 }
@@ -42,6 +44,32 @@ def test_operands_may_meet(name, tmp_path):
         with torch.no_grad():
             SAME[name](param)
     assert_equal(plain, tiered)
+
+
+def test_one_element_may_have_more_dimensions_where_torch_lets_it(tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(12, 8), tmp_path)
+    one = torch.full((1, 1, 1), 2.0)
+    with torch.no_grad():
+        for param in (plain, tiered):
+            with pytest.raises(RuntimeError, match="broadcast"):
+                param.add_(one)
+        (theirs,), (ours,) = (torch._foreach_mul([p], [one]) for p in (plain, tiered))
+    assert_equal(theirs, ours)
+    assert_equal(plain, tiered)
+
+
+@pytest.mark.parametrize("host", ["256KiB", "64MiB"], ids=["disk", "host"])
+def test_a_list_of_tensors_of_several_sizes_takes_plain_ones_and_a_scalar_for_each(host, tmp_path):
+    plain, tiered = mlp(), on_disk(mlp(), tmp_path, host_memory=host)
+    tiered.load_state_dict(plain.state_dict())
+    for model in (plain, tiered):
+        for backwards in (False, True):  # the smallest first, then last
+            params = sorted(model.parameters(), key=lambda p: p.numel(), reverse=backwards)
+            values = [torch.arange(1.0, 1 + p.numel()).reshape(p.shape) / 64 for p in params]
+            with torch.no_grad():
+                torch._foreach_add_(params, values)
+                torch._foreach_addcdiv_(params, values, values[:], torch.arange(1.0, 5.0))
+    assert_same(plain, tiered)
 
 
 def test_out_is_what_comes_back(tmp_path):

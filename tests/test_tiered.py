@@ -1,5 +1,6 @@
 """A tiered tensor read, written, viewed, copied and saved: as the plain tensor it stands for."""
 
+import gc
 import math
 
 import numpy
@@ -214,3 +215,61 @@ def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
     for param in (plain, tiered):
         (param * param.conj() * param).abs().sum().backward()
     assert_equal(plain.grad, tiered.grad)
+
+
+@pytest.mark.parametrize("write", [
+    lambda w: w.conj().zero_(),
+    lambda w: w.conj().copy_(torch.full((), 2 + 3j)),
+    lambda w: w.copy_(w.conj()),
+    lambda w: w.conj().mul_(2 + 1j),
+    lambda w: w.conj()[1:].add_(1j),
+    lambda w: w.mH[0].fill_(1j),
+    lambda w: w.conj().conj_physical_(),
+    lambda w: torch.mul(w, 2j, out=w.conj()),
+    lambda w: w.real.zero_(),
+    lambda w: w.imag.fill_(4),
+    lambda w: w.conj().imag.add_(4),
+    lambda w: torch.view_as_real(w)[..., 0].zero_(),
+    lambda w: torch._neg_view(w).add_(3),
+    lambda w: w[0].copy_(torch.tensor([1j, 2j, 3j]).conj()),
+    lambda w: w.conj().resolve_conj().zero_(),
+], ids=["zero", "copy", "of itself", "mul", "part", "mH", "conj_physical", "out", "real", "imag",
+        "conj imag", "view_as_real", "neg", "from a conj", "of a copy"])  # fmt: skip
+def test_what_is_written_through_a_view_of_complex_numbers_arrives(write, tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
+    for param in (plain, tiered):
+        write(param.detach())
+    assert_equal(plain, tiered)
+    assert plain._version == tiered._version
+
+
+def test_a_parameter_can_be_the_conjugate_of_its_bytes(tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
+    for param in (plain, tiered):
+        param.data = param.data.conj()
+        assert param.is_conj()
+        (param * param).imag.sum().backward()
+        torch.optim.SGD([param], lr=0.1).step()
+    assert torch.equal(plain.detach(), plain_of(tiered).detach())
+    assert torch.equal(plain.imag, plain_of(tiered.imag))
+    value = torch.compile(lambda w: w.conj() * 2 + w.real, backend="aot_eager")(tiered)
+    assert torch.equal(value, plain.conj() * 2 + plain.real)
+
+
+def left_of_a_dropped_model(take, dtype, tmp_path):
+    _, tiered = parameter_pair(lambda: torch.arange(24).reshape(4, 6).to(dtype), tmp_path)
+    return take(tiered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "take",
+    [lambda w: w, lambda w: w.detach(), lambda w: w.detach()[1:].t(), torch.ones_like],
+    ids=["parameter", "alias", "view", "state"],
+)
+def test_what_is_held_of_a_model_outlives_it(take, dtype, tmp_path):
+    """A model is closed once nothing refers to its values; a view of one does."""
+    held = left_of_a_dropped_model(take, dtype, tmp_path)
+    gc.collect()
+    expected = take(torch.arange(24).reshape(4, 6).to(dtype))
+    assert torch.equal(held.detach() + 0, expected)

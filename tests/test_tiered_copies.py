@@ -27,14 +27,47 @@ def test_a_copy_is_tiered_and_its_own(tmp_path):
     assert copy.copy(model)[0].weight is model[0].weight
 
 
-def test_copying_keeps_ties_and_gradients(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    on_disk(model, tmp_path)
-    model(torch.ones(1, 4)).sum().backward()
-    branch = copy.deepcopy(model)
-    assert branch[1].weight is branch[0].weight
-    assert torch.equal(plain_of(branch[0].weight.grad), plain_of(model[0].weight.grad))
+def test_copying_keeps_ties_and_leaves_gradients_behind_as_torch_does(tmp_path):
+    for offloaded in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        if offloaded:
+            on_disk(model, tmp_path)
+        model(torch.ones(1, 4)).sum().backward()
+        branch = copy.deepcopy(model)
+        assert branch[1].weight is branch[0].weight
+        assert [p.grad for p in branch.parameters()] == [None] * 3
+        assert model[0].weight.grad is not None
+
+
+def test_what_shares_bytes_shares_them_in_a_copy(tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    found = []
+    for param in (plain, tiered):
+        (param * param).sum().backward()
+        state = {"all": param.data, "row": param.data[3], "grad": param.grad}
+        copied = copy.deepcopy(state)
+        copied["all"].add_(1)
+        copied["grad"].zero_()
+        found.append([plain_of(value) for value in (*copied.values(), *state.values())])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_copied_parameter_lies_as_torch_would_have_it(tmp_path):
+    for make in (rows, lambda: rows().t(), lambda: rows()[:, :5], lambda: rows()[::2]):
+        plain, tiered = parameter_pair(make, tmp_path)
+        assert_equal(copy.deepcopy(plain), copy.deepcopy(tiered))
+
+
+def test_a_conversion_that_changes_nothing_gives_the_tensor_itself(tmp_path):
+    plain, tiered = parameter_pair(rows, tmp_path)
+    for param in (plain, tiered):
+        with torch.no_grad():
+            same = [param.float(), param.to(torch.float32), param.to(param.device)]
+        assert all(one is param for one in same)
+        (same[0] * same[0]).sum().backward()
+    assert_equal(plain.grad, tiered.grad)
 
 
 def test_what_is_no_leaf_is_not_copied(tmp_path):

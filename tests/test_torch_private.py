@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+import weakref
 
 import pytest
 import torch
 from contracts_of_failures import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 import zcompile
 from zcompile import torch_private as private
@@ -185,6 +187,142 @@ def will_accumulate() -> None:
     assert said == [True, False]
     with pytest.raises(RuntimeError):
         torch.autograd.grad(Ask.apply(used).sum(), used)
+
+
+@contract
+def grad_fn_of() -> None:
+    class Hidden(torch.Tensor):
+        grad_fn = None
+
+    leaf = torch.ones(2, requires_grad=True)
+    assert private.grad_fn_of(leaf) is None
+    view = leaf.view_as(leaf)
+    assert private.grad_fn_of(view) is view.grad_fn
+    assert view.grad_fn.next_functions[0][0].variable is leaf
+    hidden = (leaf * 2).as_subclass(Hidden)
+    assert hidden.grad_fn is None
+    assert private.grad_fn_of(hidden) is not None
+
+
+@contract
+def next_sequence_number() -> None:
+    before = private.next_sequence_number()
+    made = torch.ones(2, requires_grad=True) * 2
+    assert before <= made.grad_fn._sequence_nr() < private.next_sequence_number()
+
+
+@contract
+def node_of_call() -> None:
+    def views(x):
+        y = x.sin()
+        return y.view(2, 2), y.view(4), x.view(2, 2), 3
+
+    compiled = torch.compile(views, backend="aot_eager")
+    leaf = torch.ones(4, requires_grad=True)
+    found = []
+    for _ in range(2):
+        since = private.next_sequence_number()
+        results = compiled(compiled(leaf)[1] if found else leaf)
+        found.append(private.node_of_call(results, since))
+        assert found[-1] is not None
+        assert private.node_of_call(results, private.next_sequence_number()) is None
+    assert found[0] is not found[1]
+    assert private.node_of_call([leaf, leaf * 2, 3], 0) is None
+    with torch.no_grad():
+        assert private.node_of_call(compiled(leaf), 0) is None
+
+
+@contract
+def will_run() -> None:
+    leaf, said = torch.ones(2, requires_grad=True), []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            said.append([private.will_run(loss.grad_fn) for loss in (one, other)])
+            return grad.expand(2)
+
+    one, other = Ask.apply(leaf), Ask.apply(leaf)
+    one.backward(retain_graph=True)
+    (one + other).backward(retain_graph=True)
+    torch.autograd.grad(other * 2, leaf)
+    assert said == [[True, False], [True, True], [True, True], [False, True]]
+
+
+@contract
+def with_kept_nodes() -> None:
+    leaf, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    others = [leaf, leaf]
+    assert private.with_kept_nodes([leaf, other]) == []
+    loss = (leaf * 2).sum() + other.sum()
+    assert private.with_kept_nodes([leaf, other]) == []
+    loss.backward()
+    node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    assert private.with_kept_nodes([other, leaf])[0] is others[0]
+    assert len(private.with_kept_nodes([other, leaf])) == 1
+    del node, loss
+    assert private.with_kept_nodes([leaf, other]) == []
+
+
+@contract
+def without_weak_references() -> None:
+    module = torch.nn.Sequential(torch.nn.LSTM(2, 3, num_layers=2, proj_size=1))
+    assert all(weakref.getweakrefs(param) for param in module.parameters())
+    with private.without_weak_references(module):
+        assert not any(weakref.getweakrefs(param) for param in module.parameters())
+    (lstm,) = module
+    assert [ref() for ref in lstm._flat_weight_refs] == lstm._flat_weights
+
+
+@contract
+def set_by() -> None:
+    class Own(torch.nn.Parameter):
+        pass
+
+    class Same(torch.nn.Identity):
+        def right_inverse(self, value):
+            return value.clone()
+
+    stock, given = parametrize._maybe_set, []
+    try:
+        private.set_by(Own, lambda tensor, value: given.append(value))
+        linear = torch.nn.Linear(2, 2)
+        linear.weight = Own(torch.ones(2, 2))
+        parametrize.register_parametrization(linear, "weight", Same())
+        assert len(given) == 1
+        linear.weight = torch.zeros(2, 2)
+        assert len(given) == 2
+        plain = torch.nn.Linear(2, 2)
+        parametrize.register_parametrization(plain, "weight", Same())
+        plain.weight = torch.zeros(2, 2)
+        assert not plain.weight.any()
+        assert len(given) == 2
+    finally:
+        parametrize._maybe_set = stock
+
+
+@contract
+def others_hold_gradient() -> None:
+    """By a name, or by its memory: a part of a buffer. Not what autograd made."""
+    flat, seen = torch.zeros(8), []
+    param = torch.nn.Parameter(torch.ones(4))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(private.others_hold_gradient(p)))
+    mine = torch.zeros(4)
+    for grad in (mine, flat[:4], flat[4:].detach()):
+        param.grad = grad
+        del grad
+        assert private.others_hold_gradient(param)
+        (param * param).sum().backward()
+    param.grad = None
+    torch.cat([param, param * 2]).square().sum().backward()
+    param.grad = torch.zeros(4)
+    param.sum().backward()
+    assert seen == [True, True, True, False, False]
+    assert not private.others_hold_gradient(param)
 
 
 PUBLIC = {

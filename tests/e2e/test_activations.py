@@ -32,10 +32,14 @@ LIKE_A_GPU = Machine(
 SIZE = {"hidden": 64, "layers": 6, "heads": 4, "tokens": 48, "batch": 4}
 
 
-def gpt() -> nn.Module:
+FEW = 2
+"""Layers, where depth does not matter."""
+
+
+def gpt(layers: int = SIZE["layers"]) -> nn.Module:
     return Mean(hf.GPT2Model(hf.GPT2Config(
         vocab_size=64, n_positions=SIZE["tokens"], n_embd=SIZE["hidden"],
-        n_layer=SIZE["layers"], n_head=SIZE["heads"])))  # fmt: skip
+        n_layer=layers, n_head=SIZE["heads"])))  # fmt: skip
 
 
 def llama() -> nn.Module:
@@ -130,8 +134,17 @@ def eager_peak(model: nn.Module, inputs) -> int:
     return 4 * sum(p.nbytes for p in model.parameters()) + saved
 
 
-@pytest.mark.parametrize("part", [1, 4, 12])
-@pytest.mark.parametrize("build", [gpt, llama])
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [
+        (gpt, 4),
+        (llama, 12),
+        *(
+            pytest.param(build, part, marks=pytest.mark.slow)
+            for build, part in [(gpt, 1), (gpt, 12), (llama, 1), (llama, 4)]
+        ),
+    ],
+)
 def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_path):
     torch.manual_seed(0)
     model = build()
@@ -162,7 +175,7 @@ def decided(dump):
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_only_what_was_asked_for_is_done(activations, tmp_path):
     torch.manual_seed(0)
-    model = gpt()
+    model = gpt(FEW)
     twin, inputs = copy.deepcopy(model), inputs_of("gpt")
     zcompile.offload(model, device="cpu", device_memory=eager_peak(twin, inputs) // 2,
                      host_memory="256MiB", machine=LIKE_A_GPU, dump=tmp_path,
@@ -212,7 +225,7 @@ def test_what_a_policy_asks_for_is_done(tmp_path):
 
 def test_what_was_decided_is_told(tmp_path, capsys):
     torch.manual_seed(0)
-    model = gpt()
+    model = gpt(FEW)
     inputs = inputs_of("gpt")
     budget = eager_peak(model, inputs) // 4
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
@@ -232,7 +245,7 @@ def test_a_budget_that_cannot_work_says_which_would(activations, phase):
     def run(budget: int) -> int:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = gpt()
+        model = gpt(FEW)
         zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
                          machine=LIKE_A_GPU, activations=activations)  # fmt: skip
         torch.compile(model, backend="zinf")(*inputs_of("gpt")).backward()

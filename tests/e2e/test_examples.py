@@ -87,6 +87,7 @@ def test_a_gpt_that_was_interrupted_goes_on_as_if_nothing_had_been(
     assert "losses: all 4 bit-equal to eager" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_gpt_reads_the_standard_library_by_default_and_can_be_throttled() -> None:
     done = run("train_gpt.py", *TINY_GPT, "--throttle", "disk_read=300MB/s", "h2d=1GB/s")
     assert done.returncode == 0, done.stderr
@@ -150,9 +151,11 @@ def test_a_process_of_the_gpt_says_its_sentence_and_no_more() -> None:
     (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
     (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
     (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),
-    (("--disk", "no_such_directory"), "disk='no_such_directory' does not exist"),
+    (("--disk", "no/such"), "disk='no/such' does not exist"),
     (("--device-memory", "much"), "device_memory='much' cannot be used: 'much' is not a size"),
-    (("--device-memory", "12KiB"), "to fit: "),  # a piece of compute reads more at once
+    pytest.param(  # a piece of compute reads more at once
+        ("--device-memory", "12KiB"), "to fit: ", marks=pytest.mark.slow
+    ),
 ])  # fmt: skip
 def test_a_wrong_option_of_the_gpt_earns_a_sentence(
     refused: Refused, given: tuple[str, ...], sentence: str

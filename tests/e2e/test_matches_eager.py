@@ -4,12 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from pairs import batches, entries, mlp, on_disk, same_training, train
+from pairs import batches, entries, mlp, same_training, train
 from torch import optim
 from torch.nn import functional as F
 from torch.nn import utils
 
-from zcompile.errors import Unsupported
 from zcompile.specs import Kind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -175,23 +174,6 @@ def test_inputs_have_gradients_and_inference_needs_none(mode, tmp_path):
         return x.grad.sum().item(), quiet, inferred
 
     same_training(run, tmp_path, mode)
-
-
-@pytest.mark.parametrize("ask", [
-    lambda m, loss: torch.autograd.grad(loss, list(m.parameters())),
-    lambda m, loss: loss.backward(inputs=[m[0].weight]),
-], ids=["grad", "inputs"])  # fmt: skip
-def test_a_compiled_model_gives_all_gradients_or_says_so(ask, tmp_path):
-    torch._dynamo.reset()
-    model = on_disk(mlp(), tmp_path)
-    x, y = next(batches(1))
-    loss = F.cross_entropy(torch.compile(model, backend="zinf")(x), y)
-    with pytest.raises(
-        Unsupported, match=r"call loss.backward\(\) and read .grad, or call the mod"
-    ):
-        ask(model, loss)
-    assert all(p.grad is None for p in model.parameters())
-    ask(model, F.cross_entropy(model(x), y))
 
 
 def test_checkpointing_recomputes_alike(tmp_path):

@@ -87,6 +87,8 @@ def test_blocks_train_in_slices_where_a_hidden_value_does_not_fit(budget, tmp_pa
                       r"become", capsys.readouterr().out)  # fmt: skip
     assert len(told) == 2, "a region of each block"
     assert {int(slices) for slices in told} <= {2, 4, 8, 16}
+    sliced = [row for row in zcompile.stats(model)["inexact"] if row["by"] == "tile-tokens"]
+    assert len(sliced) == 2, "each of them may round otherwise"
 
 
 def test_without_slices_such_a_budget_is_refused(monkeypatch):

@@ -52,7 +52,14 @@ def apart(model: nn.Module, other: nn.Module) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+SAMPLE = ("gpt2", "llama", "t5")
+"""A decoder with tied weights, one without, an encoder beside a decoder; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_three_steps_from_disk_are_bit_equal_to_eager(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     eager = built(case)

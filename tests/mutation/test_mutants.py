@@ -18,7 +18,7 @@ from small_models import SMALL_MODELS
 from zcompile.schedule import Fetch, Reduce, Schedule, Store
 from zcompile.verify_schedule import verify_schedule
 
-SAMPLE = 30
+SAMPLE = 15
 """Mutants of each mutation and schedule, about, where there are so many."""
 
 

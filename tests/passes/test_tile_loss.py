@@ -63,7 +63,9 @@ def tolerance_of(pattern: Pattern) -> float:
     return TOLERANCE[torch.bfloat16 if pattern.autocast else pattern.dtype]
 
 
-@pytest.mark.parametrize("tile_bytes", [MEDIUM, SMALL, TINY])
+@pytest.mark.parametrize(
+    "tile_bytes", [SMALL, *(pytest.param(n, marks=pytest.mark.slow) for n in (MEDIUM, TINY))]
+)
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", TILED)
 def test_every_form_is_tiled_and_keeps_its_numbers(name, grad, tile_bytes, caught):

@@ -5,6 +5,8 @@ import torch
 
 from zcompile.errors import ValueUnset
 from zcompile.runtime import near
+from zcompile.runtime.deferred import Deferred
+from zcompile.runtime.ticket import Ready
 from zcompile.schedule import Borrow, EntryIndex, Register
 from zcompile.specs import Kind, Layout
 from zcompile.units import KiB, MiB
@@ -75,6 +77,43 @@ def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
     assert lent.lend(borrow).tolist() == [3.0] * 64
     entry.place = other.place
     assert lent.lend(borrow).tolist() == [5.0] * 64
+
+
+def test_what_rests_on_the_device_is_touched_after_what_it_follows(open_store):
+    store = open_store()
+    store.homes.device.window_bytes = 1 * MiB
+    entry, memory, joined = near_entry(store, 3.0), torch.zeros(64), []
+
+    class Behind(Ready):
+        """`memory` has its value when somebody has waited for this."""
+
+        def join_compute(self):
+            joined.append(memory.fill_(5.0))
+
+    near.put(store, entry, memory.view(torch.uint8), 0, [Behind()])
+    assert store.read_all(entry).view(torch.float32).tolist() == [5.0] * 64
+    memory.zero_()
+    near.add(store, entry, memory, 0, [Behind()])
+    assert store.read_all(entry).view(torch.float32).tolist() == [10.0] * 64
+    near.fetch(store, entry, memory.view(torch.uint8), 0, [Behind()])
+    assert memory.tolist() == [10.0] * 64
+    assert len(joined) == 3
+
+
+def test_a_change_that_was_put_off_is_made_before_an_entry_is_lent(open_store):
+    store = open_store()
+    store.homes.device.window_bytes = 1 * MiB
+    entry, layout = near_entry(store, 3.0), Layout((64,), (1,), 0, torch.float32)
+
+    def make(entry):
+        (change,), entry.deferred = entry.deferred, ()
+        memory = store.borrow(entry, 0, entry.nbytes, writes=True)
+        change.apply(layout.view(memory), change.operand)
+
+    store.deferrals.make = make
+    store.deferrals.defer(entry, Deferred(torch.Tensor.mul_, 2.0, False, layout))
+    lent = near.look_up(store, [entry])
+    assert lent.lend(Borrow(EntryIndex(0), 0, layout, Register(0), False)).tolist() == [6.0] * 64
 
 
 def near_entry(store, value):

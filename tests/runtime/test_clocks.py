@@ -173,3 +173,23 @@ def test_every_region_and_kind_of_a_real_step_has_a_cost(trained):
             elif isinstance(x, Fetch | Reduce):
                 assert 0 < costs.issue_seconds(x) < 1.0
     assert len(costs.gaps) == 3
+
+
+def test_what_ran_while_no_transfer_was_under_way_is_known_by_itself():
+    transfers = iter([False, False, True, True, True, False, True, True])
+    clocks = Clocks(OnHost(), waited, idle=lambda: next(transfers))
+    made = schedule(run(), run(1))
+    for _ in range(2):
+        watch = clocks.watch(made, [])
+        for index in range(2):
+            watch.begins(index)
+            watch.ends(index)
+        watch.over()
+    found = clocks.costs(BARE, Ways())
+    timed = clocks._regions._times["key"]
+    assert len(timed) == 2, "of the first walk nothing counts, it was cold"
+    assert found.idle == {"key": timed[1]}, "beside the other a transfer began"
+
+
+def test_a_region_that_never_ran_beside_idle_links_counts_as_the_least_that_was_measured():
+    assert learned([3.0, 1.0, 2.0]).idle == {"key": 1.0}

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zcompile.runtime.device_cuda import CudaDevice
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import HUGE_PAGE_BYTES
 from zcompile.runtime.ticket import Countdown
+from zcompile.ties import Tie
 from zcompile.units import MiB
 
 
@@ -96,8 +98,9 @@ def test_compute_that_joins_an_enqueued_copy_sees_it(device):
 
 def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
     memory = device.allocate(1024)
-    freed = []
-    lent = device.lend(memory[256:768], lambda: freed.append(True))
+    freed = deque()
+    ties = []
+    lent = device.lend(memory[256:768], lambda owner: ties.append(Tie(owner, freed, "that")))
     lent.fill_(5)
     assert memory.tolist() == memory[:256].tolist() + [5] * 512 + memory[768:].tolist()
     assert lent.device == memory.device
@@ -105,15 +108,15 @@ def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
     assert lent.untyped_storage().nbytes() == 512
     view = lent.view(torch.float32)[5:]
     del lent
-    assert freed == []
+    assert not freed
     del view
-    assert freed == [True]
+    assert [gone.mark for gone in freed] == ["that"]
 
 
 def test_lent_memory_stays_while_it_is_lent(device):
     memory = device.allocate(1 * MiB).fill_(4)
     gone = weakref.ref(memory)
-    lent = device.lend(memory, lambda: None)
+    lent = device.lend(memory, lambda owner: None)
     del memory
     assert gone() is not None
     assert lent.eq(4).all()
@@ -157,3 +160,25 @@ def test_memory_is_not_resident_before_it_is_used():
 def resident_bytes():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
+
+
+class _Passed:
+    """An event that its stream has passed."""
+
+    def query(self):
+        return True
+
+
+def test_whoever_hears_that_a_cuda_copy_is_over_finds_its_memory_free():
+    device = CudaDevice.__new__(CudaDevice)  # what it does with memory needs no GPU
+    device._meter = Meter()
+    alive = [torch.empty(8), torch.empty(8)]
+    dead = [weakref.ref(tensor) for tensor in alive]
+    found = []
+
+    class Asking(Landed):
+        def landed(self, error):
+            found.extend(memory() for memory in dead)
+
+    device._reap("d2h", _Passed(), Asking(), alive, 32)
+    assert found == [None, None]

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from pairs import Holder, assert_equal, backward, on_disk
+from pairs import Holder, assert_equal, backward, on_disk, plain_of
 
 from zcompile import ops
 from zcompile.offloading import session_behind
@@ -102,6 +102,16 @@ def test_what_a_user_assigned_is_added_to(param):
     assert_equal(rows(1) + rows(2), param.grad)
 
 
+@pytest.mark.parametrize("way", [tiled, whole])
+def test_what_lies_another_way_is_added_to(param, way):
+    """Bytes are not added to bytes then: the rows of what is there lie elsewhere."""
+    across = torch.zeros_like(param.t(), memory_format=torch.contiguous_format)
+    across.copy_(rows(1).t())
+    param.grad = across.t()
+    backward(param, way(param, rows(2)))
+    assert torch.equal(plain_of(param.grad), rows(1) + rows(2))
+
+
 def test_a_hook_sees_the_whole_once_and_may_change_it(param):
     seen = []
     param.register_hook(lambda g: seen.append(g.detach().cpu()))
@@ -120,18 +130,24 @@ def test_who_waits_for_a_gradient_is_told_once_and_finds_it_whole(param):
     assert torch.equal(told[0], rows(1))
 
 
-def test_tiles_that_a_failed_pass_left_behind_are_not_added_to(param):
+@pytest.mark.parametrize("way", [tiled, whole])
+@pytest.mark.parametrize("expect", [1, 2])
+def test_what_a_failed_pass_left_behind_is_neither_added_to_nor_kept(param, way, expect):
     def come():
-        tile, offset = tiles(rows(1))[0]
-        param.entry.store.gradients.receive_tile(param.entry, tile, offset)
+        if way is tiled:
+            tile, offset = tiles(rows(1))[0]
+            param.entry.store.gradients.receive_tile(param.entry, tile, offset)
+        elif expect > 1:
+            param.entry.store.gradients.receive(param.entry, rows(1))
         raise RuntimeError("out of patience")
 
     with pytest.raises(RuntimeError, match="patience"):
-        backward(param, come)
+        backward(param, come, expect=expect)
     assert param.grad is None
-    param.entry.store.gradients._expected.clear()
-    backward(param, tiled(param, rows(2)))
+    backward(param, way(param, rows(2)))
     assert_equal(rows(2), param.grad)
+    entries = param.entry.store._entries.values()
+    assert [entry.name for entry in entries if entry.kind is Kind.GRAD] == ["w.grad"]
 
 
 def test_the_norm_of_tiles_is_taken_on_the_way(param):

@@ -8,6 +8,7 @@ import torch
 from pairs import Holder, assert_equal, backward, entries, mlp, on_disk, parameter_pair
 from torch import nn
 
+from zcompile.errors import Unsupported
 from zcompile.offloading import session_behind
 from zcompile.runtime.gradients import like
 from zcompile.runtime.leaves import tells_without_gradient
@@ -99,6 +100,27 @@ def test_a_hook_sees_the_sum_once_and_may_change_it(param):
     assert len(seen) == 1
     assert torch.equal(seen[0], rows(1) + rows(2))
     assert_equal((rows(1) + rows(2)) * 2, param.grad)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_that_would_see_one_of_two_parts_is_refused(param, before):
+    """The other part comes from autograd itself, in place where there is a gradient already."""
+    if before:
+        received(param, rows(1))
+    seen = []
+    param.register_hook(seen.append)
+
+    def come():
+        param.entry.store.gradients.receive(param.entry, rows(2))
+        with torch.no_grad():
+            if before:
+                param.grad.add_(rows(3))
+            else:
+                param.grad = rows(3)
+
+    with pytest.raises(Unsupported, match="the hook cannot see their sum"):
+        backward(param, come)
+    assert seen == []
 
 
 def test_who_waits_for_a_gradient_is_told_once(param):

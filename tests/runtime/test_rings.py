@@ -5,16 +5,20 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from zcompile.runtime import disk_trial, ring_choice
+from zcompile.runtime import ring_choice, system_calls
+from zcompile.runtime.directory import Directory
 from zcompile.runtime.disk_trial import direct_granule, nameless_file, takes_direct, try_ring
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.ring import Outcome, Request
+from zcompile.runtime.system_calls import KERNEL
 from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.units import MiB
 
@@ -35,10 +39,21 @@ def ring(request, own_threads):
     assert own_threads() == before
 
 
+def takes(path: Path) -> bool:
+    with Directory(path) as directory:
+        return takes_direct(directory)
+
+
+@contextmanager
+def trial_file(path: Path, direct: bool) -> Iterator[int]:
+    with Directory(path) as directory, nameless_file(directory, direct) as fd:
+        yield fd
+
+
 @pytest.fixture
 def file(tmp_path, ring):
     """A descriptor as the ring's files have it: with O_DIRECT, if this disk has that."""
-    with nameless_file(tmp_path, takes_direct(tmp_path)) as fd:
+    with trial_file(tmp_path, direct=takes(tmp_path)) as fd:
         yield fd
 
 
@@ -117,10 +132,10 @@ def test_one_thread_reaps_while_another_submits(ring, file):
 
 
 def test_granules_are_what_the_disk_says(tmp_path):
-    if not takes_direct(tmp_path):
+    if not takes(tmp_path):
         pytest.skip("this disk has no O_DIRECT")
-    with nameless_file(tmp_path, direct=True) as fd:
-        granule = direct_granule(fd)
+    with trial_file(tmp_path, direct=True) as fd:
+        granule = direct_granule(KERNEL, fd)
         assert granule in (512, 1024, 2048, 4096)
         memory = host_pages(2 * granule)
         assert os.pwritev(fd, [memoryview(memory.numpy())[granule:]], granule) == granule
@@ -131,9 +146,9 @@ def test_a_kernel_that_does_not_say_is_given_whole_blocks(tmp_path, monkeypatch)
         def __init__(self, name):
             pass
 
-    monkeypatch.setattr(disk_trial.ctypes, "CDLL", OldLibrary)
-    with nameless_file(tmp_path, direct=False) as fd:
-        assert direct_granule(fd) == UNIT
+    monkeypatch.setattr(system_calls.ctypes, "CDLL", OldLibrary)
+    with trial_file(tmp_path, direct=False) as fd:
+        assert direct_granule(KERNEL, fd) == UNIT
 
 
 def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
@@ -143,7 +158,7 @@ def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
                                   [requests[0]._replace(write=False)])  # fmt: skip
 
     ring = Losing()
-    with nameless_file(tmp_path, takes_direct(tmp_path)) as fd:
+    with trial_file(tmp_path, direct=takes(tmp_path)) as fd:
         os.ftruncate(fd, UNIT)
         with pytest.raises(OSError, match="a block did not come back as it was written"):
             try_ring(ring, fd)
@@ -156,7 +171,7 @@ def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
     (("aio", "io_uring"), "threads"),
 ])  # fmt: skip
 def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
-    if not takes_direct(tmp_path):
+    if not takes(tmp_path):
         pytest.skip("this disk has no O_DIRECT")
 
     def no() -> None:
@@ -164,7 +179,8 @@ def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
 
     for name in refused:
         monkeypatch.setitem(ring_choice.RINGS, name, no)
-    trials = ring_choice.try_all(tmp_path, direct=True)
+    with Directory(tmp_path) as directory:
+        trials = ring_choice.try_all(directory, direct=True)
     assert next(t.ring for t in trials if t.refused is None) == used
     assert {t.ring: t.refused for t in trials if t.ring in refused} == dict.fromkeys(
         refused, "Operation not permitted")  # fmt: skip
@@ -214,7 +230,7 @@ sys.stdout.write(tier.rings[0])
     (("209", "426"), "threads"),  # io_submit and io_uring_enter: set up, but of no use
 ])  # fmt: skip
 def test_what_a_container_forbids_is_not_used(tmp_path, numbers, used):
-    if not takes_direct(tmp_path):
+    if not takes(tmp_path):
         pytest.skip("this disk has no O_DIRECT")
     done = subprocess.run([sys.executable, "-c", FORBID, str(tmp_path), *numbers], cwd=ROOT,
                           capture_output=True, text=True, timeout=50, check=False)  # fmt: skip

@@ -377,6 +377,69 @@ def holders_of_memory() -> None:
     assert private.holders_of_memory(a) == 2
     del a
     assert private.holders_of_memory(c) == 1
+    storage = c.untyped_storage()
+    assert private.holders_of_memory(c) == 2
+    del storage
+    assert private.holders_of_memory(c) == 1
+
+
+@contract
+def counted_with() -> None:
+    """Another number in another memory, one count, and neither keeps the other."""
+    a, value = torch.zeros(()), torch.ones(())
+    made = private.counted_with(a, value)
+    assert made.item() == 1
+    assert private.memory_of(made) == private.memory_of(value)
+    torch.autograd.graph.increment_version(a)
+    assert made._version == a._version == 1
+    made.add_(1)
+    assert made._version == a._version == 2
+    assert (a.item(), value.item()) == (0, 2)
+    del value
+    assert private.holders_of_memory(made) == private.holders_of_memory(a) == 1
+
+
+@contract
+def watch_memory() -> None:
+    """Whoever writes takes the mark away, by whatever way; whoever reads does not."""
+    x = torch.ones(4, 4)
+    before = x.data_ptr()
+    ways = (
+        lambda: x.add_(1), lambda: x.data.add_(1), lambda: x[0].zero_(), lambda: x.numpy(),
+        lambda: x.untyped_storage().fill_(0), lambda: x.data_ptr(), lambda: torch.add(x, 1, out=x),
+        lambda: x.untyped_storage().copy_(torch.ones(4, 4).untyped_storage()),
+    )  # fmt: skip
+    for write in ways:
+        x = torch.ones(4, 4)
+        before = x.data_ptr()
+        assert private.watch_memory(x)
+        assert private.watch_memory(x[1:])
+        _ = x @ x.clone(), x[1:].sum(), torch.equal(x, x), x.tolist(), repr(x), x.data.view(-1)
+        assert private.is_untouched(x)
+        assert private.is_untouched(x[2:])
+        write()
+        assert not private.is_untouched(x)
+        assert x.data_ptr() == before
+
+
+@contract
+def is_untouched() -> None:
+    """Nothing counts as untouched that is not watched; what is not torch's own cannot be."""
+    foreign = torch.frombuffer(bytearray(16), dtype=torch.float32)
+    for x in (foreign, torch.zeros(0), torch.zeros(4)):
+        assert not private.is_untouched(x)
+        watched = private.watch_memory(x)
+        assert watched is private.is_untouched(x) is (x.numel() > 0 and x is not foreign)
+
+
+@contract
+def raw_bytes() -> None:
+    """The bytes of the tensor, also of a part of another; torch takes note of nothing."""
+    x = torch.arange(8.0)
+    private.watch_memory(x)
+    assert bytes(private.raw_bytes(x[2:4])) == bytes(x[2:4].clone().numpy())
+    assert private.is_untouched(x)
+    assert private.owns_memory(x)
 
 
 @contract

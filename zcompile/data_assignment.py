@@ -17,11 +17,11 @@ from torch.utils import swap_tensors
 
 from zcompile.errors import ParameterChanged, Unsupported
 from zcompile.fillings import write
-from zcompile.handles import claimed, is_named_once, owners_of
+from zcompile.handles import claimed, is_named_once, owners_of, shows
 from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.session import session_of
-from zcompile.runtime.sources import EntrySource, MemorySource, drop_sources
-from zcompile.runtime.store import Entry
+from zcompile.runtime.sources import EntrySource, MemorySource, drop_sources, taken_from
+from zcompile.runtime.store import Entry, Store
 from zcompile.specs import Kind, Layout
 from zcompile.torch_private import holders_of_memory, is_lazy, is_traced, owns_memory, set_data
 from zcompile.unbacked import Unbacked
@@ -46,12 +46,28 @@ def assign_data(cls: Any, tiered: Any, value: Tensor) -> None:
     if ours is not None and ours.store_key == tiered.store_key:
         _point(cls, tiered, ours._handle, ours.lies)
         return
+    if ours is None and (other := shown_already(tiered.entry.store, value)) is not None:
+        _point(cls, tiered, other._handle, replace(tiered.lies, offset=0))
+        return
     _take(cls, tiered, value.detach() if ours is None else ours.on_host())
     entry: Entry = tiered.entry
     if ours is not None:
         EntrySource(entry, ours.entry)
     elif not _became_view(cls, value, tiered):
         MemorySource(entry, value, summed=True)
+
+
+def shown_already(store: Store, value: Tensor) -> Any:
+    """A parameter of `store` that took its values from the very memory of a plain tensor, if they
+    are the same still: in torch whoever takes them too lies in the same memory. None without one.
+    """
+    if value.layout is not torch.strided or value.is_meta:
+        return None
+    for found in taken_from(value.detach()):
+        entry: Any = found
+        if entry.store is store:
+            return next((p for p in owners_of(entry) if p.entry is entry), None)
+    return None
 
 
 def _check_kind(tiered: Any, value: Tensor) -> None:
@@ -72,12 +88,14 @@ def _point(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
     is_param = getattr(tiered, "_is_param", False)
     if is_param:
         tiered._title = tiered._name_in_store()
+        shows(tiered, None)
         handle = claimed(handle, tiered)
     if layout != tiered.lies:
         set_data(tiered, cls.named_by(handle, layout, tiered))
     tiered._handle, tiered.lies, tiered._known = handle, layout, None
     entry: Entry = tiered.entry
     if is_param:
+        shows(tiered, layout)
         if not entry.kind.lasting:
             entry.kind, entry.of = Kind.PARAM, None
         _rename(left)

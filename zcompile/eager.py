@@ -316,7 +316,8 @@ def _whole(cls: type, app: Application) -> Any:
             return value
         tiered: Any = value
         entry: Entry = tiered.entry
-        session_of(entry).note_whole(str(app.func))
+        if tiered.numel() > 1:
+            session_of(entry).note_whole(str(app.func))
         if entry.key not in held:
             covered = app.func in OVERWRITES and (tiered.covers or _is_first_value(tiered))
             blank = covered and entry.key not in read

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zcompile.rows import Application
-from zcompile.torch_private import trees, without_modes
+from zcompile.torch_private import memory_of, trees, without_modes
 
 
 def fresh_bytes(cls: type, app: Application) -> int:
@@ -51,7 +51,7 @@ def _storages(results: object) -> Iterator[tuple[Tensor, int]]:
     seen: set[int] = set()
     for value in trees.tree_leaves(results):
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                yield value, storage.nbytes()
+            memory = memory_of(value)
+            if memory not in seen:
+                seen.add(memory)
+                yield value, value.untyped_storage().nbytes()

@@ -20,17 +20,20 @@ from torch import Tensor
 
 from zcompile.errors import ParameterChanged
 from zcompile.ties import Tie, Watch
-from zcompile.torch_private import is_held_by
+from zcompile.torch_private import counted_with, is_held_by
 
 
 class Leaf(Protocol):
     """What gradients need of what a handle names: an entry, or a share of one.
 
     owner  the parameter whose gradient comes by this handle
+    shown  the layout by which the owner shows what the handle names; None if it does not, since its
+           .data is something else
     """
 
     key: int
     owner: "weakref.ref[Any] | None"
+    shown: object
 
     @property
     def name(self) -> str: ...
@@ -48,6 +51,7 @@ class Held(Protocol):
     name: str
     nbytes: int
     owner: "weakref.ref[Any] | None"
+    shown: object
     store: Any
     """Has `offload(value, tier, name)`: a new entry that holds `value`, by its handle."""
 
@@ -112,7 +116,11 @@ def _over(memory: Any) -> Tensor:
 
 
 class _Cell(ctypes.c_int64 * 1):  # type: ignore[misc]  # made by ctypes
-    """The memory of a further handle, which keeps the entry's own alive as long as it lives."""
+    """The memory of a further handle, which keeps the entry's own alive as long as it lives.
+
+    Writes are counted for all handles of an entry at once: whichever of them a graph has saved
+    for its backward, autograd sees that the bytes were written since.
+    """
 
     root: Tensor
 
@@ -131,6 +139,7 @@ class Share:
     def __init__(self, key: int, of: int, owner: Tensor, tie: Tie) -> None:
         self.key, self.of, self.tie = key, of, tie
         self.owner: weakref.ref[Any] | None = weakref.ref(owner)
+        self.shown: object = None
 
     @property
     def entry(self) -> Held:
@@ -151,8 +160,24 @@ class Share:
 
 
 _SHARES: dict[int, Share] = {}
+_SHARES_OF: dict[int, dict[int, Share]] = {}
+"""Key of an entry -> its shares, by their keys."""
 _LEFT: deque[Tie] = deque()
 """Of shares whose handle has died."""
+
+
+def _bury_shares() -> None:
+    while _LEFT:
+        try:
+            gone = _SHARES.pop(_LEFT.popleft().mark, None)
+        except IndexError:  # another thread was here
+            return
+        if gone is None:
+            continue
+        others = _SHARES_OF.get(gone.of, {})
+        others.pop(gone.key, None)
+        if not others:
+            _SHARES_OF.pop(gone.of, None)
 
 
 def leaf_of(handle: Tensor) -> Leaf:
@@ -163,6 +188,8 @@ def leaf_of(handle: Tensor) -> Leaf:
 
 def leaves_of(handles: Sequence[Tensor], entries: Sequence[Held]) -> Sequence[Leaf]:
     """Of each, where `entries` are behind them."""
+    if _LEFT:
+        _bury_shares()
     if not _SHARES:
         return entries
     return [_SHARES.get(_key_of(h)) or e for h, e in zip(handles, entries, strict=True)]
@@ -179,20 +206,25 @@ def claimed(handle: Tensor, param: Tensor) -> Tensor:
         leaf.owner = weakref.ref(param)
     if leaf.owner() is param:
         return handle
-    while _LEFT:
-        try:
-            _SHARES.pop(_LEFT.popleft().mark, None)
-        except IndexError:  # another thread was here
-            break
+    _bury_shares()
     before: Any = leaf.tie() if isinstance(leaf, Share) else None
     root: Tensor = handle if before is None else before.root
     owner = _entry_at(_key_of(root)).owner
     if owner is not None and owner() is param:
         return root
-    key, memory = new_key(), _Cell()
+    key, of, memory = new_key(), _key_of(root), _Cell()
     memory[0], memory.root = _spread(key), root
-    _SHARES[key] = Share(key, _key_of(root), param, Tie(memory, _LEFT, key))
-    return _over(memory)
+    share = Share(key, of, param, Tie(memory, _LEFT, key))
+    _SHARES[key] = _SHARES_OF.setdefault(of, {})[key] = share
+    return counted_with(root, _over(memory))
+
+
+def shows(param: Any, layout: object) -> None:
+    """What graphs that wait for their backward are to know of the handle that `param` has now: the
+    layout by which it shows what that names; None, if it is about to show something else."""
+    leaf = leaf_of(param._handle)
+    if leaf.owner is not None and leaf.owner() is param:
+        leaf.shown = layout
 
 
 def is_named_once(tiered: Any) -> bool:
@@ -203,7 +235,9 @@ def is_named_once(tiered: Any) -> bool:
 
 def owners_of(entry: Held) -> list[Any]:
     """The parameters that have a handle of `entry`, be it for calls under way only."""
-    refs = [entry.owner, *(s.owner for s in list(_SHARES.values()) if s.of == entry.key)]
+    _bury_shares()
+    shares = list(_SHARES_OF.get(entry.key, {}).values())
+    refs = [entry.owner, *(share.owner for share in shares)]
     found = [ref() for ref in refs if ref is not None]
     return [param for param in found if param is not None]
 

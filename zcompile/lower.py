@@ -118,10 +118,18 @@ class _Lowering:
             budget_bytes=self.plan.budget_bytes,
             traced_work=self.plan.traced_work.get(self.phase),
             least_bytes=self.plan.least_bytes,
+            read_back=self._read_back(),
             names={
                 i: str(self.plan.params[NodeName(n.name)].name) for n, i in self.handles.items()
             },
         )
+
+    def _read_back(self) -> tuple[tuple[EntryIndex, Layout], ...]:
+        if self.phase is not Phase.BACKWARD:
+            return ()
+        read = {fetch.entry for fetch in self.started.values()}
+        rows = ((index, self.plan.params[NodeName(n.name)]) for n, index in self.handles.items())
+        return tuple((index, spec.layout) for index, spec in rows if spec.sink and index in read)
 
     def _register(self, node: fx.Node) -> Register:
         return self.registers.setdefault(node, Register(len(self.registers)))

@@ -15,6 +15,7 @@ from torch.utils import swap_tensors
 
 from zcompile import optimizers
 from zcompile.config import Config, build
+from zcompile.data_assignment import shown_already
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.fillings import write
 from zcompile.handles import ANEW, leaf_of
@@ -57,7 +58,9 @@ def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
         return
     if not isinstance(param, TieredTensor):
         _check_movable(name, param)
-        _become_tiered(session_of(old.entry), old._name_in_store(), param)
+        session = session_of(old.entry)
+        first = shown_already(session, param)
+        _become_tiered(session, old._name_in_store(), param, first)
     elif not param.sink and param.store_key == old.store_key and type(param) is TieredTensor:
         own(param)  # made of what a `state_dict` of this very model holds
         param._title = old._name_in_store()

@@ -216,6 +216,7 @@ class Schedule:
     trains       a forward that a backward follows
     rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
     holds        what its calls hold of the device beside the arena
+    read_back    parameters that a backward reads, and how they lay in their entries in forward
     least_bytes  of an arena in which a call of either phase of its graph can be arranged
     annex_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
     traced_work  what the phase computed as it was traced: without what passes make again, or cut;
@@ -242,6 +243,7 @@ class Schedule:
     annex_at: int = 0
     traced_work: Work | None = None
     least_bytes: int = 0
+    read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))

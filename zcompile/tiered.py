@@ -17,7 +17,7 @@ from torch import Tensor
 from zcompile import eager, ops
 from zcompile.data_assignment import assign_data
 from zcompile.errors import Unsupported
-from zcompile.handles import claimed
+from zcompile.handles import claimed, shows
 from zcompile.rows import leaves_of
 from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.session import session_of
@@ -274,6 +274,7 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     tiered: Any = param
     tiered.sink = True
     tiered._handle = claimed(tiered._handle, param)
+    shows(tiered, tiered.lies)
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later

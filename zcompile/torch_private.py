@@ -4,6 +4,7 @@ What stands here may change between torch releases without notice; `tests/test_t
 says for each name what we rely on. The tested range is `TESTED`.
 """
 
+import ctypes
 import gc
 import inspect
 import logging
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -393,6 +395,14 @@ def materialised(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def counted_with(other: Tensor, value: Tensor) -> Tensor:
+    """A tensor over the memory of `value` whose writes are counted together with those of `other`:
+    autograd refuses a backward that saved either, if one of them was written since."""
+    made = other.detach()
+    made.data = value  # which leaves the count as it is
+    return made
+
+
 def memory_of(tensor: Tensor) -> int:
     """Names the memory of `tensor` among all that live."""
     key: int = tensor.untyped_storage()._cdata
@@ -400,10 +410,22 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def holders_of_memory(tensor: Tensor) -> int:
-    """How many tensors hold the memory of `tensor`, this one included."""
+    """How many tensors hold the memory of `tensor`, this one included; and one more, if somebody
+    holds the storage itself (`tensor.untyped_storage()`)."""
+    named = _references_to_storage(tensor) > _references_to_own_storage()
     storage = tensor.untyped_storage()  # which counts too
     uses: int = torch._C._storage_Use_Count(storage._cdata)
-    return uses - 1
+    return uses - 1 + named
+
+
+def _references_to_storage(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+@cache
+def _references_to_own_storage() -> int:
+    return _references_to_storage(torch.zeros(1))
 
 
 def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
@@ -412,10 +434,21 @@ def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
 
     memory_holders  of its memory, if it is so
     """
+    if _references_to_attribute(owner, name) > _references_to_own_attribute():
+        return False
     tensor: Any = vars(owner)[name]
-    references = sys.getrefcount(tensor) - 3  # the attribute, the name here, the argument
-    alone = references <= 0 and tensor._use_count() == 1
+    alone = tensor._use_count() == 1
     return alone and holders_of_memory(tensor) == memory_holders
+
+
+def _references_to_attribute(owner: object, name: str) -> int:
+    tensor = vars(owner)[name]
+    return sys.getrefcount(tensor)
+
+
+@cache
+def _references_to_own_attribute() -> int:
+    return _references_to_attribute(SimpleNamespace(value=torch.zeros(())), "value")
 
 
 def others_hold_gradient(param: Tensor) -> bool:
@@ -445,6 +478,38 @@ def _references_to_own_gradient() -> int:
 def owns_memory(tensor: Tensor) -> bool:
     """Whether its memory is torch's own, and not that of an array, a file or a Python buffer."""
     return tensor.untyped_storage().resizable()
+
+
+def watch_memory(tensor: Tensor) -> bool:
+    """From here on `is_untouched(tensor)` says whether the memory of `tensor` was written, through
+    any tensor or storage. Whether torch can tell: not of memory of an array, a file or a buffer.
+
+    The memory is marked as one that a lazy clone shares (copy on write), and that clone is dropped:
+    who writes it next, or asks for its address, takes the mark away, and copies nothing.
+    """
+    if not owns_memory(tensor) or not tensor.untyped_storage().nbytes():
+        return False
+    if not is_untouched(tensor):
+        try:
+            torch._lazy_clone(tensor.detach())
+        except RuntimeError:  # memory of an allocator that it does not know
+            return False
+    return is_untouched(tensor)
+
+
+def is_untouched(tensor: Tensor) -> bool:
+    """Of memory that is watched: whether nobody has written it, or was given its address."""
+    untouched: bool = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]  # private
+    return untouched
+
+
+def raw_bytes(tensor: Tensor) -> Any:
+    """A buffer over the bytes of a contiguous tensor on the CPU, to be read only. As `numpy()`, but
+    torch takes note of nothing: the memory can still be resized, and counts as untouched."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # of its storage
+    return (ctypes.c_char * nbytes).from_address(address + begin)
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from zcompile.device_peaks import device_peak
-from zcompile.errors import Unsupported
+from zcompile.errors import ParameterChanged, Unsupported
 from zcompile.handles import Leaf, entry_of, leaves_of
 from zcompile.held_walk import held_peak, most_inherited
 from zcompile.runtime import near
@@ -107,6 +107,7 @@ class Executor:
             handles = [values[register] for register in schedule.handles]
             entries = [cast(Entry, entry_of(handle)) for handle in handles]
             leaves = leaves_of(handles, entries)
+            _check_shown(schedule, leaves)
         self.join_departures(most_inherited(schedule))
         saved = schedule.holds.saved_bytes
         if schedule.phase is not Phase.STEP and not self.is_running:  # or refuse, before it is one
@@ -159,6 +160,25 @@ class Executor:
         together, beside = self._peaks[key]
         self.store.homes.plan_together(others + together)
         self.store.meter.planned_activations.at_least(others + beside)
+
+
+def _check_shown(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
+    """Eager torch reads in backward what a parameter shows then, or what it showed in forward,
+    depending on how the op saved it; a graph cannot tell which.
+
+    raises  ParameterChanged, if a parameter that backward reads shows something else than then
+    """
+    for index, layout in schedule.read_back:
+        leaf = leaves[index]
+        if leaf.shown is layout:
+            continue
+        if leaf.shown != layout:
+            raise ParameterChanged(
+                leaf.name,
+                "got another .data between a compiled forward and its backward, which reads it",
+                "assign .data before the forward or after the backward, or put back what it had",
+            )
+        leaf.shown = layout  # the same object is told apart faster
 
 
 class _Walk:

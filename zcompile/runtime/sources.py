@@ -8,24 +8,35 @@ the other was written is told, since it would show something else than torch doe
 import weakref
 import zlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
 from zcompile.specs import Layout
 from zcompile.ties import Tie
-from zcompile.torch_private import holders_of_memory, materialised, memory_of
+from zcompile.torch_private import (
+    holders_of_memory,
+    is_untouched,
+    materialised,
+    memory_of,
+    raw_bytes,
+    watch_memory,
+)
 
 AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"
 
 
 class Held(Protocol):
-    """What a source needs of an entry."""
+    """What a source needs of an entry.
+
+    store  has `read_all(entry)`, its bytes
+    """
 
     sources: "tuple[Source, ...]"
     version: int
+    store: Any
 
     @property
     def name(self) -> str: ...
@@ -53,8 +64,10 @@ _GONE: deque[Tie] = deque()
 class MemorySource:
     """The memory of a plain tensor, held until nobody holds it but sources.
 
-    summed  look at the bytes, since who writes them may count elsewhere, as `x.data` does; else at
-            torch's count of writes alone, which costs nothing
+    Torch's count of its writes says much, and costs nothing, but `x.data` and storages count
+    elsewhere. So bytes are looked at too: always (`summed`), or once torch says that the memory was
+    touched, and always from then on. Of memory that is not torch's own it cannot say that.
+
     raises  ParameterChanged, if an entry took its values from there before, and was written since
     """
 
@@ -62,7 +75,10 @@ class MemorySource:
         self._value = value.detach()
         self._writes = _writes_of(self._value)
         self._sum = _sum_of(self._value) if summed else None
+        self._watched = not summed and watch_memory(self._value)
         self._entry, self._version = weakref.ref(entry), entry.version
+        self._told = False
+        """Of a write, which is told once even if who wrote has let go of the memory."""
         memory, others = memory_of(self._value), _sources_of(self._value)
         for tie in list(others):
             other: MemorySource | None = tie()
@@ -81,18 +97,43 @@ class MemorySource:
         EntrySource(entry, mine)
 
     def holds(self, entry: Held) -> bool:
-        if holders_of_memory(self._value) == len(_sources_of(self._value)):
-            return False
-        if _writes_of(self._value) != self._writes or (
-            self._sum is not None and _sum_of(self._value) != self._sum
-        ):
+        others = holders_of_memory(self._value) > len(_sources_of(self._value))
+        if (others or not self._told) and not self.is_current(entry):
+            self._told = True
             raise ParameterChanged(
                 entry.name,
-                "took the values of a plain tensor as its .data, and that tensor, or one that "
-                "shares its memory, was written since",
+                "took the values of a plain tensor, and that tensor, or one that shares its "
+                "memory, was written since (or its address was taken, and the parameter trained)",
                 AGAIN,
             )
-        return True
+        return others
+
+    def is_current(self, entry: Held) -> bool:
+        """Whether the memory has the values that were taken."""
+        if self._watched and not is_untouched(self._value):
+            self._watched = False
+            if entry.version != self._version:
+                self._writes = -1  # nobody knows any more what was taken
+            else:
+                self._sum = self._sum_of_entry(entry)
+        if _writes_of(self._value) != self._writes:
+            return False
+        return self._sum is None or _sum_of(self._value) == self._sum
+
+    def _sum_of_entry(self, entry: Held) -> int:
+        sources, entry.sources = entry.sources, ()  # who reads looks at these first
+        try:
+            bytes_ = entry.store.read_all(entry)
+        finally:
+            entry.sources = sources
+        return _sum_of(Layout.of(self._value).view(bytes_))
+
+    def is_shown_by(self, value: Tensor) -> bool:
+        """Whether `value` lies exactly where the values were taken from."""
+        mine = self._value
+        return mine.storage_offset() == value.storage_offset() and Layout.of(mine) == Layout.of(
+            value
+        )
 
     def dissolve(self) -> None:
         """Nothing of the other side knows of it."""
@@ -118,6 +159,18 @@ class EntrySource:
         for side, _ in self._sides:
             if (entry := side()) is not None:
                 entry.sources = tuple(s for s in entry.sources if s is not self)
+
+
+def taken_from(value: Tensor) -> Iterator[Held]:
+    """The entries that took their values from where `value` lies, the very same elements, while
+    neither was written since."""
+    for tie in list(_sources_of(value)):
+        source: MemorySource | None = tie()
+        if source is None or not source.is_shown_by(value):
+            continue
+        entry = source._entry()
+        if entry is not None and entry.version == source._version and source.is_current(entry):
+            yield entry
 
 
 def check_sources(entry: Held) -> None:
@@ -171,6 +224,7 @@ def _writes_of(value: Tensor) -> int:
 
 
 def _sum_of(value: Tensor) -> int:
-    flat = materialised(value.cpu()).contiguous().reshape(-1)
-    raw: Any = flat.view(torch.uint8).numpy()
-    return zlib.crc32(raw) if flat.numel() else 0
+    if _reach(value)[1] > value.untyped_storage().nbytes():
+        return -1  # somebody took the memory away
+    flat = materialised(value.cpu()).contiguous()
+    return zlib.crc32(raw_bytes(flat)) if flat.numel() else 0

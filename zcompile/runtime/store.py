@@ -49,6 +49,7 @@ class Entry:
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
              handle are that parameter's
+    shown    how it lies in what that parameter shows; None once the .data of that is something else
     deferred what is still to be done to the bytes; whoever reads finds it done
     sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
@@ -67,6 +68,7 @@ class Entry:
         self.of = of
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
+        self.shown: object = None
         self.deferred: tuple[Deferred, ...] = ()
         self.sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}

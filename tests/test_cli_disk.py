@@ -13,6 +13,7 @@ from torch import nn
 
 import zcompile
 from zcompile.offloading import session_behind
+from zcompile.runtime.data_header import DataHeader
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +38,17 @@ def disk(tmp_path):
     path.mkdir()
     session_behind(train(path)).close()
     return path
+
+
+@pytest.mark.parametrize("verb", ["verify", "gc"])
+def test_a_data_file_that_was_never_finished_is_no_damage(zinf, tmp_path, verb):
+    """A power loss while it was made: before its first block, or in the middle of it."""
+    long = DataHeader("1" * 16, 0, 1, "/" + "d" * 1000).block()
+    for block in (bytes(4096), bytes(512) + long[512:], long[:512].ljust(4096, b"\0")):
+        (tmp_path / "zinf.tier").write_bytes(block)
+        code, out, told = zinf("disk", verb, tmp_path)
+        assert code == 0, told
+    assert out.startswith(f"{tmp_path}: ")
 
 
 def test_ls_lists_the_tensors_of_the_last_commit(zinf, disk):

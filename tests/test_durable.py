@@ -6,11 +6,12 @@ import signal
 
 import pytest
 import torch
+from border import Border, offloaded
 from committed import check_all, read_index
 from durable_runs import ON_DISK, ON_HOST, WIDTH, Net, Run, after_a_crash, plain, same
 
 import zcompile
-from zcompile.errors import CommitFailed
+from zcompile.errors import CommitFailed, NothingCommitted
 from zcompile.offloading import session_behind
 from zcompile.runtime.commit import Ledger
 from zcompile.units import KiB
@@ -170,13 +171,47 @@ def test_after_a_commit_that_failed_nothing_is_written_over_it(tmp_path, monkeyp
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("zcompile.runtime.directory.Directory.sync", refused)  # the rename was well
-    with pytest.raises(CommitFailed, match="step 3 was not committed"):
+    with pytest.raises(CommitFailed, match="step 3 may or may not have been committed"):
         run.train(2, 3)
     run.model.up.weight.data.mul_(2)
     with pytest.raises(CommitFailed):
         session_behind(run.model).drain()
     run.close()
     check_all(read_index(tmp_path)[0], [tmp_path])
+
+
+@pytest.mark.parametrize(("call", "renamed"), [("open", False), ("rename", False), ("late", True)])
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_commit_that_fails_says_whether_it_may_be_there(tmp_path, call, renamed, before):
+    """It was made, or not, as `resume` tells; what was made before is there in any case."""
+    failing = False
+
+    def around(made, go):
+        if failing and made.of is not None and made.of.name == "zinf.index.new":
+            if call == "late" and made.name == "rename":
+                go()  # and says that it was not made, as a server does that is asked twice
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if made.name == call:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go()
+
+    run = Run()
+    offloaded(run.model, Border(around), disk=tmp_path, **ON_DISK)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    run.train(0, before)
+    failing = True
+    told = "may or may not have been" if renamed else "was not"
+    with pytest.raises(CommitFailed, match=f"step {before + 1} {told} committed") as caught:
+        run.train(before, before + 1)
+    assert (caught.value.unsure, caught.value.last) == (renamed, before)
+    run.close()
+    again = after_a_crash(tmp_path)
+    if step := before + renamed:
+        assert again.resume() == {"step": step}
+    else:
+        with pytest.raises(NothingCommitted):
+            again.resume()
+    again.close()
 
 
 def test_what_was_written_in_part_is_committed_whole(tmp_path):

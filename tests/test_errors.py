@@ -159,6 +159,15 @@ def test_an_io_fault_keeps_its_errno():
     assert (fault.file, fault.name) == (DISK / "tier.bin", "a.weight")
 
 
+def test_a_commit_of_which_nobody_knows_is_told_as_such():
+    error = OSError(5, "Input/output error")
+    assert str(errors.CommitFailed(DISK, 1, 0, error, unsure=True)) == (
+        "[Errno 5] disk='/data': step 1 may or may not have been committed (Input/output error); "
+        "nothing was committed before: see to the disk, start again and resume, which tells"
+    )
+    assert "what was saved after step 3 was not" in str(errors.CommitFailed(DISK, 3, 3, error))
+
+
 def test_many_live_values_are_summed_up():
     alive = [(f"p{i}", (20 - i) * MiB) for i in range(12)]
     error = errors.BudgetExceeded("device", GiB, 2 * GiB, "forward", alive, "raise it")

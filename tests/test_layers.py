@@ -305,6 +305,23 @@ def test_what_counts_as_private(name, private):
     assert is_private(name) is private
 
 
+LOGS_AS = {"zcompile.dump": "zcompile.passes"}
+"""It tells what each pass did."""
+
+
+def test_a_line_of_the_log_says_which_module_wrote_it():
+    strangers = [
+        f"{MODULES[module].relative_to(ROOT)}:{node.lineno} logs as {node.args[0].value}"
+        for module in MODULES
+        for node in ast.walk(tree_of(MODULES[module]))
+        if isinstance(node, ast.Call)
+        and dotted(node.func) == "logging.getLogger"
+        and isinstance(node.args[0], ast.Constant)
+        and node.args[0].value != LOGS_AS.get(module, module)
+    ]
+    assert not strangers, "\n".join(strangers)
+
+
 def test_a_file_says_what_it_is_for():
     silent = [str(path.relative_to(ROOT)) for path in FILES if not ast.get_docstring(tree_of(path))]
     assert not silent, f"each file opens by saying what it is for: {', '.join(silent)}"

@@ -176,6 +176,53 @@ def test_tensors_of_one_name_are_two_tensors():
     assert unpack(packed, lambda name, on: packer.tensors[name])["a.b"] == 1
 
 
+NESTS = {
+    "lists": lambda inner: [inner],
+    "dicts": lambda inner: {"a": inner},
+    "tuples": lambda inner: (inner,),
+    "dicts of numbers": lambda inner: {1: inner},
+    "keys": lambda inner: {(1, 2): inner},
+    "ordered": lambda inner: collections.OrderedDict(a=inner),
+    "all": lambda inner: {"a": [({1: inner}, 2)]},
+}
+
+
+def below(calls, call):
+    """`call()`, where a program has come so deep."""
+    return call() if calls == 0 else below(calls - 1, call)
+
+
+def fits(value):
+    try:
+        describe(mlp(), extra={"v": value})
+    except Unsupported:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["checkpoint", "durable"])
+@pytest.mark.parametrize("nest", NESTS)
+def test_what_is_saved_can_be_resumed_however_deep_it_nests(tmp_path, nest, durable):
+    fields = {**SMALL, "disk": tmp_path / "d", "durable": True} if durable else SMALL
+    model = zcompile.offload(mlp(), **fields)
+    zcompile.save(path := tmp_path / ("d" if durable else "c"), model)  # what others were in before
+    value, kept = 0, None
+    while fits(value):
+        value, kept = NESTS[nest](value), value
+    deeper = value
+    for _ in range(5000):
+        deeper = NESTS[nest](deeper)
+    for one in (value, deeper):
+        with pytest.raises(Unsupported, match=r"^extra\.v.* nests more than 200 deep"):
+            zcompile.save(path, model, v=one)
+    below(100, lambda: zcompile.save(path, model, v=kept))
+    zcompile.close(model)
+    again = zcompile.offload(mlp(), **fields)
+    found = below(100, lambda: zcompile.resume(path, again))
+    assert found["v"] == kept
+    zcompile.close(again)
+
+
 @pytest.mark.parametrize(("extra", "why"), [
     ({"a": [object()]}, r"extra.a.0 is a builtins.object, which a checkpoint cannot keep"),
     ({"f": len}, r"extra.f is a builtins.builtin_function_or_method"),

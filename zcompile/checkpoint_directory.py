@@ -32,7 +32,7 @@ _OURS = re.compile(
     r"(model|optimizer|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z|training\.json\Z"
 )
 
-logger = logging.getLogger("zcompile.checkpoint")
+logger = logging.getLogger("zcompile.checkpoint_directory")
 
 
 def standing(path: Path) -> Path:

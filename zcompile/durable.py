@@ -139,12 +139,12 @@ def commit(
             "give it to zcompile.save over a durable directory by another name",
         )
     _check_resumed(ledger)
-    kept = ledger.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     if optimizer is None and ledger.optimizer is not None:
         optimizer = ledger.optimizer()
     step = ledger.step if step is None else step
     given = ledger.extra_step if extra is None else step
-    state = describe(model, optimizer, kept)
+    state = describe(model, optimizer, ledger.extra if extra is None else extra)
+    kept = ledger.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
     ledger.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
     ledger.extra, ledger.extra_step = kept, given

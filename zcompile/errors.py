@@ -279,19 +279,24 @@ class NothingCommitted(ZinfError, FileNotFoundError):
 
 
 class CommitFailed(ZinfError, OSError):
-    """A step could not be committed; the commit before it is intact.
+    """A step could not be committed, or it is not known whether it was; none before it is lost.
 
     step  that was to be committed
     last  the step of the commit before; 0 if there was none
+    unsure  the disk failed when the commit may have had its name: `resume` finds `step`, or `last`
     """
 
-    def __init__(self, directory: Path, step: int, last: int, error: OSError) -> None:
-        self.step, self.last = step, last
+    def __init__(
+        self, directory: Path, step: int, last: int, error: OSError, unsure: bool = False
+    ) -> None:
+        self.step, self.last, self.unsure = step, last, unsure
+        what = f"step {step}" if step != last else f"what was saved after step {step}"
+        told = "may or may not have been committed" if unsure else "was not committed"
         kept = f"step {last} is intact" if last else "nothing was committed before"
+        todo = "see to the disk, start again and resume" + (", which tells" if unsure else "")
         super().__init__(
             error.errno,
-            f"disk={str(directory)!r}: step {step} was not committed "
-            f"({error.strerror or error}); {kept}: see to the disk, start again and resume",
+            f"disk={str(directory)!r}: {what} {told} ({error.strerror or error}); {kept}: {todo}",
         )
 
 

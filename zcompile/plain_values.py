@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
+from zcompile.sound_json import MOST_NESTED
 from zcompile.unbacked import Unbacked
 
 Read = Callable[[str, str], Tensor]
@@ -35,8 +36,14 @@ class Packer:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def pack(self, value: object, where: str) -> Any:
-        """`value` as JSON has it. raises  Unsupported, naming `where` and the type"""
+    def pack(self, value: object, where: str, depth: int = 0) -> Any:
+        """`value` as JSON has it, `depth` levels down. raises  Unsupported, naming `where`"""
+        if depth > MOST_NESTED:
+            raise Unsupported(
+                f"{where:.80} ... nests more than {MOST_NESTED} deep (a tuple counts for two, a "
+                "dict whose keys are no texts for three), which could not be read again",
+                "make it flatter, or keep it as a text or a tensor",
+            )
         kind = type(value)
         if kind in _AS_THEY_ARE:
             return value
@@ -44,11 +51,12 @@ class Packer:
             finite = value - value == 0
             return value if finite else {"$float": repr(value)}
         if isinstance(value, list) and kind is list:
-            return [self.pack(item, f"{where}.{at}") for at, item in enumerate(value)]
+            return [self.pack(item, f"{where}.{at}", depth + 1) for at, item in enumerate(value)]
         if isinstance(value, tuple) and kind is tuple:
-            return {"$tuple": [self.pack(item, f"{where}.{at}") for at, item in enumerate(value)]}
+            items = [self.pack(item, f"{where}.{at}", depth + 2) for at, item in enumerate(value)]
+            return {"$tuple": items}
         if isinstance(value, dict) and kind in _KINDS_OF_DICT.values():
-            return self._dict(value, where)
+            return self._dict(value, where, depth)
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         raise Unsupported(
@@ -56,14 +64,17 @@ class Packer:
             "give numbers, texts, None, tensors, and lists, tuples and dicts of them",
         )
 
-    def _dict(self, value: dict[Any, Any], where: str) -> Any:
+    def _dict(self, value: dict[Any, Any], where: str, depth: int) -> Any:
         kind = type(value)
         if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
-            return {key: self.pack(item, f"{where}.{key}") for key, item in value.items()}
+            return {k: self.pack(item, f"{where}.{k}", depth + 1) for k, item in value.items()}
         (tag,) = (tag for tag, known in _KINDS_OF_DICT.items() if known is kind)
         return {
             tag: [
-                [self.pack(key, f"{where} (a key)"), self.pack(item, f"{where}.{key}")]
+                [
+                    self.pack(key, f"{where} (a key)", depth + 3),
+                    self.pack(item, f"{where}.{key}", depth + 3),
+                ]
                 for key, item in value.items()
             ]
         }

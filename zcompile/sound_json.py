@@ -8,8 +8,11 @@ import json
 import re
 from typing import Any
 
-MOST_DEPTH = 900
-"""What a user gives to be saved may nest as deep as `json.dumps` can write it."""
+MOST_NESTED = 200
+"""How deep what a user gives to be kept may nest. Whatever writes it, reads it or puts it together
+calls itself up to three times a level, and Python ends that at 1000 calls, others' included."""
+MOST_DEPTH = MOST_NESTED + 16
+"""Of a text that holds it."""
 MOST_DIGITS = 19
 """Of 2^63 - 1, which no size and no offset exceeds."""
 _MARKS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)

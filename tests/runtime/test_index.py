@@ -22,6 +22,7 @@ from zcompile.runtime.index import (
     encode,
     parse,
     switch_index,
+    write_beside,
 )
 
 WEIGHT = Resting("model.a.weight", "parameter", "float32", (2, 3), (3, 1), 0, 24, 0, 4096, 4096, 7,
@@ -33,7 +34,8 @@ SMALLS = b"\x01\x02\x03\x04"
 
 def test_an_index_comes_back_as_it_was_written(tmp_path):
     with Directory(tmp_path) as directory:
-        switch_index(directory, encode(INDEX, SMALLS))
+        write_beside(directory, encode(INDEX, SMALLS))
+        switch_index(directory)
     assert read_index(tmp_path) == (INDEX, SMALLS)
     assert [path.name for path in tmp_path.iterdir()] == [INDEX_NAME]
 

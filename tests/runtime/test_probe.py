@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_only(measured, tmp_p
                                                                  caplog):  # fmt: skip
     (file := tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    caplog.set_level(logging.INFO, "zcompile.runtime.probe")
+    caplog.set_level(logging.INFO, "zcompile.runtime.probe_cache")
     assert [probed(CPU, []) for _ in range(2)] == [MACHINE] * 2
     assert len(measured) == 2
     assert "what was measured is not kept" in caplog.text

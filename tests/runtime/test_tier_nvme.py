@@ -101,7 +101,7 @@ def test_without_o_direct_it_falls_back_with_a_note(open_tier, monkeypatch, capl
     monkeypatch.setattr(os, "open", no_direct)
     tier = open_tier()
     assert (tier.rings, tier.granule) == (("threads",), 1)
-    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_nvme"]
+    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_file"]
     assert len(notes) == 1
     assert "does not take O_DIRECT" in notes[0].getMessage()
     extent = tier.reserve(UNIT, "w")
@@ -126,9 +126,9 @@ def test_an_error_of_a_disk_that_is_let_go_does_not_keep_it(tmp_path, monkeypatc
     with monkeypatch.context() as broken:
         broken.setattr(os, "unlink", failing)
         tier.close()
-    told = [r.getMessage() for r in caplog.records if r.name == "zcompile.runtime.tier_nvme"]
-    assert len(told) == 2
-    assert "stays behind: Read-only file system" in told[0]
+    told = [(r.name.removeprefix("zcompile.runtime."), r.getMessage()) for r in caplog.records]
+    assert [name for name, _ in told] == ["tier_file", "directory"]
+    assert "stays behind: Read-only file system" in told[0][1]
     DiskTier((tmp_path,), {}, Meter(), lambda error: None).close()
     assert list(tmp_path.iterdir()) == []
 

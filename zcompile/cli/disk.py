@@ -11,7 +11,7 @@ from zcompile.cli.answer import Answer
 from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
 from zcompile.runtime.claim import Claim, owner_of, reclaim, scratch_files
 from zcompile.runtime.data_check import DataReader
-from zcompile.runtime.data_header import data_bytes, read_header
+from zcompile.runtime.data_header import data_bytes, is_unfinished, read_header
 from zcompile.runtime.directory import Directory, opened
 from zcompile.runtime.index import (
     DATA_NAME,
@@ -185,6 +185,8 @@ def _check_sound(index: Index | None, directory: Directory, places: Sequence[Dir
 
 def _check_uncommitted(directory: Directory) -> None:
     """raises  DurableHeld, DurableDamaged, if the data file belongs to a commit"""
+    if is_unfinished(directory):
+        return
     if (header := committed_elsewhere(directory)) is not None:
         raise DurableHeld(directory.path, f"holds a file of the run in {header.first}")
     found = read_header(directory)

@@ -5,7 +5,8 @@
     the index is written beside the old one, synced, and takes its name: this is the commit
     extents that only the old index named are free
 
-An error before the rename leaves the last commit as it was.
+An error before the rename leaves the last commit as it was; after one that comes with it, or later,
+only the disk knows which of the two is the last.
 """
 
 import errno
@@ -114,6 +115,7 @@ class Ledger:
                 step: int) -> None:  # fmt: skip
         # Until the end nobody knows which copies and which index are good; nor after an error.
         self._failed = CommitFailed(self.files.home.path, step, self.step, _BROKEN_OFF)
+        self.files.unsure = False
         large, small = _sorted(named)
         try:
             lying = self._moved(large)
@@ -123,9 +125,13 @@ class Ledger:
             content = self._content(large, versions, {**smalls, **small}, meta, step)
             self.files.sync()
             self.files.switch(content)
-        except OSError as error:
-            self._failed = CommitFailed(self.files.home.path, step, self.step, error)
-            raise self._failed from error
+        except BaseException as error:
+            why = error if isinstance(error, OSError) else _BROKEN_OFF
+            self._failed = CommitFailed(self.files.home.path, step, self.step, why,
+                                        self.files.unsure)  # fmt: skip
+            if why is error:
+                raise self._failed from error
+            raise
         for one in versions.values():
             self.tier.settle(one)
         self._forget({entry.key for entry, _ in large.values()})

@@ -9,11 +9,12 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 from zcompile.errors import DurableDamaged, ZinfError
 from zcompile.runtime.checksums import SUMS, Piece, Running
-from zcompile.runtime.directory import Directory, unusable
+from zcompile.runtime.directory import Directory, let_go, unusable
 from zcompile.runtime.index import DATA_NAME, Index, Resting
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.units import MiB
@@ -60,10 +61,11 @@ class DataReader:
         self.close()
 
     def close(self) -> None:
+        """Each file, whatever becomes of the others: nothing was written."""
         self._ahead.shutdown()
-        for directory, file in zip(self._directories, self._files, strict=False):
-            directory.system.close(file)
-        self._files.clear()
+        files, self._files = self._files, []
+        for directory, path, file in zip(self._directories, self.paths, files, strict=False):
+            let_go(path, partial(directory.system.close, file))
 
     def chunks(self, tensor: Resting, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
         """Bytes [begin, end) of a tensor as (where it begins, bytes), each valid until the next.
@@ -94,7 +96,7 @@ class DataReader:
             try:
                 moved = _moved(directory, file, view[done:], tensor.offset + begin + done)
             except OSError as error:
-                why = f"cannot be read: {error.strerror}"
+                why = f"cannot be read: {error.strerror or error}"
                 raise DurableDamaged(path, repr(tensor.name), why) from error
             if moved <= 0:
                 at = tensor.offset + begin + done
@@ -151,6 +153,8 @@ def _moved(directory: Directory, file: int, view: memoryview, offset: int) -> in
             raise
     # Refused here, or written where smaller multiples were allowed: through the page cache.
     buffered = directory.open(DATA_NAME, os.O_RDONLY)
-    system.dup2(buffered, file)
-    system.close(buffered)
+    try:
+        system.dup2(buffered, file)
+    finally:
+        system.close(buffered)
     return system.pread(file, view, offset)

@@ -12,6 +12,8 @@ from zcompile.runtime.directory import Directory
 from zcompile.runtime.index import DATA_NAME
 
 HEADER_BYTES = 4096
+SECTOR_BYTES = 512
+"""What a disk writes whole, at least."""
 MAGIC = "zinf-tier 1"
 
 
@@ -66,13 +68,25 @@ def read_header(directory: Directory) -> DataHeader | None:
                              f"understood: {error}") from error  # fmt: skip
 
 
-def is_blank(directory: Directory) -> bool:
-    """Whether the data file in `directory` holds nothing at all: its run died while it was made.
+def is_unfinished(directory: Directory) -> bool:
+    """Whether the run of the data file in `directory` died while it was made.
 
-    Nothing is written to such a file before its header. raises  OSError
+    Nothing is written to such a file before its header is on the device. A power loss leaves that
+    blank, or, where the name of a directory is long, with some of its sectors blank; when it is
+    marked as committed, all of them are there. raises  OSError
     """
     block = directory.read(DATA_NAME, HEADER_BYTES + 1)
-    return block is not None and len(block) <= HEADER_BYTES and not block.strip(b"\0")
+    if block is None or len(block) > HEADER_BYTES:
+        return False
+    text = block.rstrip(b"\0")
+    if not text:
+        return True
+    sectors = [text[at : at + SECTOR_BYTES] for at in range(0, len(text), SECTOR_BYTES)]
+    first, blank = sectors[0], bytes(SECTOR_BYTES)
+    ours = first == blank or first.startswith(f"{MAGIC}\n".encode())
+    cut = len(sectors[-1]) == SECTOR_BYTES and not text.endswith(b"}\n")
+    torn = cut or blank in sectors
+    return len(block) == HEADER_BYTES and ours and torn and b'"committed": true' not in first
 
 
 def write_header(directory: Directory, header: DataHeader) -> None:

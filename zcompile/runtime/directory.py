@@ -19,7 +19,7 @@ from zcompile.errors import DiskUnusable
 from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
-logger = logging.getLogger("zcompile.runtime.tier_nvme")
+logger = logging.getLogger("zcompile.runtime.directory")
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",

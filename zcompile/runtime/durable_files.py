@@ -15,7 +15,7 @@ from zcompile.runtime.data_header import (
     HEADER_BYTES,
     DataHeader,
     data_bytes,
-    is_blank,
+    is_unfinished,
     read_header,
     write_header,
 )
@@ -26,8 +26,10 @@ from zcompile.runtime.index import (
     NEW_INDEX_NAME,
     Index,
     checked,
+    lies_beside,
     read_index,
     switch_index,
+    write_beside,
 )
 from zcompile.runtime.reclaim import check_original, committed_elsewhere, index_gone
 from zcompile.runtime.tier_file import TierFile
@@ -75,7 +77,7 @@ class DurableFile(TierFile):
             raise
         except OSError as error:
             self.close()
-            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror})",
+            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror or error})",
                                "free space on it or give another directory") from error  # fmt: skip
         self.extents.grow(HEADER_BYTES)
 
@@ -95,6 +97,7 @@ class DurableFiles:
     directories  those that were opened
     named  the directories, as files name them to others
     index, smalls  the last commit and the bytes of its small tensors; None if there was none
+    unsure  of the last `switch`: it raised, and may have done what it was to do
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -104,6 +107,7 @@ class DurableFiles:
         self.smalls = b""
         self.run = os.urandom(8).hex()
         self.files: list[DurableFile] = []
+        self.unsure = False
         self._marked = False
 
     @property
@@ -144,21 +148,28 @@ class DurableFiles:
     def switch(self, content: bytes) -> None:
         """`content` is the last commit from here on.
 
-        raises  OSError; then it is that, or still the one before, and the files of both are kept
+        raises  OSError; then it is that (see `unsure`), or still the one before, and the files of
+                both are kept
         """
+        self.unsure = False
         if not self.files[0].keep:
             for directory in self.directories:
                 directory.sync()  # the names of the data files
+        write_beside(self.home, content)
+        self.unsure = True
         try:
-            switch_index(self.home, content)
-        finally:  # what follows the rename may fail, or be interrupted, too
+            switch_index(self.home)
+        except BaseException:  # it may have been interrupted, too
+            self.unsure = not self._lies_beside()
+            raise
+        finally:
             named = self._is_named()
             for file in self.files:
                 file.keep = file.keep or named
         if not self._marked:
             for number, file in enumerate(self.files):
                 write_header(file.directory, self._header(number, committed=True))
-        self._marked = True
+        self._marked, self.unsure = True, False
 
     def _is_named(self) -> bool:
         """Whether there is an index, or may be: what it names is not to be removed."""
@@ -166,6 +177,13 @@ class DurableFiles:
             return self.home.stat(INDEX_NAME) is not None
         except OSError:
             return True
+
+    def _lies_beside(self) -> bool:
+        """Whether the rename was certainly not made."""
+        try:
+            return lies_beside(self.home)
+        except OSError:
+            return False
 
     def _header(self, number: int, committed: bool) -> DataHeader:
         return DataHeader(self.run, number, len(self.named), self.named[0], committed)
@@ -200,7 +218,7 @@ class DurableFiles:
         """What lies there is of no use, or it is of another run, which is refused."""
         if directory is not self.home and (other := read_index(directory)) is not None:
             raise DurableHeld(directory.path, f"holds step {other[0].step} of another run")
-        if is_blank(directory):
+        if is_unfinished(directory):
             directory.unlink(DATA_NAME)
             return
         found = read_header(directory)

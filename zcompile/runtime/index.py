@@ -245,19 +245,28 @@ def read_index(directory: Directory) -> tuple[Index, bytes] | None:
         raise DurableDamaged(path, "the index", "is larger than memory") from None
 
 
-def switch_index(directory: Directory, content: bytes) -> None:
-    """`content` becomes the last commit, or the one before it stays. raises OSError
-
-    The rename is the commit; before it the new file is on the device, after it the name is.
-    """
+def write_beside(directory: Directory, content: bytes) -> None:
+    """An index beside the last commit, on the device. raises OSError"""
     fd = directory.open(NEW_INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         directory.system.write_all(fd, content)
         directory.system.fsync(fd)
     finally:
         directory.system.close(fd)
+
+
+def switch_index(directory: Directory) -> None:
+    """What lies beside becomes the last commit. raises OSError; then it is that, or it is not
+
+    The rename is the commit; after it the name is on the device.
+    """
     directory.rename(NEW_INDEX_NAME, INDEX_NAME)
     directory.sync()
+
+
+def lies_beside(directory: Directory) -> bool:
+    """Whether there is still an index beside the last commit. raises OSError"""
+    return directory.stat(NEW_INDEX_NAME) is not None
 
 
 def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from zcompile.machine import Machine, MachineInvalid
 from zcompile.machine_file import read, write
 
-logger = logging.getLogger("zcompile.runtime.probe")
+logger = logging.getLogger("zcompile.runtime.probe_cache")
 
 FORMAT = 1
 """Part of the key: what was measured in another way is measured again."""

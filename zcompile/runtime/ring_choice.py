@@ -13,7 +13,7 @@ from zcompile.runtime.io_threads import ThreadRing
 from zcompile.runtime.ring import Ring
 from zcompile.runtime.uring import IoUring
 
-logger = logging.getLogger("zcompile.runtime.tier_nvme")
+logger = logging.getLogger("zcompile.runtime.ring_choice")
 
 RINGS: Mapping[str, Callable[[], Ring]] = {
     "aio": KernelAio,

@@ -24,7 +24,7 @@ NOT_ALLOCATED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What filesystems say that cannot. The last is glibc's, which writes single bytes there instead,
 and O_DIRECT refuses those."""
 
-logger = logging.getLogger("zcompile.runtime.tier_nvme")
+logger = logging.getLogger("zcompile.runtime.tier_file")
 _KEYS = itertools.count(1)
 
 

@@ -1,15 +1,19 @@
 """The tables of torch, all or in part, and a summary of what became of them.
 
-    PYTHONPATH=.:tests python -m torch_tables                       # everything: an hour or two
+    PYTHONPATH=.:tests python -m torch_tables --report FILE         # everything: some hours
     PYTHONPATH=.:tests python -m torch_tables --table ops --tiers host --names add mul --most 5
 
-The exit code is 1 where anything came out that is neither equal nor among the refusals.
+What FILE holds already is not done again, so that one may stop at any time. The exit code is 1
+where anything came out that is neither equal nor among what is listed.
 """
 
 import argparse
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from torch_tables import suite
 from torch_tables.pool import Told, work
@@ -21,31 +25,29 @@ def main() -> int:
     parser.add_argument("--table", nargs="*", default=["ops", "modules", "optimizers"])
     parser.add_argument("--tiers", nargs="*", default=list(TIERS))
     parser.add_argument("--names", nargs="*", default=None, help="of ops, modules, optimizers")
-    parser.add_argument("--after", default="", help="only names that come after this one")
     parser.add_argument("--dtypes", nargs="*", default=["float32"], help="of ops")
     parser.add_argument("--most", type=int, default=None, help="samples or settings of each")
     parser.add_argument("--calls", nargs="*", default=["eager", "compiled"])
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--report", type=Path, default=None, help="rows of JSON, as they come")
+    parser.add_argument("--report", type=Path, default=None, help="a line of JSON for each unit")
     given = parser.parse_args()
     units = [
         unit
         for table in given.table
         for unit in suite.units(table, given.tiers, given.names, given.dtypes, given.most,
                                 given.calls)
-        if unit["name"] > given.after
     ]  # fmt: skip
-    report = given.report.open("w") if given.report else None
+    before = [told for told in reported(given.report) if _asked(told.unit) in units]
+    done = [_asked(told.unit) for told in before]
+    report = given.report.open("a") if given.report else None
 
     def tell(told: Told) -> None:
         if report:
-            for row in told.rows:
-                report.write(json.dumps({**told.unit, **row}) + "\n")
-            count = {"counts": told.counts, "cases": told.cases, "seconds": told.seconds}
-            report.write(json.dumps({**told.unit, **count}) + "\n")
+            report.write(json.dumps(vars(told)) + "\n")
             report.flush()
 
-    found = work(units, workers=given.workers, tell=tell)
+    found = work([unit for unit in units if unit not in done], workers=given.workers, tell=tell)
+    found = [*before, *found]
     print(suite.summary(found))
     wrong = suite.wrong(found)
     for line in wrong:
@@ -53,4 +55,18 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-sys.exit(main())
+def reported(report: Path | None) -> list[Told]:
+    """What an earlier run wrote, if one did; a last line that was broken off is taken away."""
+    if report is None or not report.exists():
+        return []
+    os.truncate(report, report.read_bytes().rfind(b"\n") + 1)
+    rows = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    return [Told(**{**row, "counts": Counter(row["counts"])}) for row in rows]
+
+
+def _asked(unit: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in unit.items() if key != "skip"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -54,6 +54,7 @@ class Worker:
             if outcome.kind != "equal":
                 say(case=case.name, way=case.way, kind=outcome.kind, why=outcome.why)
         if unit["table"] == "ops":
+            done += 1
             say(begin=f"{unit['name']} after all cases")
             gc.collect()
             if left := self._tier(unit).clear():

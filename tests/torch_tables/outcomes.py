@@ -12,7 +12,8 @@ class Outcome:
     """What became of a case.
 
     kind  "equal"; "refused": an error of ours where plain torch works; "rounded": sums in another
-          order; "different"; "random": what differs, differs as well when plain torch is called
+          order; "different"; "raises": plain torch raises, and so does ours, so that there is
+          nothing to compare; "random": what differs, differs as well when plain torch is called
           twice
     why   the differences, or the error
     """
@@ -27,7 +28,7 @@ def judged(expected: Any, found: Any, differences: Callable[[Any, Any], Iterable
         if found.error is None:
             return Outcome("different", f"raises nothing, not {told(expected.error)}")
         if isinstance(found.error, type(expected.error) | ZinfError):
-            return Outcome("equal")
+            return Outcome("raises", told(expected.error))
         return Outcome("different", f"{told(found.error)}, not {told(expected.error)}")
     if found.error is not None:
         kind = "refused" if isinstance(_inner(found.error), ZinfError) else "different"

@@ -98,6 +98,7 @@ class Parts:
     inputs     whose gradients are compared too
     optimizer  makes one, of the model's parameters
     closure    step() is given one
+    frozen     the optimizer refuses leaves that train (differentiable=True): they do not in its step
     """
 
     model: nn.Module
@@ -105,7 +106,7 @@ class Parts:
     inputs: list[Tensor]
     optimizer: Callable[[list[Any]], torch.optim.Optimizer]
     closure: bool = False
-    accumulates: bool = False
+    frozen: bool = False
 
 
 def _train(parts: Parts, run: Run, tier: str | None, directory: Path, compiled: bool) -> None:
@@ -116,8 +117,7 @@ def _train(parts: Parts, run: Run, tier: str | None, directory: Path, compiled: 
     call = torch.compile(model, backend=backend) if compiled else model
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = parts.optimizer(params)
-    many = compiled and (tier == "device" or run_all_steps(tier))
-    for step in range(PLANNED_STEPS if many else STEPS):
+    for step in range(PLANNED_STEPS if compiled else STEPS):
         torch.manual_seed(7 + step)
 
         def once() -> Tensor:
@@ -137,14 +137,16 @@ def _train(parts: Parts, run: Run, tier: str | None, directory: Path, compiled: 
             once()
             run.see(f"gradients of step {step}", {n: p.grad for n, p in model.named_parameters()})
             run.see(f"input gradients of step {step}", [x.grad for x in parts.inputs])
+            for param in params:
+                param.requires_grad_(not parts.frozen)
             optimizer.step()
+            for param in params:
+                param.requires_grad_()
         run.see(f"model after step {step}", dict(model.state_dict()))
         run.see(f"optimizer after step {step}", optimizer.state_dict())
-
-
-def run_all_steps(tier: str | None) -> bool:
-    """Plain training takes as many steps as the longest of the tiers."""
-    return True
+    if tier is not None:
+        elsewhere = {p.entry.home for p in model.parameters() if p.entry.nbytes} - {tier}
+        assert not elsewhere, f"rests on {elsewhere}, not on {tier}"
 
 
 def _offload(model: nn.Module, tier: str, directory: Path, compiled: bool) -> None:
@@ -270,13 +272,17 @@ def _module_maker(info: Any, number: int, training: bool) -> Callable[[], Parts]
 
 
 class Several(nn.Module):
-    """Parameters of several shapes and strides, all used in one loss."""
+    """Parameters of several shapes and strides, all used in one loss.
 
-    def __init__(self, dtype: torch.dtype, flat_only: bool) -> None:
+    matrices   all that there is: Muon takes nothing else
+    row_major  without other strides: LBFGS takes flat views of gradients
+    """
+
+    def __init__(self, dtype: torch.dtype, matrices: bool, row_major: bool) -> None:
         super().__init__()
-        shapes = [(6, 5), (8, 3)] if flat_only else [(6, 5), (7,), (), (1,), (4, 3, 2, 2)]
+        shapes = [(6, 5), (8, 3)] if matrices else [(6, 5), (7,), (), (1,), (4, 3, 2, 2)]
         values = [torch.randn(shape, dtype=dtype) for shape in shapes]
-        if not flat_only:
+        if not (matrices or row_major):
             values[-1] = values[-1].to(memory_format=torch.channels_last)
             values.append(torch.randn(5, 4, dtype=dtype).t())
         self.weights = nn.ParameterList(nn.Parameter(value) for value in values)
@@ -327,7 +333,7 @@ def _optimizer_maker(info: Any, number: int, dtype: torch.dtype) -> Callable[[],
         kwargs = listed("cpu", dtype, info)[number].kwargs
         torch.manual_seed(3)
         sparse = info.only_supports_sparse_grads
-        model = Looked() if sparse else Several(dtype, info.name == "Muon")
+        model = Looked() if sparse else Several(dtype, info.name == "Muon", info.name == "LBFGS")
         x = torch.tensor(0.7)
         return Parts(
             model,
@@ -335,6 +341,7 @@ def _optimizer_maker(info: Any, number: int, dtype: torch.dtype) -> Callable[[],
             [],
             lambda params: info.optim_cls(params, **kwargs),
             closure=info.step_requires_closure,
+            frozen=kwargs.get("differentiable", False),
         )
 
     return make

@@ -24,6 +24,8 @@ from torch_tables.tiers import Tier  # noqa: E402
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # torch's tables: a million objects, to be gone through after each op
     say(ready=True)
     with tempfile.TemporaryDirectory(prefix="zcompile-tables-") as directory:
         worker = Worker(Path(directory))

@@ -97,11 +97,13 @@ def wrong(found: Iterable[Told]) -> list[str]:
 
 
 def idle(found: Sequence[Told], tables: Sequence[str]) -> list[Listed]:
-    """What is listed of these tables, and was not met."""
+    """What is listed of these tables, and was not met; but for sums in another order, which give
+    the same bits on some processors."""
     return [
         one
         for one in listed()
         if one.table in tables
+        and one.kind != "rounded"
         and not any(one.covers(told, row) for told in found for row in told.rows)
     ]
 

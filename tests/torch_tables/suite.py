@@ -86,9 +86,13 @@ def names_of(table: str) -> list[str]:
 
 def wrong(found: Iterable[Told]) -> list[str]:
     """Everything that is neither equal nor listed; where torch raises, or draws other numbers each
-    time, there is nothing to compare."""
-    known = listed()
+    time, there is nothing to compare. At least one case of each unit has to be."""
+    known, found = listed(), list(found)
     return [
+        f"{told.unit['table']} on {told.unit['tier']}: nothing of {told.unit['name']} was compared"
+        for told in found
+        if told.cases and told.counts["raises"] + told.counts["random"] == told.cases
+    ] + [
         f"{told.unit['table']} on {told.unit['tier']}: {row['case']}: {row['kind']}: {row['why']}"
         for told in found
         for row in told.rows

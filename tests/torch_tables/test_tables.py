@@ -3,12 +3,19 @@
 A sample here; all of it in the slow tests, and by `PYTHONPATH=.:tests python -m torch_tables`.
 """
 
+import json
 import os
+from collections import Counter
 
 import pytest
 import torch
-from torch_tables import pool, suite
-from torch_tables.tiers import TIERS
+from torch_tables import ops, pool, suite, training
+from torch_tables.__main__ import reported
+from torch_tables.outcomes import judged
+from torch_tables.tiers import TIERS, Tier
+from torch_tables.training import Run
+
+from zcompile.chunked import Chunked
 
 OPS = {
     "views": ["diagonal", "as_strided.partial_views", "transpose", "unsafe_chunk", "view_as_real"],
@@ -71,17 +78,26 @@ def test_a_sample_of_the_tables_of_torch(sample, table):
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_every_op_of_torch():
-    units = suite.units("ops", TIERS, most=12)
-    units += suite.units("ops", ["host"], dtypes=OTHER_DTYPES, most=2)
-    check(worked_off(units), "ops", complete=True)
+@pytest.mark.parametrize("tier", TIERS)
+def test_every_op_of_torch(tier):
+    check(worked_off(suite.units("ops", [tier], most=12)), "ops", complete=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+def test_every_op_of_torch_in_another_dtype(dtype):
+    check(worked_off(suite.units("ops", ["host"], dtypes=[dtype], most=2)), "ops")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("calls", ["eager", "compiled"])
 @pytest.mark.parametrize("table", ["modules", "optimizers"])
-def test_every_module_and_optimizer_of_torch(table):
-    check(worked_off(suite.units(table, TIERS, most=4)), table, complete=True)
+def test_every_module_and_optimizer_of_torch(table, calls, tier):
+    units = suite.units(table, [tier], most=None if table == "optimizers" else 4, calls=[calls])
+    check(worked_off(units), table, complete=True)
 
 
 def test_a_case_that_kills_its_process_is_named_and_the_others_go_on():
@@ -108,3 +124,37 @@ def test_a_wrong_value_is_seen():
     ):
         said = "; ".join(differences(a, other, "x"))
         assert (told in said) if told else not said
+
+
+def test_an_op_that_does_nothing_is_seen_in_every_table(monkeypatch, tmp_path):
+    """What streams leaves its operands as they were: results and steps of optimizers are wrong."""
+    monkeypatch.setattr(Chunked, "__call__", lambda self, first, last, values: None)
+    monkeypatch.setattr(Chunked, "joins", lambda self, other: False)
+    tier = Tier("host", tmp_path)
+    (op,) = ops.ops_named(["mul"])
+    wide = next(c for c in ops.cases(op, torch.float32) if c.sample.input.numel() > 1)
+    found = [wide.run(tier)]
+    tier.close()
+    found.append(next(training.module_cases("nn.Linear", False)).run("host", tmp_path))
+    found.append(next(training.optimizer_cases("SGD", False)).run("host", tmp_path))
+    assert [outcome.kind for outcome in found] == ["different"] * 3, found
+
+
+def test_a_report_that_was_broken_off_is_taken_up(tmp_path):
+    told = pool.Told({"table": "ops", "name": "add", "skip": 0}, Counter(equal=2), 2, 0.5, [])
+    report = tmp_path / "report"
+    report.write_text(json.dumps(vars(told)) + '\n{"unit": {"ta')
+    assert reported(report) == [told]
+    assert report.read_text() == json.dumps(vars(told)) + "\n"
+    assert reported(tmp_path / "none") == []
+
+
+def test_what_both_sides_refuse_is_not_called_equal():
+    ours, torchs = Run(error=RuntimeError("no")), Run(error=RuntimeError("no"))
+    assert judged(torchs, ours, lambda a, b: []).kind == "raises"
+    assert judged(torchs, Run(), lambda a, b: []).kind == "different"
+    assert judged(torchs, Run(error=KeyError("no")), lambda a, b: []).kind == "different"
+    unit = {"table": "ops", "tier": "host", "name": "add"}
+    row = {"case": "add #0", "way": "out", "kind": "raises", "why": "no"}
+    assert suite.wrong([pool.Told(unit, Counter(raises=1), cases=1, rows=[row])])
+    assert not suite.wrong([pool.Told(unit, Counter(raises=1, equal=1), cases=2, rows=[row])])

@@ -98,7 +98,8 @@ class Parts:
     inputs     whose gradients are compared too
     optimizer  makes one, of the model's parameters
     closure    step() is given one
-    frozen     the optimizer refuses leaves that train (differentiable=True): they do not in its step
+    frozen     parameters do not train while the optimizer steps: differentiable=True refuses leaves
+               that do
     """
 
     model: nn.Module

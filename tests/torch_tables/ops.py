@@ -69,12 +69,10 @@ class Case:
         expected = self._call(None)
         found = self._call(tier)
         outcome = judged(expected, found, self._differences)
-        if outcome.kind == "refused":
-            if why := list(self._changes(self._arguments(None), found)):
-                return Outcome("different", f"refused ({outcome.why}), yet " + "; ".join(why))
-        if outcome.kind == "raises":
-            if why := list(self._changes(expected, found)):
-                return Outcome("different", f"{outcome.why}, then " + "; ".join(why))
+        if outcome.kind in ("refused", "raises"):
+            asked = self._arguments(None) if outcome.kind == "refused" else expected
+            if why := list(self._changes(asked, found)):
+                return Outcome("different", f"{outcome.kind} ({outcome.why}), then {why}")
         if "other values" in outcome.why or outcome.kind == "rounded":
             again = self._call(None)
             if list(self._differences(expected, again)):

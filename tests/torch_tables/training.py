@@ -194,7 +194,7 @@ def _kept(value: Any) -> Any:
 
 
 class Scaled(nn.Module):
-    """A module without parameters, behind one: what it is given is scaled first."""
+    """A module without parameters, behind one: what it differentiates by is scaled first."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Scaled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def scaled(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.is_floating_point():
+            if isinstance(value, Tensor) and value.requires_grad:
                 return value * self.scale
             return value
 

@@ -164,16 +164,21 @@ class Recording:
                 inside.names[name] = node
 
     def _mkdir(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
-        inside, name = self._find(given["name"], None)
+        inside, name = self._find(given["name"], given.get("dir_fd"))
         go()
         if inside is not None and name:
             self._rename_in(inside, {name: Node(True)}, f"mkdir {name}")
+
+    def _symlink(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
+        raise AssertionError("the test does not model links")
 
     def _unlink(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
         inside, name = self._find(given["name"], given.get("dir_fd"))
         go()
         if inside is not None and not name.startswith(IGNORED):
             self._rename_in(inside, {name: None}, f"unlink {name}")
+
+    _rmdir = _unlink
 
     def _rename(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
         inside, name = self._find(given["name"], given.get("dir_fd"))

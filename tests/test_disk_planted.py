@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from border import Border, offloaded
 from committed import read_index
 from durable_runs import Run, after_a_crash, same
+from planted import PLANTED
 from torch import nn
 
 import zcompile
@@ -29,54 +29,6 @@ from zcompile.runtime.index import encode
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB"}
 PRECIOUS = b"precious\x1b[2J data\n"
 NAMES = ("zinf.lock", "zinf.index", "zinf.index.new", "zinf.tier", "zinf-1-1.tier")
-
-
-def link(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def hard_link(path: Path, victim: Path) -> None:
-    path.hardlink_to(victim)
-
-
-def fifo(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
-def directory(path: Path, victim: Path) -> None:
-    path.mkdir()
-
-
-def nothing_behind(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.with_name("nowhere"))
-
-
-def unix_socket(path: Path, victim: Path) -> None:
-    bound, home = socket.socket(socket.AF_UNIX), Path.cwd()
-    os.chdir(path.parent)  # the names of sockets are short
-    try:
-        bound.bind(path.name)
-    finally:
-        os.chdir(home)
-        bound.close()
-
-
-def device(path: Path, victim: Path) -> None:
-    try:
-        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 3))
-    except PermissionError:
-        pytest.skip("only root makes devices")
-
-
-PLANTED = {
-    link: "is a symbolic link",
-    nothing_behind: "is a symbolic link",
-    hard_link: "is known by 2 names",
-    fifo: "is a FIFO",
-    directory: "is a directory",
-    unix_socket: "is a socket",
-    device: "is a device",
-}
 
 
 @pytest.fixture
@@ -189,8 +141,8 @@ def test_a_directory_that_is_made_is_on_the_disk_before_anything_is_in_it(tmp_pa
 
     model = offloaded(nn.Linear(4, 4), Border(around), disk=tmp_path / "new", **FIELDS)
     zcompile.close(model)
-    assert calls[:4] == [("mkdir", tmp_path / "new"), ("open", tmp_path), ("fstat", tmp_path),
-                         ("fsync", tmp_path)]  # fmt: skip
+    made = [("mkdir", tmp_path / "new"), ("open", tmp_path), ("fstat", tmp_path)]
+    assert calls[:5] == [("stat", tmp_path / "new"), *made, ("fsync", tmp_path)]
 
 
 def test_a_plan_makes_no_directory(tmp_path):

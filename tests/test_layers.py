@@ -39,6 +39,8 @@ FLOORS = (
     {"zcompile.least_program"},
     {"zcompile.pipeline", "zcompile.lower", "zcompile.arrange", "zcompile.dump"},
     {"zcompile.block_files", "zcompile.checkpoint_directory", "zcompile.shards"},
+    {"zcompile.safetensors_file"},
+    {"zcompile.checkpoint_file"},
     {"zcompile.passes", "zcompile.runtime"},  # two wings, never each other
     {"zcompile.linear_program", "zcompile.greedy_placement", "zcompile.loss_rewrite"},
     {
@@ -88,7 +90,6 @@ FLOORS = (
         "zcompile.torch_private",
         "zcompile.ties",
         "zcompile.run_format",
-        "zcompile.safetensors_file",
         "zcompile.machine_file",
         "zcompile.user_code",
     },

@@ -7,13 +7,16 @@ cache should hold, and copying it there costs more CPU than all the rest.
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from zcompile.errors import IOFault
+from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.pages import host_pages
+from zcompile.runtime.regular_file import open_regular
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tiers import Buffer, Stretch
 from zcompile.safetensors_file import PAGE_BYTES
@@ -44,6 +47,8 @@ class BlockFile:
         self.path = path
         self._system = system
         self._new = nbytes is not None
+        self._buffered = -1
+        """Once it was needed, a descriptor that goes through the page cache."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if self._new else os.O_RDONLY
         verb = "write" if self._new else "read"
         try:
@@ -52,13 +57,17 @@ class BlockFile:
             raise self._fault(error, verb, path.name, 0, 0, nbytes or 0) from error
 
     def _open(self, flags: int) -> int:
+        """A new file is no link, nor what a link leads to; one that exists may be."""
         try:
-            return self._system.open(self.path, flags | os.O_DIRECT, 0o666)
+            if self._new:
+                return self._system.open(self.path, flags | os.O_DIRECT, 0o666)
+            return open_regular(self._system, self.path, flags | os.O_DIRECT, follow=True)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Some systems create the file before they say that it cannot be direct.
-            return self._system.open(self.path, flags & ~os.O_EXCL, 0o666)
+            return open_regular(self._system, self.path, flags & ~os.O_EXCL, mode=0o666,
+                                follow=not self._new)  # fmt: skip
 
     def reserve(self, nbytes: int) -> None:
         """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""
@@ -124,11 +133,10 @@ class BlockFile:
         """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
         made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         try:
-            file = self._system.open(self.path, os.O_RDONLY)
-            try:
-                moved = self._system.pread(file, Buffer.over(made).view, begin)
-            finally:
-                self._system.close(file)
+            if self._buffered < 0:
+                with deferred_interrupts():
+                    self._buffered = open_regular(self._system, self.path, os.O_RDONLY, follow=True)
+            moved = self._system.pread(self._buffered, Buffer.over(made).view, begin)
         except OSError as error:
             raise self._fault(error, "read", name, begin, 0, end - begin) from error
         if moved < end - begin:
@@ -145,9 +153,11 @@ class BlockFile:
             raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._system.close(fd)
+        fds, self._fd, self._buffered = (self._fd, self._buffered), -1, -1
+        with ExitStack() as stack:  # each, whatever becomes of the others
+            for fd in fds:
+                if fd >= 0:
+                    stack.callback(self._system.close, fd)
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether a request that failed may work without O_DIRECT, which is off then."""

@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from zcompile.checkpoint_directory import STATE_FILE, replacing, standing
+from zcompile.checkpoint_file import told_of
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
 from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
 from zcompile.errors import (
@@ -34,8 +36,10 @@ from zcompile.errors import (
 )
 from zcompile.model_state import Held, fact_of, held_by
 from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.regular_file import found_at, is_directory, kind_of
 from zcompile.runtime.session import session_of
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.tree import folder
 from zcompile.shards import Place, Shard, index_of, places, read_index, shards_of
 from zcompile.tensor_loader import Loader
 from zcompile.tensor_writer import NewFile, Told
@@ -47,6 +51,7 @@ SHARD_BYTES = 5 * 10**9
 """As `save_pretrained` of Hugging Face."""
 KINDS = (*NAMED, OTHERS)
 """Of files."""
+_WEIGHTS = re.compile(r"model.*\.safetensors")
 
 Progress = Callable[[int, int], None]
 """Told bytes done, and bytes in all."""
@@ -135,14 +140,18 @@ def resume(
     _check_order("resume(path, model, optimizer)", path, model)
     if (ledger := ledger_over(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
-    if is_durable(path):
-        return resume_copy(path, model, optimizer, _system_of(model))
-    directory = standing(Path(path))
-    if directory.is_file():
-        raise CheckpointInvalid(directory, "is a file, and a checkpoint is a directory",
+    system = _system_of(model)
+    with told_of(Path(path)):
+        durable = is_durable(path, system)
+        directory = standing(Path(path), system)
+        found = found_at(system, directory)
+    if durable:
+        return resume_copy(path, model, optimizer, system)
+    if found is not None and not is_directory(found):
+        raise CheckpointInvalid(directory, f"is {kind_of(found)}, and a checkpoint is a directory",
                                 "name the one that zcompile.save wrote; zcompile.load reads "
                                 "weights from files")  # fmt: skip
-    with Loader(_system_of(model)) as loader:
+    with Loader(system) as loader:
         return restore(CheckpointSource(directory, loader), model, optimizer)
 
 
@@ -160,7 +169,8 @@ def load(
             has changed
     """
     _check_order("load(model, paths)", paths, model)
-    found = places(_files(paths))
+    system = _system_of(model)
+    found = places(_files(paths, system), system)
     held = held_by(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
@@ -173,7 +183,7 @@ def load(
         rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
     if rows:
         raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
-    with Loader(_system_of(model)) as loader:
+    with Loader(system) as loader:
         for name, place in found.items():
             first = wanted[name]
             if first in held.tensors and (name == first or first not in found):
@@ -247,16 +257,27 @@ def _listed(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(p) for p in paths]
 
 
-def _files(paths: Paths) -> list[Path]:
+def _files(paths: Paths, system: SystemCalls) -> list[Path]:
     """The files themselves. raises CheckpointInvalid"""
     files: list[Path] = []
     for path in _listed(paths):
-        if is_durable(path) and not any(path.glob("model*.safetensors*")):
-            raise CheckpointInvalid(path, "is the directory of a durable run, and holds no "
-                                    "safetensors files", f"zcompile.resume({str(path)!r}, model) "
-                                    "reads its last commit")  # fmt: skip
-        files += read_index(standing(path), "model") if not path.is_file() else [path]
+        with told_of(path):
+            found = found_at(system, path)
+            if is_durable(path, system) and not _holds_weights(path, system):
+                raise CheckpointInvalid(path, "is the directory of a durable run, and holds no "
+                                        "safetensors files", f"zcompile.resume({str(path)!r}, "
+                                        "model) reads its last commit")  # fmt: skip
+            if found is None or is_directory(found):
+                files += read_index(standing(path, system), "model", system)
+            else:
+                files.append(path)
     return files
+
+
+@uninterrupted
+def _holds_weights(directory: Path, system: SystemCalls) -> bool:
+    with folder(system, directory, follow=True) as fd:
+        return any(_WEIGHTS.match(name) for name in system.names(fd))
 
 
 def _unloadable(found: Mapping[str, Place], wanted: Mapping[str, str], held: Held) -> list[str]:

@@ -3,7 +3,8 @@
 A new one is written beside the old, as `<path>.zinf-partial-<pid>`, synced, and exchanged with it
 in one call of the system. Where there is no such call the old one is `<path>.zinf-previous` for a
 moment. Nobody else gives such names, so that what a killed process left behind is known, and is
-removed; of what is partial the system has dropped the lock.
+removed; of what is partial the system has dropped the lock. The path may lead through links; what
+lies inside, or bears such a name, is not followed if it is one.
 """
 
 import errno
@@ -11,16 +12,25 @@ import fcntl
 import logging
 import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from zcompile.errors import CheckpointUnwritable
 from zcompile.runtime.claim import LOCK_NAME, TIER_FILE
 from zcompile.runtime.index import DATA_NAME, INDEX_NAME
-from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.interrupts import deferred_interrupts, deliver_interrupts, uninterrupted
+from zcompile.runtime.regular_file import (
+    found_at,
+    is_directory,
+    is_regular,
+    kind_of,
+    open_regular,
+)
 from zcompile.runtime.system_calls import SystemCalls
+from zcompile.runtime.tree import folder, items, remove, walk
 from zcompile.units import MiB
 
 COPY_BYTES = 1 * MiB
@@ -31,17 +41,34 @@ _PREVIOUS = ".zinf-previous"
 _OURS = re.compile(
     r"(model|optimizer|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z|training\.json\Z"
 )
+_NO_ATTRIBUTES = (errno.ENOTSUP, errno.ENODATA, errno.EINVAL, errno.EPERM, errno.EACCES)
+"""A filesystem, or one who may not, keeps fewer extended attributes: as `shutil.copystat`."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("zcompile.checkpoint_directory")
 
 
-def standing(path: Path) -> Path:
-    """Where the checkpoint `path` stands now; says so, if a save was killed in the wrong moment."""
+def standing(path: Path, system: SystemCalls) -> Path:
+    """Where the checkpoint `path` stands now; says so, if a save was killed in the wrong moment.
+
+    raises  OSError
+    """
     previous = _previous(path)
-    if not path.exists() and (previous / STATE_FILE).exists():
+    if found_at(system, path) is None and _is_left(previous, system):
         logger.warning("a save to %s did not end; %s is the checkpoint before it", path, previous)
         return previous
     return path
+
+
+def _is_left(previous: Path, system: SystemCalls) -> bool:
+    """Whether it is a checkpoint, and no link: nobody of ours makes one."""
+    try:
+        found = system.stat(previous)
+    except FileNotFoundError:
+        return False
+    return is_directory(found) and found_at(system, previous / STATE_FILE) is not None
 
 
 @contextmanager
@@ -50,36 +77,35 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Path]:
 
     Files of others in the old directory come along.
 
-    system  makes the calls that change anything
+    system  makes all calls
     raises  CheckpointUnwritable; then, and whatever the block raises, the old one is as it was
     """
     path = Path(os.path.realpath(path))
-    _check_replaceable(path)
-    partial = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}")
+    made = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}")
     lock, mine = None, False
     try:
         with deferred_interrupts():
+            _check_replaceable(path, system)
             _make(path.parent, system)
             _sweep(path, system)
-            system.mkdir(partial)
+            system.mkdir(made)
             mine = True
-            lock = _locked(partial, system)
-        yield partial
-        if (old := standing(path)).is_dir():
-            _bring_along(old, partial, system, _OURS)
-        sync(partial, system)
-        _check_no_disk(path)  # a model may have been offloaded to it since
+            lock = _locked(made, system)
+        yield made
         with deferred_interrupts():
-            _take_place(partial, path, system)
+            _bring_along_others(standing(path, system), made, system)
+            sync(made, system)
+            _check_inside(path, system)  # a model may have been offloaded to it since
+            _take_place(made, path, system)
     except OSError as error:
         if mine:
-            shutil.rmtree(partial, ignore_errors=True)
+            _clear(made, system, lock)
         if isinstance(error, CheckpointUnwritable):
             raise
         raise _unwritable(path, error) from error
     except BaseException:
         if mine:
-            shutil.rmtree(partial, ignore_errors=True)
+            _clear(made, system, lock)
         raise
     finally:
         if lock is not None:
@@ -89,8 +115,8 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Path]:
 
 @uninterrupted
 def sync(path: Path, system: SystemCalls) -> None:
-    """The file or directory is on the disk. raises OSError"""
-    fd = system.open(path, os.O_RDONLY)
+    """The names in a directory are on the disk. raises OSError"""
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         system.fsync(fd)
     finally:
@@ -109,67 +135,113 @@ def exchange(one: Path, other: Path, system: SystemCalls) -> bool:
 
 
 def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
+    """`new` is `path`, for certain; or, where that fails, all is as it was. raises OSError"""
     previous = _previous(path)
-    old = None
-    if not path.exists():
-        system.rename(new, path)
-    elif exchange(new, path, system):
-        old = new
-    else:
-        shutil.rmtree(previous, ignore_errors=True)
-        system.rename(path, previous)
-        try:
+    with ExitStack() as undo:
+        if found_at(system, path) is None:
             system.rename(new, path)
-        except OSError:
-            system.rename(previous, path)
-            raise
-    sync(path.parent, system)
-    for left in (old, previous):
-        if left is not None:
-            shutil.rmtree(left, ignore_errors=True)
+            undo.callback(system.rename, path, new)
+        elif exchange(new, path, system):
+            undo.callback(system.exchange, new, path)
+        else:
+            _make_way(previous, path, system)
+            system.rename(path, previous)
+            undo.callback(system.rename, previous, path)
+            system.rename(new, path)
+            undo.callback(system.rename, path, new)
+        sync(path.parent, system)
+        undo.pop_all()
+    for left in (new, previous):
+        _clear(left, system)
+
+
+def _make_way(previous: Path, path: Path, system: SystemCalls) -> None:
+    """What an earlier save left there is not needed, since `path` stands. raises OSError"""
+    try:
+        found = system.stat(previous)
+    except FileNotFoundError:
+        return
+    if not is_directory(found):
+        raise CheckpointUnwritable(
+            errno.EEXIST,
+            path,
+            f"{previous} is {kind_of(found)}, which no save made",
+            "remove it, or name another path",
+        )
+    remove(system, previous)
+
+
+@uninterrupted
+def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
+    """Remove a directory that nobody needs, if it is one; what stays behind is told in the log.
+
+    lock  only if it is the directory of this descriptor: another may have its name
+    """
+    try:
+        found = system.stat(left)
+        if lock is not None and not os.path.samestat(found, system.fstat(lock)):
+            logger.warning("%s stays behind: it was not made by this save", left)
+        elif is_directory(found):
+            remove(system, left)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("%s stays behind: %s", left, error.strerror or error)
 
 
 def _make(directory: Path, system: SystemCalls) -> None:
     """Also what it lies in; each name is on the disk before anything is below it."""
-    for missing in reversed([p for p in (directory, *directory.parents) if not p.exists()]):
+    lacking = [p for p in (directory, *directory.parents) if found_at(system, p) is None]
+    for missing in reversed(lacking):
         with suppress(FileExistsError):  # another process was quicker
             system.mkdir(missing)
         sync(missing.parent, system)
 
 
+def _bring_along_others(old: Path, new: Path, system: SystemCalls) -> None:
+    """What others keep in the directory, such as a config.json, is not for us to lose."""
+    if is_directory(found_at(system, old)):
+        with folder(system, old) as source, folder(system, new) as to:
+            _bring_along(system, source, to, old, _OURS)
+
+
 def _bring_along(
-    old: Path, new: Path, system: SystemCalls, but: re.Pattern[str] | None = None
+    system: SystemCalls, old: int, new: int, path: Path, but: re.Pattern[str] | None = None
 ) -> None:
-    """What others keep in the directory, such as a config.json, is not for us to lose.
-
-    but  names that stay behind
+    """path  of `old`, for people
+    but   names that stay behind
     """
-    for item in sorted(old.iterdir()):
-        to = new / item.name
-        if but is not None and but.match(item.name):
+    for name, found in items(system, old):
+        deliver_interrupts()
+        if but is not None and but.match(name):
             continue
-        if item.is_symlink() or not (item.is_dir() or item.is_file()):
-            shutil.copy2(item, to, follow_symlinks=False)
-        elif item.is_file():
-            _copy(item, to, system)
+        if stat.S_ISLNK(found.st_mode):
+            system.symlink(system.readlink(name, dir_fd=old), name, dir_fd=new)
+        elif is_regular(found):
+            _copy(system, name, old, new)
+        elif is_directory(found):
+            system.mkdir(name, dir_fd=new)
+            with folder(system, name, dir_fd=old) as source, folder(system, name, dir_fd=new) as to:
+                _bring_along(system, source, to, path / name)
+                _make_alike(system, source, to)
+                system.fsync(to)
         else:
-            system.mkdir(to)
-            _bring_along(item, to, system)
-            shutil.copystat(item, to)
-            sync(to, system)
+            raise _uncopied(path, name, found)
 
 
-def _copy(item: Path, to: Path, system: SystemCalls) -> None:
+def _copy(system: SystemCalls, name: str, old: int, new: int) -> None:
     """A file with its mode and times; it is on the disk."""
-    source = system.open(item, os.O_RDONLY)
+    source = open_regular(system, name, os.O_RDONLY, dir_fd=old)
     try:
-        made = system.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        made = system.open(name, flags, dir_fd=new)
         try:
             block, at = memoryview(bytearray(COPY_BYTES)), 0
             while moved := system.pread(source, block, at):
                 system.write_all(made, block[:moved], at)
                 at += moved
-            shutil.copystat(item, to)
+                deliver_interrupts()
+            _make_alike(system, source, made)
             system.fsync(made)
         finally:
             system.close(made)
@@ -177,40 +249,91 @@ def _copy(item: Path, to: Path, system: SystemCalls) -> None:
         system.close(source)
 
 
-def _check_replaceable(path: Path) -> None:
-    if path.is_dir() and ((path / STATE_FILE).exists() or not any(path.iterdir())):
-        _check_no_disk(path)
+def _make_alike(system: SystemCalls, old: int, new: int) -> None:
+    """Extended attributes, then the mode, which may forbid to set them, and times."""
+    for key in _if_kept(system.attributes, old) or ():
+        if (value := _if_kept(system.attribute, old, key)) is not None:
+            _if_kept(system.set_attribute, new, key, value)
+    found = system.fstat(old)
+    system.chmod(new, stat.S_IMODE(found.st_mode))
+    system.utime(new, found.st_atime_ns, found.st_mtime_ns)
+
+
+def _if_kept(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """What a call on extended attributes returns; None where they are not kept. raises OSError"""
+    try:
+        return call(*args, **kwargs)
+    except OSError as error:
+        if error.errno not in _NO_ATTRIBUTES:
+            raise
+        return None
+
+
+def _check_replaceable(path: Path, system: SystemCalls) -> None:
+    there = found_at(system, path)
+    if there is None:
         return
-    if path.exists():
-        what = "a directory that holds no checkpoint" if path.is_dir() else "a file"
-        raise CheckpointUnwritable(
-            errno.EEXIST,
-            path,
-            f"there is {what}",
-            "name a path that does not exist, or a checkpoint to be replaced",
-        )
+    if is_directory(there):
+        with folder(system, path) as fd:
+            empty = not system.names(fd)
+        if empty or found_at(system, path / STATE_FILE) is not None:
+            _check_inside(path, system)
+            return
+    what = "a directory that holds no checkpoint" if is_directory(there) else kind_of(there)
+    raise CheckpointUnwritable(
+        errno.EEXIST,
+        path,
+        f"there is {what}",
+        "name a path that does not exist, or a checkpoint to be replaced",
+    )
 
 
-def _check_no_disk(path: Path) -> None:
-    """A run whose files are moved away goes on in files that nobody finds again."""
-    for folder, _, files in os.walk(path):
-        for name in files:
-            if name in (LOCK_NAME, DATA_NAME, INDEX_NAME) or TIER_FILE.match(name):
-                raise CheckpointUnwritable(
-                    errno.EEXIST,
-                    path,
-                    f"{Path(folder) / name} is of the disk tier of a model, which would lose it",
-                    "name another path",
-                )
+def _check_inside(path: Path, system: SystemCalls) -> None:
+    """Whether all that lies there may go, or can come along.
+
+    A run whose files are moved away goes on in files that nobody finds again.
+    """
+
+    def look(at: Path, found: os.stat_result) -> None:
+        name = at.name
+        if not is_directory(found) and (
+            name in (LOCK_NAME, DATA_NAME, INDEX_NAME) or TIER_FILE.match(name)
+        ):
+            raise CheckpointUnwritable(
+                errno.EEXIST,
+                path,
+                f"{at} is of the disk tier of a model, which would lose it",
+                "name another path",
+            )
+        known = is_directory(found) or is_regular(found) or stat.S_ISLNK(found.st_mode)
+        if not known and not (at.parent == path and _OURS.match(name)):
+            raise _uncopied(at.parent, name, found)
+
+    if is_directory(found_at(system, path)):
+        with folder(system, path) as fd:
+            walk(system, fd, path, look)
+
+
+def _uncopied(path: Path, name: str, found: os.stat_result) -> CheckpointUnwritable:
+    return CheckpointUnwritable(
+        errno.EEXIST,
+        path,
+        f"{path / name} is {kind_of(found)}, which cannot come along",
+        "move it elsewhere, or name another path",
+    )
 
 
 def _sweep(path: Path, system: SystemCalls) -> None:
     """Remove what saves to `path` left that were killed."""
-    for left in path.parent.glob(f"{_escaped(path.name)}{_PARTIAL}*"):
+    with folder(system, path.parent) as fd:
+        names = [name for name in system.names(fd) if name.startswith(f"{path.name}{_PARTIAL}")]
+    for left in map(path.with_name, sorted(names)):
         if (lock := _locked(left, system)) is not None:
             logger.info("removing %s, which a killed save left", left)
-            shutil.rmtree(left, ignore_errors=True)
-            system.close(lock)
+            try:
+                _clear(left, system, lock)
+            finally:
+                system.close(lock)
 
 
 def _locked(directory: Path, system: SystemCalls) -> int | None:
@@ -231,10 +354,6 @@ def _locked(directory: Path, system: SystemCalls) -> int | None:
 
 def _previous(path: Path) -> Path:
     return path.with_name(f"{path.name}{_PREVIOUS}")
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointUnwritable:

@@ -36,7 +36,7 @@ class CheckpointSource:
     def __init__(self, directory: Path, loader: Loader) -> None:
         self.where = str(directory)
         self._loader = loader
-        told = read_json(directory / STATE_FILE)
+        told = read_json(directory / STATE_FILE, loader.system)
         self.meta = _state(directory / STATE_FILE, told)
         self._places: dict[str, Place] = {}
         for file in told["files"]:
@@ -54,7 +54,7 @@ class CheckpointSource:
         self._loader.fill(place.path, name, place.row, target)
 
     def _take(self, path: Path, checkpoint: object) -> None:
-        header = read_header(path)
+        header = read_header(path, self._loader.system)
         if header.metadata.get("checkpoint") != checkpoint:
             raise CheckpointInvalid(path, f"is not of the same checkpoint as {STATE_FILE}",
                                     "copy the whole directory again")  # fmt: skip

@@ -28,6 +28,7 @@ from zcompile.runtime.directory import Directory, let_go, opened, unusable
 from zcompile.runtime.index import INDEX_NAME, Index, Resting, Small, read_index
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.reclaim import check_data
+from zcompile.runtime.regular_file import found_at, is_regular
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store import Entry
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
@@ -166,7 +167,7 @@ def resume_durable(
             "process",
         )
     if found is None:
-        raise _nothing_in(ledger.files.home.path)
+        raise _nothing_in(ledger.files.home)
     check_all(found, ledger.files.directories)
     adopter = Adopter(ledger, found)
     source = DurableSource(ledger.files.home.path, found, ledger.files.smalls, adopter)
@@ -180,9 +181,13 @@ def resume_durable(
     return {**extra, "step": found.step}
 
 
-def _nothing_in(directory: Path) -> NothingCommitted | Unsupported:
-    if not (directory / STATE_FILE).exists():
-        return NothingCommitted(directory, "holds no commit")
+def _nothing_in(home: Directory) -> ZinfError:
+    directory = home.path
+    try:
+        if found_at(home.system, directory / STATE_FILE) is None:
+            return NothingCommitted(directory, "holds no commit")
+    except OSError as error:
+        return unusable(directory, error)
     return Unsupported(  # whoever trains on after NothingCommitted would not go on from it
         f"disk={str(directory)!r} holds no commit, but a checkpoint that zcompile.save wrote, and "
         "a durable run does not continue from one in its own directory",
@@ -213,9 +218,9 @@ def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
         )  # fmt: skip
 
 
-def is_durable(path: str | os.PathLike[str]) -> bool:
-    """Whether a commit lies in the directory `path`."""
-    return (Path(path) / INDEX_NAME).is_file()
+def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
+    """Whether a commit lies in the directory `path`. raises OSError"""
+    return is_regular(found_at(system, Path(path) / INDEX_NAME))
 
 
 def resume_copy(

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from zcompile import sound_json
+from zcompile.checkpoint_file import reading
 from zcompile.errors import CheckpointInvalid, Unsupported
+from zcompile.runtime.interrupts import uninterrupted
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
 PAGE_BYTES = 4096
 MOST_HEADER_BYTES = 100_000_000
@@ -125,27 +128,22 @@ def _moved(rows: Mapping[str, Row], by: int) -> dict[str, Row]:
     }
 
 
-def read_header(path: Path) -> Header:
+@uninterrupted
+def read_header(path: Path, system: SystemCalls = KERNEL) -> Header:
     """What a file holds, checked against itself and against the file's length.
 
     raises  CheckpointInvalid, naming the file and the tensor
     """
-    try:
-        with path.open("rb") as file:
-            nbytes = file.seek(0, 2)
-            file.seek(0)
-            first = file.read(_LENGTH.size)
-            length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
-            if length > MOST_HEADER_BYTES:
-                raise CheckpointInvalid(path, "is no safetensors file: its header would have "
-                                        f"{length} bytes")  # fmt: skip
-            # A length that the file does not have is not asked for: it would be allocated first.
-            text = file.read(length) if _LENGTH.size + length <= nbytes else b""
-    except FileNotFoundError as error:
-        raise CheckpointInvalid(path, "does not exist", "name one that does") from error
-    except OSError as error:
-        raise CheckpointInvalid(path, f"cannot be read ({error.strerror})",
-                                "look after the disk") from error  # fmt: skip
+    with reading(path, system) as fd:
+        nbytes = system.fstat(fd).st_size
+        first = system.read_all(fd, _LENGTH.size)
+        length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
+        if length > MOST_HEADER_BYTES:
+            raise CheckpointInvalid(path, "is no safetensors file: its header would have "
+                                    f"{length} bytes")  # fmt: skip
+        # A length that the file does not have is not asked for: it would be allocated first.
+        whole = _LENGTH.size + length <= nbytes
+        text = system.read_all(fd, length, _LENGTH.size) if whole else b""
     if length < 2 or len(text) < length:
         raise CheckpointInvalid(path, f"ends after {nbytes} bytes, within its header")
     told = _parsed(path, text)

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zcompile import sound_json
+from zcompile.checkpoint_file import reading, told_of
 from zcompile.errors import CheckpointInvalid
+from zcompile.runtime.interrupts import uninterrupted
+from zcompile.runtime.regular_file import found_at
+from zcompile.runtime.system_calls import SystemCalls
 from zcompile.safetensors_file import Header, Row, arrange, nbytes_of, read_header
 
 
@@ -61,23 +65,29 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": names}
 
 
-def read_index(directory: Path, kind: str) -> list[Path]:
+def read_index(directory: Path, kind: str, system: SystemCalls) -> list[Path]:
     """The files of `kind` in a directory. raises CheckpointInvalid"""
+
+    def is_there(path: Path) -> bool:
+        with told_of(path):
+            return found_at(system, path) is not None
+
     index, single = directory / f"{kind}.safetensors.index.json", directory / f"{kind}.safetensors"
-    if not index.exists():
-        if not single.exists():
+    if not is_there(index):
+        if not is_there(single):
             raise CheckpointInvalid(directory, f"holds neither {single.name} nor {index.name}",
                                     "name the directory that does")  # fmt: skip
         return [single]
-    names = read_json(index).get("weight_map")
+    names = read_json(index, system).get("weight_map")
     if not isinstance(names, dict) or not all(_is_name(name) for name in names.values()):
         raise CheckpointInvalid(index, "has no weight_map of names to files")
     paths = [directory / name for name in sorted(set(names.values()))]
-    for name, file in names.items():
-        if not (directory / file).exists():
-            raise CheckpointInvalid(directory / file, f"does not exist, and {index.name} has "
+    for path in paths:
+        if not is_there(path):
+            name = next(name for name, file in names.items() if file == path.name)
+            raise CheckpointInvalid(path, f"does not exist, and {index.name} has "
                                     f"{name!r} stand there")  # fmt: skip
-    found = {(name, path.name) for path in paths for name in read_header(path).rows}
+    found = {(name, path.name) for path in paths for name in read_header(path, system).rows}
     for name, file in names.items():
         if (name, file) not in found:
             raise CheckpointInvalid(directory / file, f"lacks {name!r}, which {index.name} has "
@@ -85,11 +95,11 @@ def read_index(directory: Path, kind: str) -> list[Path]:
     return paths
 
 
-def places(paths: Iterable[Path]) -> dict[str, Place]:
+def places(paths: Iterable[Path], system: SystemCalls) -> dict[str, Place]:
     """Every tensor of some files. raises CheckpointInvalid"""
     found: dict[str, Place] = {}
     for path in paths:
-        for name, row in read_header(path).rows.items():
+        for name, row in read_header(path, system).rows.items():
             if name in found:
                 raise CheckpointInvalid(path, f"has {name!r}, and so has {found[name].path}",
                                         "name files that share no tensor")  # fmt: skip
@@ -97,15 +107,13 @@ def places(paths: Iterable[Path]) -> dict[str, Place]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
+@uninterrupted
+def read_json(path: Path, system: SystemCalls) -> dict[str, Any]:
     """The object in a file. raises CheckpointInvalid"""
+    with reading(path, system) as fd:
+        content = system.read_all(fd, system.fstat(fd).st_size)
     try:
-        told = sound_json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointInvalid(path, "does not exist", "name a checkpoint") from error
-    except OSError as error:
-        raise CheckpointInvalid(path, f"cannot be read ({error.strerror})",
-                                "look after the disk") from error  # fmt: skip
+        told = sound_json.loads(content)
     except ValueError as error:
         raise CheckpointInvalid(path, f"is not sound: {error}") from error
     if not isinstance(told, dict):

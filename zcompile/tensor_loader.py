@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zcompile.block_files import BLOCK_BYTES, BLOCKS, LEAST_DIRECT_BYTES, BlockFile, new_blocks
+from zcompile.runtime.directory import let_go
 from zcompile.runtime.interrupts import deferred_interrupts
 from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.ticket import Ticket
@@ -27,11 +28,12 @@ MOST_LEAVING = 256
 class Loader:
     """Brings tensors out of files; a context manager.
 
+    system  makes all calls
     raises  at the end of the context too, what the last transfers raise
     """
 
     def __init__(self, system: SystemCalls) -> None:
-        self._system = system
+        self.system = system
         self._files: dict[Path, BlockFile] = {}
         self._free = new_blocks()
         self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
@@ -49,14 +51,14 @@ class Loader:
             while self._leaving and error is None:
                 self._settle()
         finally:
-            for file in self._files.values():
-                file.close()
+            for path, file in self._files.items():  # which were only read
+                let_go(path, file.close)
 
     def fill(self, path: Path, name: str, row: Row, target: Tensor) -> None:
         """`target` takes the value of a tensor of the file, cast as `copy_` casts."""
         if path not in self._files:
             with deferred_interrupts():
-                self._files[path] = BlockFile(path, system=self._system)
+                self._files[path] = BlockFile(path, system=self.system)
         file, to = self._files[path], bytes_of(target)
         for begin, raw, block in self._pieces(file, name, row):
             first = begin * target.dtype.itemsize // row.dtype.itemsize

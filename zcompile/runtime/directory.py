@@ -9,26 +9,18 @@ file of ours is neither opened, nor removed, nor believed.
 import errno
 import logging
 import os
-import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from zcompile.errors import DiskUnusable
 from zcompile.runtime.interrupts import uninterrupted
+from zcompile.runtime.regular_file import found_at, is_regular, kind_of, open_regular
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
 logger = logging.getLogger("zcompile.runtime.directory")
-
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class Directory:
@@ -69,21 +61,13 @@ class Directory:
         """
         if flags & os.O_EXCL:
             return self.system.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
-        self.stat(name)  # to open a device is to do something with it already
-        try:  # what takes its place now is not followed, nor waited for
-            careful = flags | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = self.system.open(name, careful, 0o600, dir_fd=self._fd)
+        check = partial(self._check, name)
+        try:
+            return open_regular(self.system, name, flags, check, dir_fd=self._fd)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise self._refused(name, "is not a plain file") from error
             raise
-        try:
-            self._check(name, self.system.fstat(fd))
-            self.system.set_flags(fd, self.system.flags(fd) & ~os.O_NONBLOCK)
-        except OSError:
-            self.system.close(fd)
-            raise
-        return fd
 
     @uninterrupted
     def read(self, name: str, most: int | None = None) -> bytes | None:
@@ -133,8 +117,8 @@ class Directory:
 
     def _check(self, name: str, found: os.stat_result) -> None:
         """raises  DiskUnusable"""
-        if not stat.S_ISREG(found.st_mode):
-            raise self._refused(name, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'no file')}")
+        if not is_regular(found):
+            raise self._refused(name, f"is {kind_of(found)}")
         if found.st_nlink > 1:
             raise self._refused(name, f"is known by {found.st_nlink} names (hard links), so that "
                                 "others would change with it")  # fmt: skip
@@ -159,20 +143,20 @@ def made(path: Path, system: SystemCalls = KERNEL) -> Directory:
 
     raises  DiskUnusable
     """
-    if not path.exists():
-        _make(path, system)
+    try:
+        if found_at(system, path) is None:
+            _make(path, system)
+    except OSError as error:
+        raise DiskUnusable(path, f"cannot be made ({error.strerror})",
+                           "create it or give another directory") from error  # fmt: skip
     return opened(path, system)
 
 
 def _make(path: Path, system: SystemCalls) -> None:
-    try:
-        with suppress(FileExistsError):  # another process was quicker
-            system.mkdir(path, 0o700)
-        with Directory(path.absolute().parent, system) as parent:
-            parent.sync()  # else a commit in it may outlive its name
-    except OSError as error:
-        raise DiskUnusable(path, f"cannot be made ({error.strerror})",
-                           "create it or give another directory") from error  # fmt: skip
+    with suppress(FileExistsError):  # another process was quicker
+        system.mkdir(path, 0o700)
+    with Directory(path.absolute().parent, system) as parent:
+        parent.sync()  # else a commit in it may outlive its name
 
 
 def opened(path: Path, system: SystemCalls = KERNEL) -> Directory:

@@ -64,11 +64,11 @@ class SystemCalls:
                     raise OSError(errno.EIO, "the device takes no more")
                 done += moved
 
-    def read_all(self, fd: int, most: int) -> bytes:
-        """The first bytes of a file, as many as it has, by calls of `pread`."""
+    def read_all(self, fd: int, most: int, offset: int = 0) -> bytes:
+        """Bytes of a file from `offset` on, as many as it has, by calls of `pread`."""
         content, done = bytearray(most), 0
         with memoryview(content) as view:
-            while done < most and (moved := self.pread(fd, view[done:], done)):
+            while done < most and (moved := self.pread(fd, view[done:], offset + done)):
                 done += moved
         return bytes(content[:done])
 
@@ -150,8 +150,35 @@ class SystemCalls:
     def unlink(self, name: Name, *, dir_fd: int | None = None) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
-    def mkdir(self, name: Name, mode: int = 0o777) -> None:
-        os.mkdir(name, mode)
+    def mkdir(self, name: Name, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        os.mkdir(name, mode, dir_fd=dir_fd)
+
+    def rmdir(self, name: Name, *, dir_fd: int | None = None) -> None:
+        """Of a directory that is empty."""
+        os.rmdir(name, dir_fd=dir_fd)
+
+    def readlink(self, name: Name, *, dir_fd: int | None = None) -> str:
+        return os.readlink(name, dir_fd=dir_fd)
+
+    def symlink(self, target: str, name: Name, *, dir_fd: int | None = None) -> None:
+        os.symlink(target, name, dir_fd=dir_fd)
+
+    def chmod(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
+
+    def utime(self, fd: int, read_ns: int, written_ns: int) -> None:
+        """When it was last read, and written to."""
+        os.utime(fd, ns=(read_ns, written_ns))
+
+    def attributes(self, fd: int) -> Sequence[str]:
+        """Keys of the extended attributes."""
+        return os.listxattr(fd)
+
+    def attribute(self, fd: int, key: str) -> bytes:
+        return os.getxattr(fd, key)
+
+    def set_attribute(self, fd: int, key: str, value: bytes) -> None:
+        os.setxattr(fd, key, value)
 
     def ring(self, opened: Callable[[], Ring]) -> Ring:
         """Where the requests of transfers will go. `opened` opens it, with calls of its own."""

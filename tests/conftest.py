@@ -32,6 +32,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
 
+# A process of tests keeps many modules alive; looking at them all for garbage every few thousand
+# objects is a twelfth of its time. What a test wants collected it collects.
+gc.set_threshold(50_000, 20, 100)
+
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
 

@@ -156,6 +156,9 @@ SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, .
     "returns a view": (ReturnsView, _rows),
     "bf16 autocast": (Autocast, _rows),
 }
+UNALIKE = ("transformer block", "tied embeddings", "module called twice", "view in two places",
+           "bf16 autocast")  # fmt: skip
+"""Of those, a few whose graphs have little in common: for tests that look at graphs alone."""
 
 
 def small(name: str) -> tuple[nn.Module, tuple[Any, ...]]:

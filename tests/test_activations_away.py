@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from moved import WAYS, forced
+from sampled import crossed
 from small_models import SMALL_MODELS, small
 
 import zcompile
@@ -42,8 +43,7 @@ def assert_same_parameters(model, twin):
         assert torch.equal(mine.cpu(), other), name
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize(("name", "how"), crossed(SMALL_MODELS, WAYS))
 def test_training_gives_the_bits_of_eager(name, how, tmp_path):
     with forced(how):
         model, twin, compiled, inputs = offloaded(name, tmp_path)

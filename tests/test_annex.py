@@ -6,6 +6,7 @@ import planned_runs
 import pytest
 import torch
 from planned_runs import VOCABULARY, WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
+from sampled import crossed
 
 import zcompile
 from zcompile import step_plan
@@ -110,8 +111,7 @@ def momentum(model):
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("make", [adamw, foreach, momentum])
+@pytest.mark.parametrize(("make", "batches"), crossed((adamw, foreach, momentum), (1, 2)))
 def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, make, batches):
     """A list op after the other, or parameter by parameter; states and gradients on disk too."""
     plain = gpt()

@@ -290,6 +290,7 @@ def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
     assert "as chosen" in texts
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_bounded_device_plans_what_graphs_hold_for_each_size(zinf, models):
     code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--device", "1MiB",
                         "--sweep", "device=2KiB..1MiB:2", "--json")  # fmt: skip

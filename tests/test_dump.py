@@ -209,6 +209,7 @@ torch.compile(model, backend="zinf")(torch.ones(2, 4))
 """
 
 
+@pytest.mark.slow
 def test_torch_logs_shows_one_line_per_pass():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120,

@@ -12,6 +12,7 @@ import gc
 import pytest
 import torch
 from pairs import ON_DISK, assert_equal, plain_of
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -171,7 +172,7 @@ def on_some(kind):
 
 
 @MODES
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", sampled(PROGRAMS, accumulated, two_calls, passes_that_cross))
 def test_gradients_without_any_hook_are_those_of_torch(program, mode, tmp_path):
     both(program, lambda *_: None, mode, tmp_path)
 

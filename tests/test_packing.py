@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import captured, least_budget
+from sampled import crossed
 from small_models import SMALL_MODELS
 
 from zcompile import ops
@@ -162,12 +163,11 @@ def scheduled_blocks(model: str, lead: int, budget_bytes: int) -> list[list[Bloc
     return met
 
 
-LEADS = (0, 2, 8, *(pytest.param(lead, marks=pytest.mark.slow) for lead in (1, 4)))
+LEADS = (0, 1, 2, 4, 8)
 """Regions that a fetch may start ahead."""
 
 
-@pytest.mark.parametrize("lead", LEADS)
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize(("model", "lead"), crossed(SMALL_MODELS, LEADS))
 def test_a_model_needs_at_most_two_percent_more_than_what_is_alive(model, lead):
     least = least_budget(captured(model))
     for share in (1, 1.1, 1.25, 1.5, 2, 3, 4):
@@ -180,8 +180,7 @@ QUICK = 1.25
 as early as such a packing allows (`choose_starts`), so that what it wastes costs lead, not room."""
 
 
-@pytest.mark.parametrize("lead", LEADS)
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize(("model", "lead"), crossed(SMALL_MODELS, LEADS))
 def test_a_quick_packing_of_a_model_needs_at_most_a_quarter_more_than_what_is_alive(model, lead):
     least = least_budget(captured(model))
     for share in (1, 1.25, 1.5, 2, 3):

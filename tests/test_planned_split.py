@@ -80,7 +80,7 @@ def session_of_run(choice, micro_batches=1):
         ("offload", 2),
         *(
             pytest.param(*how, marks=pytest.mark.slow)
-            for how in [("keep", 1), ("keep", 2), ("offload", 1), ("auto", 1)]
+            for how in [("recompute", 1), ("keep", 1), ("keep", 2), ("offload", 1), ("auto", 1)]
         ),
     ],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import small_models
 import torch
+from sampled import crossed
 from torch import nn
 
 import zcompile
@@ -128,8 +129,7 @@ def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, ter
     assert report.bottleneck == report.bound_by == "compute"
 
 
-@pytest.mark.parametrize("device", [pytest.param(256 * KiB, marks=pytest.mark.slow), MiB, 2 * MiB])
-@pytest.mark.parametrize("host", [MiB, 4 * MiB])
+@pytest.mark.parametrize(("device", "host"), crossed((MiB, 2 * MiB, 256 * KiB), (MiB, 4 * MiB)))
 def test_no_plan_is_below_its_bound(terms, device, host):
     small = with_tier(with_tier(SMALL, "device", device), "host", host)
     report = planning.report_of(*within(terms, small), prices=False)

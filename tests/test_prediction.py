@@ -3,6 +3,7 @@ to the byte, in about the same time."""
 
 import pytest
 import torch
+from sampled import crossed
 from torch import nn
 
 import zcompile
@@ -69,13 +70,17 @@ def costs_of(session, throttle):
     return session.executor.clocks.costs(machine, session.ways())
 
 
-@pytest.mark.parametrize("residency", [False, True])
-@pytest.mark.parametrize(("throttle", "host"), [
-    (("h2d", "d2h"), "64MiB"),
-    (("disk_read", "disk_write"), "256KiB"),
-    (("disk_read", "disk_write", "h2d", "d2h"), "256KiB"),
-])  # fmt: skip
-def test_a_real_step_is_as_predicted(tmp_path, throttle, host, residency):
+SLOW_LINKS = {
+    "bus": (("h2d", "d2h"), "64MiB"),
+    "disk": (("disk_read", "disk_write"), "256KiB"),
+    "all": (("disk_read", "disk_write", "h2d", "d2h"), "256KiB"),
+}
+"""What is throttled, and the host's budget."""
+
+
+@pytest.mark.parametrize(("links", "residency"), crossed(SLOW_LINKS, (False, True)))
+def test_a_real_step_is_as_predicted(tmp_path, links, residency):
+    throttle, host = SLOW_LINKS[links]
     stats, session, _model, seconds = trained(tmp_path, throttle, host, residency=residency)
     clocks = session.executor.clocks
     found = predicted(clocks.last_step, costs_of(session, throttle))

@@ -116,6 +116,7 @@ print("passed", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_two_processes_of_torchrun_train_apart_only_if_they_say_so(tmp_path):
     (script := tmp_path / "two.py").write_text(TWO)

@@ -7,6 +7,7 @@ import torch
 from pairs import assert_same, mlp, on_disk, same_training, train
 from planned_runs import adamw, begun, expected, gpt, ids, offloaded, same, values
 from planned_runs import train as train_gpt
+from sampled import crossed, sampled
 from torch import nn, optim
 
 from zcompile import eager
@@ -87,9 +88,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "where", "form"), crossed(CHANGES, WHERE, FORMS))
 def test_a_change_between_two_steps_is_seen(change, where, form, tmp_path):
     def run(model, call):
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, **FORMS[form])
@@ -155,7 +154,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("change", PLANNED)
+@pytest.mark.parametrize("change", sampled(PLANNED, "lr", "frozen", "clipped"))
 def test_a_change_is_seen_where_all_rests_on_the_device(change):
     """As in eager, before, in and after the step in which it happens."""
 

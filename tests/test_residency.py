@@ -19,6 +19,7 @@ from planned_runs import (
     same,
     train,
 )
+from sampled import crossed
 from torch import nn
 
 import zcompile
@@ -36,12 +37,14 @@ ARENAS = {"everything": 8 * WEIGHT_BYTES, "half": 2 * WEIGHT_BYTES, "a third of 
 """What entries may take of the device; what graphs hold comes on top."""
 
 
-@pytest.mark.parametrize("arena", ARENAS.values(), ids=ARENAS)
-@pytest.mark.parametrize(("where", "batches"), [
-    ("disk", 2), ("throttled", 2), pytest.param("host", 2, marks=pytest.mark.slow),
-    ("throttled", 1),  # all that moves shows; elsewhere one batch is what every other test trains
-])  # fmt: skip
-def test_a_planned_run_trains_bit_equal(tmp_path, arena, where, batches):
+# Throttled, all that moves shows; elsewhere one batch is what every other test trains.
+RUNS = {"disk": ("disk", 2), "throttled": ("throttled", 2), "host": ("host", 2),
+        "throttled, one batch": ("throttled", 1)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "share"), crossed(RUNS, ARENAS))
+def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
+    (where, batches), arena = RUNS[run], ARENAS[share]
     fields: dict[str, object] = {"device_memory": arena + held_bytes()}
     if where == "disk":
         fields |= {"disk": tmp_path, "host_memory": "512KiB"}
@@ -196,6 +199,7 @@ def test_states_loaded_later_are_planned_anew():
     assert {abs(key) for key in plan.placement.homes} <= alive, "the dead have no berths"
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_model_in_the_process_changes_nothing_here():
     model, compiled = offloaded(device_memory="16MiB")
     other = zcompile.offload(gpt(), device="cpu", device_memory="1MiB", host_memory="64MiB")
@@ -224,6 +228,7 @@ def test_an_evaluation_that_is_compiled_under_a_plan_does_not_plan_beyond_the_bu
     assert zcompile.stats(model)["planned_peak"]["device"] <= 2 * WEIGHT_BYTES
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, capsys):
     model, compiled = offloaded(device_memory="16MiB", dump=tmp_path)
     train(model, compiled, adamw(model), 0, 6)

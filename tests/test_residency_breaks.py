@@ -20,6 +20,7 @@ from planned_runs import (
     same,
     train,
 )
+from sampled import crossed, sampled
 from torch import nn
 
 import zcompile
@@ -41,10 +42,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "share", [0.4, 1.7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1.0, 2.5, 6.0))]
-)
+@pytest.mark.parametrize(("name", "share"), crossed(OPTIMIZERS, (0.4, 1.7, 1.0, 2.5)))
 def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     """Their first two steps use the same entries, so fetches are handed over when a step is
     planned."""
@@ -119,8 +117,9 @@ def goes_on(model, compiled, optimizer):
     assert same(model, expected())
 
 
-@pytest.mark.parametrize("at", [1, 3, 6])
-@pytest.mark.parametrize("device", [WEIGHT_BYTES, 2 * WEIGHT_BYTES, 16 * MiB])
+@pytest.mark.parametrize(
+    ("at", "device"), crossed((1, 3, 6), (WEIGHT_BYTES, 2 * WEIGHT_BYTES, 16 * MiB))
+)
 def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device):
     model, compiled, optimizer = begun(2, device_memory=device + held_bytes())
     session = session_behind(model)
@@ -227,7 +226,7 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
     assert others[0].home == "host"
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", sampled([True, False], True))
 def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp_path, closes):
     """What the plan wants there has room enough, but not in one piece, before entries move."""
     monkeypatch.setattr(step_plan, "staying", lambda *how: frozenset())  # the host is to be full
@@ -276,7 +275,7 @@ def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
     assert same(model, expected())
 
 
-@pytest.mark.parametrize("residency", [True, False])
+@pytest.mark.parametrize("residency", sampled([True, False], True))
 def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
     """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
     budget = WEIGHT_BYTES + 2 * held_bytes()

@@ -46,6 +46,7 @@ def test_a_step_moves_no_gradient_and_takes_what_was_predicted(share):
     assert same(model, plainly_trained())
 
 
+@pytest.mark.slow
 def test_without_them_the_same_step_moves_more(monkeypatch):
     def moved():
         model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)

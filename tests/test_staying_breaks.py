@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, same, values
+from sampled import sampled
 from staying_runs import (
     STEPS,
     begun,
@@ -31,7 +32,7 @@ def loop_of(model, forward, optimizer, begin=4):
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize("where", sampled(["host", "disk"], "disk"))
 def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp_path, where):
     """A loop that forgets to set them to None sums them up, as eager does, within the budget."""
     plain = gpt()
@@ -135,7 +136,7 @@ def test_accumulation_under_a_plan_without_it_is_eagers():
     assert same(model, values(plain))
 
 
-@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("drops", sampled([True, False], True))
 def test_an_optimizer_within_backward_reads_them_where_they_are(drops):
     """Each parameter is updated as soon as its gradient is there, which is then dropped, or not."""
 

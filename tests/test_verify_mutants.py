@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import captured, least_budget, trained_schedules
 from races import faults, mutants
-from small_models import SMALL_MODELS, small
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE, small
 from written import fetch, free, run, schedule, wait
 
 import zcompile
@@ -170,7 +171,7 @@ def test_no_mutant_of_chosen_starts_goes_through_unseen(made):
         assert not list(faults(mutant)), what
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", sampled(SMALL_MODELS, *UNALIKE))
 def test_every_small_model_has_safe_schedules(name):
     for made in made_by(name, budget=tight(name)):
         verify_schedule(made)

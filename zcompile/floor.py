@@ -29,8 +29,9 @@ from zcompile.schedule import Run, Schedule
 from zcompile.steps import Step
 
 ASSUMES = (
-    "no plan within these budgets takes less: the busiest of compute as it was traced, with links "
-    "idle, and of each link at its rate for the bytes that have to move"
+    "no plan within these budgets that steps its optimizer after backward takes less: the busiest "
+    "of compute as it was traced, with links idle, and of each link at its rate for the bytes that "
+    "have to move"
 )
 """What `floor` is, for people."""
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
+from sampled import sampled
 from small_models import Mean
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -137,11 +138,10 @@ def eager_peak(model: nn.Module, inputs) -> int:
 @pytest.mark.parametrize(
     ("build", "part"),
     [
-        (gpt, 4),
         (llama, 12),
         *(
             pytest.param(build, part, marks=pytest.mark.slow)
-            for build, part in [(gpt, 1), (gpt, 12), (llama, 1), (llama, 4)]
+            for build, part in [(gpt, 1), (gpt, 4), (gpt, 12), (llama, 1), (llama, 4)]
         ),
     ],
 )
@@ -172,7 +172,7 @@ def decided(dump):
     return open_run(dump, None).graphs[0].plan().activations
 
 
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("activations", sampled(["recompute", "offload"], "recompute"))
 def test_only_what_was_asked_for_is_done(activations, tmp_path):
     torch.manual_seed(0)
     model = gpt(FEW)
@@ -240,7 +240,10 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     assert gone.why in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("activations", "phase"), [("auto", "forward"), ("keep", "backward")])
+@pytest.mark.parametrize(
+    ("activations", "phase"),
+    [pytest.param("auto", "forward", marks=pytest.mark.slow), ("keep", "backward")],
+)
 def test_a_budget_that_cannot_work_says_which_would(activations, phase):
     def run(budget: int) -> int:
         torch._dynamo.reset()

@@ -61,6 +61,7 @@ def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -
     assert list(tmp_path.glob("*")) == [text], "the directory is left as it was"
 
 
+@pytest.mark.slow
 def test_a_gpt_that_was_interrupted_goes_on_as_if_nothing_had_been(
     text: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_hugging_face_model_is_bit_equal_to_eager_and_says_so(text: Path, tmp_
     assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
 
 
+@pytest.mark.slow
 def test_the_dump_that_is_written_can_be_shown(tmp_path: Path) -> None:
     done = run("inspect_graph.py", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
@@ -163,6 +165,7 @@ def test_a_wrong_option_of_the_gpt_earns_a_sentence(
     assert sentence in refused(train_gpt, *TINY_GPT, *given)
 
 
+@pytest.mark.slow
 def test_a_process_of_the_hugging_face_example_says_its_sentence_and_no_more(
     tmp_path: Path,
 ) -> None:

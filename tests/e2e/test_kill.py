@@ -160,6 +160,7 @@ def test_a_step_has_the_syncs_at_which_it_is_killed(calls):
         assert {name: calls[step].get(name) for name in wanted} == wanted
 
 
+@pytest.mark.slow
 def test_a_run_may_be_killed_again_and_again(ask, tmp_path, expected):
     before = 0
     for call in ("ring_write", "fdatasync", "rename", "ring_read"):

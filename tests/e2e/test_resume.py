@@ -106,6 +106,7 @@ print(training.run(STEPS - STOP))
 """
 
 
+@pytest.mark.slow
 def test_another_process_goes_on(tmp_path):
     first = Training(tmp_path / "first", OPTIMIZERS["AdamW"], seed=0)
     first.run(STOP)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.models import CASES, Case, mamba, next_token
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -52,14 +53,7 @@ def apart(model: nn.Module, other: nn.Module) -> list[str]:
     ]  # fmt: skip
 
 
-SAMPLE = ("gpt2", "llama", "t5")
-"""A decoder with tied weights, one without, an encoder beside a decoder; the others are slow."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
+@pytest.mark.parametrize("name", sampled(CASES, "gpt2", "llama"))  # tied weights, and none
 def test_three_steps_from_disk_are_bit_equal_to_eager(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     eager = built(case)
@@ -81,6 +75,7 @@ def test_a_model_compiled_in_place_is_bit_equal_to_eager(tmp_path: Path) -> None
     assert apart(model, eager) == []
 
 
+@pytest.mark.slow
 def test_mamba_with_its_parallel_scan_is_bit_equal_to_compiled_eager_code(tmp_path: Path) -> None:
     """Asked whether it is being compiled, Mamba's own code replaces its loop over the sequence by
     a tree of products. That rounds otherwise than plain eager, under every backend; so this case

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.models import BATCH, CAUSAL, SEQUENCE
+from sampled import sampled
 from torch import Tensor, nn
 from vocabularies import Head, flat
 
@@ -138,7 +139,9 @@ def test_training_by_sgd_is_that_of_eager(name: str, tmp_path: Path, tiled: list
         assert apart <= TOLERANCE * other.abs().max(), key
 
 
-@pytest.mark.parametrize("name", ["plain", "smoothed, tied", "gpt2", T5])
+@pytest.mark.parametrize(
+    "name", ["plain", "smoothed, tied", pytest.param("gpt2", marks=pytest.mark.slow), T5]
+)
 def test_a_head_trains_that_is_larger_than_the_device(
     name: str, tmp_path: Path, tiled: list[object]
 ) -> None:
@@ -158,7 +161,7 @@ def test_a_head_trains_that_is_larger_than_the_device(
         assert apart <= TOLERANCE * other.abs().max(), key
 
 
-@pytest.mark.parametrize("name", ["smoothed, tied", "gpt2"])
+@pytest.mark.parametrize("name", sampled(["smoothed, tied", "gpt2"], "smoothed, tied"))
 def test_training_by_adamw_is_that_of_eager(name: str, tmp_path: Path) -> None:
     """Its steps are as large for gradients that are nothing but rounding; the loss tells."""
     eager = built(name)

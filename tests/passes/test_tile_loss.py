@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from joint import Joint, assert_same, catch, results
+from sampled import crossed
 from torch import Tensor, fx
 from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern, flat
 
@@ -64,10 +65,8 @@ def tolerance_of(pattern: Pattern) -> float:
 
 
 @pytest.mark.parametrize(
-    "tile_bytes", [SMALL, *(pytest.param(n, marks=pytest.mark.slow) for n in (MEDIUM, TINY))]
+    ("name", "grad", "tile_bytes"), crossed(TILED, (True, False), (SMALL, MEDIUM, TINY))
 )
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", TILED)
 def test_every_form_is_tiled_and_keeps_its_numbers(name, grad, tile_bytes, caught):
     joint, expected = caught(TILED[name], grad)
     tiled = joint.through(TileLoss(tile_bytes))
@@ -94,8 +93,7 @@ def per_token_and_class(graph: fx.Graph) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize(("name", "grad"), crossed(TILED, (True, False)))
 def test_no_value_has_a_number_per_token_and_class(name, grad, caught):
     joint, _ = caught(TILED[name], grad)
     assert CLASSES * WIDTH < BATCH * (LENGTH - 1) * CLASSES, "a weight is smaller than logits"

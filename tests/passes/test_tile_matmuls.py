@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from joint import Joint, assert_same, captured, catch, results
+from sampled import crossed
 from small_models import SMALL_MODELS, Tied
 from torch import fx, nn
 
@@ -133,8 +134,7 @@ def test_tiles_go_through_all_passes(golden):
     assert printer.text(joint.graph) == golden
 
 
-@pytest.mark.parametrize("tile_bytes", [64, 200, 512])
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MODELS])
+@pytest.mark.parametrize(("name", "tile_bytes"), crossed([*SMALL_MODELS, *MODELS], (64, 200, 512)))
 def test_tiles_mean_what_the_whole_means(name, tile_bytes):
     joint = joint_of(name)
     assert_close(results(joint.through(TileMatmuls(tile_bytes))), results(joint))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import Joint, assert_same, catch, results
+from sampled import crossed
 from small_models import Block, batch_norm
 from torch import Tensor, nn
 
@@ -94,9 +95,7 @@ def assert_close(found: dict, expected: dict, tolerance: float) -> None:
             assert apart <= tolerance * value.double().abs().max(), key
 
 
-@pytest.mark.parametrize("slices", [2, 4, 12])
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "grad", "slices"), crossed(MODELS, (True, False), (2, 4, 12)))
 def test_slices_keep_the_numbers(name, grad, slices):
     joint = caught(name, grad)
     (region, *_) = regions_of(joint.graph)
@@ -113,7 +112,7 @@ def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name):
     assert_same(results(sliced.through(*LATER)), results(sliced))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(batch=st.integers(1, 4), length=st.integers(1, 9), pick=st.integers(0, 9))
 def test_slices_keep_the_numbers_of_every_shape(batch, length, pick):
     torch.manual_seed(batch)

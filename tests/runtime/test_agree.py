@@ -44,6 +44,7 @@ def two_ranks(tmp_path: Path, factor: float) -> list[str]:
     return [child.communicate(timeout=120)[0] for child in running]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_two_processes_end_up_with_one_machine(tmp_path):
     first, second = two_ranks(tmp_path, 1.3)

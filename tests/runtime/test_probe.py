@@ -219,6 +219,7 @@ def test_a_write_that_fails_leaves_nothing_behind(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_several_processes_at_once_leave_one_whole_file(cache):
     code = """
 from runtime.test_probe import MACHINE

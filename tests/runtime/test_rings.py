@@ -224,9 +224,9 @@ sys.stdout.write(tier.rings[0])
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls differ")
 @pytest.mark.parametrize(("numbers", "used"), [
-    (("425",), "aio"),  # io_uring_setup
-    (("206",), "io_uring"),  # io_setup
-    (("206", "425"), "threads"),
+    pytest.param(("425",), "aio", marks=pytest.mark.slow),  # io_uring_setup
+    pytest.param(("206",), "io_uring", marks=pytest.mark.slow),  # io_setup
+    pytest.param(("206", "425"), "threads", marks=pytest.mark.slow),
     (("209", "426"), "threads"),  # io_submit and io_uring_enter: set up, but of no use
 ])  # fmt: skip
 def test_what_a_container_forbids_is_not_used(tmp_path, numbers, used):

@@ -53,10 +53,13 @@ begun.wait()
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ending", "code"), [
     ("", 0),
-    (SLOWLY_FORGOTTEN, 0),
-    ("raise SystemExit(3)", 3),
+    pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
+    pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
     ("raise ValueError", 1),
-    ("import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0),
+    pytest.param(
+        "import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0,
+        marks=pytest.mark.slow,
+    ),
 ])  # fmt: skip
 def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_path, ending, code):
     done = subprocess.run([sys.executable, "-c", TRAIN + ending, str(tmp_path)], cwd=ROOT,

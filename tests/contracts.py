@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from zcompile import torch_private as private
+from zcompile.errors import Unsupported
 
 CONTRACTS: dict[str, Callable[[], None]] = {}
 """Name in `torch_private` -> a function that says what we rely on."""
@@ -514,6 +515,22 @@ def set_data() -> None:
     one, other = made((2, 1), 0), made((1, 2), 3)
     private.set_data(one, other)
     assert (one.stride(), one.storage_offset()) == ((1, 2), 3)
+
+
+@contract
+def refuse_as_data() -> None:
+    """Torch asks, by an op that may be answered in its place, before x takes over memory; of other
+    tensors than ours it hears what it would have heard."""
+    param = next(iter(zcompile.offload(mlp(), **SMALL).parameters()))
+    x = torch.zeros(param.size())
+    with pytest.raises(Unsupported, match=r"given \.data of a tiered one"):
+        x.data = param
+    assert not x.any()
+    cpu = torch.device("cpu")
+    other = private.wrapper(Bare, (2, 2), (2, 1), 0, torch.float32, cpu, False)
+    assert torch._has_compatible_shallow_copy_type(other, other)
+    assert torch._has_compatible_shallow_copy_type(x, other), "it takes a wrapper for plain"
+    assert not torch._has_compatible_shallow_copy_type(x.to_sparse(), other)
 
 
 class Bare(Tensor):

@@ -230,6 +230,19 @@ def test_activation_checkpoints_of_torch_keep_working():
         assert pair.train(torch.randn(2, 5, 16))
 
 
+@pytest.mark.parametrize("cut", [{}, {"tile_bytes": 128}], ids=["whole", "tiles"])
+def test_a_gradient_that_a_user_laid_another_way_is_added_to(cut):
+    pair = twins(nn.Linear(8, 8), **cut)
+    for model in (pair.model, pair.plain):
+        across = torch.empty_like(model.weight.detach().t(), memory_format=torch.contiguous_format)
+        model.weight.grad = across.fill_(0.5).t()
+    for _ in range(2):
+        for call in (pair.call, pair.plain):
+            call(torch.ones(3, 8)).sum().backward()
+        assert torch.equal(pair.model.weight.grad.cpu(), pair.plain.weight.grad)
+    assert pair.plain.weight.grad.stride() == pair.model.weight.grad.stride()
+
+
 def test_odd_parameters_a_scalar_an_empty_one_and_a_transposed_one():
     class Odd(nn.Module):
         def __init__(self):

@@ -868,6 +868,19 @@ def test_other_ways_to_give_a_tensor_other_memory_raise(tmp_path):
         assert_equal(old, value)
 
 
+def test_a_plain_tensor_does_not_point_to_memory_that_is_not_there(tmp_path):
+    """Torch let it, and the next use of it ended the process."""
+    p = only(tmp_path)
+    plain, averaged = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
+    for x in (plain, averaged):
+        for value in (p, p.data, p[:], torch.zeros_like(p)):
+            with pytest.raises(Unsupported, match=r"given \.data of a tiered one.*x\.data\.copy_"):
+                x.data = value
+        assert x.sum().item() == 16
+        x.data.copy_(p)
+        assert x.sum().item() == 0
+
+
 def test_tensors_that_are_no_parameters_may_be_swapped(tmp_path):
     model = on_disk(twins(), tmp_path)
     a, b = torch.zeros_like(model[0].weight).detach(), torch.ones_like(model[0].weight).detach()

@@ -241,6 +241,7 @@ SAID = {
     "written back": lambda i: large(i, written=((8, 0),)),
     "written of three": lambda i: large(i, written=((0, 8, 9),)),
     "written twice": lambda i: large(i, written=((0, 8), (4, 12))),
+    "one byte written twice": lambda i: large(i, written=((0, 8), (7, 12))),
     "written unsummed": lambda i: large(i, pieces=()),
     "piece beyond": lambda i: large(i, pieces=(Piece(0, 1 << 30, 0),)),
     "piece off granules": lambda i: replace(large(i, pieces=(Piece(0, 5, 0),)), granule=512),

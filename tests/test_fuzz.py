@@ -9,7 +9,7 @@ import pytest
 from fuzz.hunt import hunt
 from fuzz.injected import INJECTED
 from fuzz.program import fails
-from fuzz.setting import BUDGETS, COMPILING
+from fuzz.setting import BUDGETS
 
 SEEDS = (1, 2)
 PROGRAMS = 4
@@ -34,7 +34,7 @@ def test_many_drawn_programs_do_what_torch_does(budget, number):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("budget", COMPILING)
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_drawn_programs_that_compile_do_what_torch_does(budget):
     found = hunt(budget, 1, 5, compiled=True)
     assert found is None, found

@@ -204,6 +204,12 @@ def test_hooks_at_the_node_of_a_gradient_that_comes_in_tiles(tmp_path):
     assert both(accumulated, first, "compiled", tmp_path, make=rows, **near)
 
 
+def test_hooks_at_the_node_of_a_gradient_whose_tiles_come_twice(tmp_path):
+    """Both uses of a weight in tiles: their sum is taken at home, after the call that brings it."""
+    near = {"rtol": 1e-3, "tile_bytes": 128}
+    assert both(accumulated, on_some(all_of_them), "compiled", tmp_path, **near)
+
+
 @MODES
 def test_a_hook_whose_node_nobody_keeps_is_gone_as_in_torch(mode, tmp_path):
     def forgotten(log, model, kept):

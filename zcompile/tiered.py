@@ -29,6 +29,7 @@ from zcompile.torch_private import (
     is_applied_by_a_module,
     is_traced,
     no_torch_function,
+    refuse_as_data,
     support_foreach,
     trees,
     wrapper,
@@ -239,6 +240,17 @@ class Unmoved(TieredTensor):
 
 
 support_foreach(TieredTensor)
+
+
+def _refuse(plain: Tensor, value: Any) -> None:
+    name = "a parameter" if is_traced(value._handle) else f"{value._name_in_store()!r}"
+    raise Unsupported(
+        f"a plain tensor is given .data of a tiered one ({name}), which has no memory to share",
+        "copy the values (x.data.copy_(p)), or offload both as one module",
+    )
+
+
+refuse_as_data(TieredTensor, _refuse)
 
 
 def _unless_none(hook: Callable[[Tensor], Tensor | None], grad: Tensor | None) -> Tensor | None:

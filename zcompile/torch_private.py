@@ -521,6 +521,26 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
         mark(tensor, *lazy)  # which torch leaves as it was
 
 
+_ATEN = torch.library.Library("aten", "IMPL")
+_ASKED_FIRST = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+def refuse_as_data(cls: type[Tensor], refuse: Callable[[Tensor, Tensor], None]) -> None:
+    """`x.data = value` with a `value` of `cls` and an x of another class calls `refuse(x, value)`.
+
+    Torch takes a wrapper for any tensor of its device there: x would point to memory that there is
+    not, and the next read of it end the process. Called once for the process.
+    """
+
+    def fits(x: Tensor, value: Tensor) -> bool:
+        if isinstance(value, cls) and not isinstance(x, cls):
+            refuse(x, value)
+        with torch._C._ExcludeDispatchKeyGuard(_ASKED_FIRST):
+            return torch._has_compatible_shallow_copy_type(x, value)
+
+    _ATEN.impl("_has_compatible_shallow_copy_type", fits, "PythonTLSSnapshot")
+
+
 def is_symbol(node: fx.Node) -> bool:
     """A node whose value is a dynamic size or a flag of one, not a tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)

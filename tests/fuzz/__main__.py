@@ -18,7 +18,7 @@ from pathlib import Path
 from fuzz.hunt import hunt
 from fuzz.program import Program
 from fuzz.rules import NOT_YET
-from fuzz.setting import BUDGETS, COMPILING
+from fuzz.setting import BUDGETS
 
 CHUNK = 6
 """Programs of one seed; the first of each is the simplest that there is."""
@@ -66,8 +66,7 @@ def work(given: argparse.Namespace) -> int:
         counts["refused"] += program.was_refused
         given.child.write_text(f"{program.text('the last step crashed')}{step}\n", encoding="utf-8")
 
-    turns = COMPILING if given.compiled else tuple(BUDGETS)
-    budgets = [given.budget] if given.budget else turns
+    budgets = [given.budget] if given.budget else list(BUDGETS)
     try:
         for number, budget in zip(itertools.count(given.seed), itertools.cycle(budgets)):
             if time.monotonic() - began > given.seconds or (failed and not given.keep_going):

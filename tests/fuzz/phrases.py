@@ -102,7 +102,7 @@ WRITES = lines("""
     {t}.t_()
     {t}.squeeze_()
     {t}.unsqueeze_(0)
-    {t}.resize_(3)
+    {t}.resize_(3).zero_()
     {t}.detach_()
     {t}.add_(torch.ones(3, 1, 4, 1, 5, 9))
     {t}[...] = {a}
@@ -256,7 +256,7 @@ HOOKS = lines("""
     h{key} = {t}.register_hook(noted(log, '{key}', '{then}'))
     h{key} = {p}.register_post_accumulate_grad_hook(noted(log, '{key}', 'grad'))
     h{key} = {p}.register_post_accumulate_grad_hook(noted(log, '{key}', 'raise'))
-    h{key} = {p}.register_post_accumulate_grad_hook(lambda p: p.data.add_(p.grad, alpha=-0.1))
+    h{key} = {p}.register_post_accumulate_grad_hook(stepping)
     h{key} = {p}.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))
     n{key} = node_of({p}); h{key} = n{key}.register_prehook(noted(log, '{key}', '{then}'))
     n{key} = node_of({p}); h{key} = n{key}.register_hook(noted(log, '{key}'))

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz.refusals import is_refusal
+from fuzz.refusals import ends, is_refusal
 from fuzz.setting import close, names
 from torch import Tensor, nn
+
+from zcompile.errors import ZinfError
 
 Names = dict[str, Any]
 
@@ -32,12 +34,13 @@ class Program:
 
     budget  one of `setting.BUDGETS`
     looks   False: compared at the end only, since looking at a tensor does what was deferred of it
+    over    nothing can be compared any more
     """
 
     def __init__(self, budget: str, looks: bool = True) -> None:
         self.budget, self.looks = budget, looks
         self.steps: list[str] = []
-        self.was_refused = False
+        self.was_refused = self.over = False
         torch._dynamo.reset()  # its guards do not see the hooks of modules, so nothing is left over
         self._disk = Path(tempfile.mkdtemp(prefix="fuzz-"))
         self.plain: Names = names(None)
@@ -45,12 +48,18 @@ class Program:
         self._begin = set(self.plain)
 
     def run(self, step: str) -> None:
-        """One more step. raises  Different"""
+        """One more step, unless the program is over. raises  Different"""
+        if self.over:
+            return
         self.steps.append(step)
+        called = any("c(x)" in said for said in self.steps)
         ours = self._on(self.tiered, step)
-        self.was_refused = ours is not None and is_refusal(ours)
+        self.over = ours is not None and ends(ours, called)
+        self.was_refused = self.over or (ours is not None and is_refusal(ours))
         if not self.was_refused:
             self._agree(ours, self._on(self.plain, step))
+            # A compiled backward has brought other gradients home by then than torch's.
+            self.over = ours is not None and called and "backward(" in step
         if self.looks:
             self.compare()
 
@@ -60,7 +69,17 @@ class Program:
             exec(compile(step, "<step>", "exec"), side)
         except Exception as error:  # noqa: BLE001  # whatever a step may raise is to be compared
             return error
+        finally:
+            self._with_memory(side)
         return None
+
+    def _with_memory(self, side: Names) -> None:
+        """Gradients that torch makes without memory, as that of `sgn`, get some: until then torch
+        refuses to write to them, and a tiered one never was without."""
+        for _, tensor in readable(self._own(side)):
+            grad = None if tensor is None or not is_leaf(tensor) else tensor.grad
+            if grad is not None and torch._is_zerotensor(grad):
+                tensor.grad = grad.clone()
 
     def _agree(self, ours: Exception | None, torchs: Exception | None) -> None:
         if (ours is None) != (torchs is None):
@@ -68,12 +87,21 @@ class Program:
 
     def compare(self) -> None:
         """raises  Different, if a tensor that either side can read is not equal to the other's"""
+        if self.over:
+            return
         ours, torchs = dict(readable(self._own(self.tiered))), dict(readable(self._own(self.plain)))
         if list(ours) != list(torchs):
             only = sorted(set(ours) ^ set(torchs))
             raise self.failure(f"only one side has {', '.join(only)}")
         for path, tensor in torchs.items():
-            if (reason := difference(ours[path], tensor, path)) is not None:
+            try:
+                reason = difference(ours[path], tensor, path)
+            except ZinfError as error:
+                if not ends(error, called=False):
+                    raise self.failure(f"{path}: {_said(error)}") from error
+                self.over = True
+                return
+            if reason is not None:
                 raise self.failure(f"{path}: {reason}")
 
     def _own(self, side: Names) -> Names:

@@ -31,9 +31,6 @@ tight  the arena holds one of the large parameters and little else, so that ops 
 disk   the host has room for staging only, so that everything rests on disk at first
 """
 
-COMPILING = ("roomy", "disk")
-"""Budgets that hold what the graphs of the model hold; in the smaller one they are refused."""
-
 
 class Boom(Exception):
     """Raised by the code of a user."""
@@ -115,6 +112,7 @@ def names(budget: str | None, disk: Path | None = None) -> dict[str, Any]:
         "log": {},
         "move": move,
         "noted": noted,
+        "stepping": stepping,
         "node_of": node_of,
         "clip": nn.utils.clip_grad_norm_,
         "clip_values": nn.utils.clip_grad_value_,
@@ -154,6 +152,11 @@ def noted(log: dict[str, list[Tensor]], name: str, then: str = "") -> Callable[.
         return None
 
     return hook
+
+
+def stepping(param: Tensor) -> None:
+    """A hook that steps as soon as a gradient is there; what torch is told is to be None."""
+    param.data.add_(param.grad, alpha=-0.1)
 
 
 def node_of(param: Tensor) -> Any:

@@ -65,6 +65,16 @@ def test_recycled_room_does_not_show_through_a_blank_entry(store):
         store.free_later(entry.key)
 
 
+def test_reading_does_not_make_a_value_of_what_lies_in_blank_room(store):
+    old = store.create("g", Kind.GRAD, 1 * MiB)
+    store.put(old, torch.full((1 * MiB,), 7, dtype=torch.uint8)).wait()
+    store.free_later(old.key)
+    entry = store.create("g", Kind.GRAD, 1 * MiB)
+    for _ in range(2):
+        assert not fetched(store, entry, begin=5000, nbytes=70_000).any()
+        assert not store.read_all(entry).any()
+
+
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(
     st.sampled_from(["put", "fetch", "add", "zero", "read"]),

@@ -144,6 +144,22 @@ def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
         store.drain()
 
 
+def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store, monkeypatch):
+    entry, other = (store.create(name, Kind.PARAM, 1 * MiB) for name in ("w", "v"))
+    store.put(other, ones(1 * MiB)).wait()
+
+    def defect(*args):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr("zcompile.runtime.sums.Add._add", defect)
+    with pytest.raises(ZeroDivisionError):
+        store.add(entry, ones(1 * MiB)).wait()
+    for use in (lambda: store.read_all(other), lambda: store.put(other, ones(1 * MiB)),
+                lambda: store.zero(other)):  # fmt: skip
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            use()
+
+
 def test_a_closed_store_says_so(store):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     store.close()

@@ -138,7 +138,9 @@ class Executor:
         if walk.made:
             self.recorder.made(walk.made)
             self.clocks.made(walk.made)
-        return walk.results()
+        results = walk.results()
+        self.gradients.finish()
+        return results
 
     @uninterrupted
     def join_departures(self, most_bytes: int = 0) -> None:
@@ -239,6 +241,7 @@ class _Walk:
                 self.gradients.count()
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
             self.ahead = near.look_up(self.store, self.entries)
+            self.gradients.begin()
             self.gradients.near.begin(self.schedule, self.leaves)
             self._steps()
             self.gradients.near.end()

@@ -82,6 +82,9 @@ class Gradients:
         self.returned: dict[int, Tensor] = {}
         """Of the call that runs: tiered gradients that it gives to autograd instead of making them
         `.grad` itself, by the parameter's id."""
+        self._late: list[Callable[[], None]] | None = None
+        """Sums of what is at home, which are calls of their own and wait for the end of the call
+        that runs; None, if none runs."""
         self.near = NearGradients(store, wrap, norms, self._lone, self._came)
 
     @uninterrupted
@@ -92,6 +95,16 @@ class Gradients:
         self._expected = tuple(
             id(param) for leaf in leaves if (param := owner_of(leaf)) is not None
         )
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._late = []
+
+    def finish(self) -> None:
+        """The call is over, and another may run: what waited for that is done now."""
+        late, self._late = self._late, None
+        for job in late or ():
+            job()
 
     def come_by(self, node: Callable[[], Any | None]) -> None:
         """What is expected since the last call will come when autograd runs this node; never, if
@@ -217,8 +230,7 @@ class Gradients:
         if _is_autograds(param):
             assert not arriving.adds, "tiles of what autograd is to have were added to something"
             if (before := self.returned.setdefault(id(param), total)) is not total:
-                with torch.no_grad():
-                    before.add_(total)
+                self._add_late(before, total)
             return
         if not arriving.alone:
             if arriving.adds:
@@ -227,8 +239,7 @@ class Gradients:
             if held is None:
                 self._keep(key, _Sum(arriving.entry, total, param, arriving.found))
             else:
-                with torch.no_grad():
-                    held.total.add_(total)
+                self._add_late(held.total, total)
             return
         if not arriving.adds:
             self._become(param, hooked(param, total))
@@ -275,6 +286,7 @@ class Gradients:
         """A call failed: nothing of it came."""
         self.near.abandon()
         self.returned.clear()
+        self._late = None
 
     def _settle(self, param: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         seen = hooked(param, grad)
@@ -284,25 +296,34 @@ class Gradients:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             param.grad = self._alone(name, param, grad, after)
         else:
-            with torch.no_grad():
-                self._add(param.grad, grad, after)
+            self._add(param, param.grad, grad, after)
         _tell(param)
 
-    def _add(self, held: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
+    def _add(self, param: Tensor, held: Tensor, grad: Tensor, after: Sequence[Ticket]) -> None:
         entry = getattr(held, "entry", None)
-        if isinstance(entry, Entry) and held.dtype == grad.dtype and held.stride() == grad.stride():
+        if not isinstance(entry, Entry):
+            with torch.no_grad():
+                held.add_(grad)
+        elif held.dtype == grad.dtype and held.stride() == grad.stride():
             begin = int(held.storage_offset()) * grad.element_size()  # a user may give part of one
             entry.store.add(entry, flat(grad), begin=begin, after=after)
         else:
-            held.add_(grad)
+            name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
+            self._add_late(held, self._home(name, param, grad, after)[1])
+
+    def _add_late(self, held: Tensor, more: Tensor) -> None:
+        """`held += more`, both at home."""
+        if self._late is None:
+            _add_to(held, more)
+        else:
+            self._late.append(partial(_add_to, held, more))
 
     def _become(self, param: Tensor, total: Tensor) -> None:
         """`total`, at home, is what this pass gives to `param`."""
         if param.grad is None:
             param.grad = total
         else:
-            with torch.no_grad():
-                param.grad.add_(total)
+            self._add_late(param.grad, total)
 
     def _blank(self, name: str, param: Tensor, nbytes: int) -> Entry:
         of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
@@ -371,6 +392,11 @@ class _Sum:
     total: Tensor
     param: Tensor
     found: object
+
+
+def _add_to(held: Tensor, more: Tensor) -> None:
+    with torch.no_grad():
+        held.add_(more)
 
 
 def _is_autograds(param: Tensor) -> bool:

@@ -2,18 +2,24 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from border import Border
 from committed import read_index
+from failed_calls import FAULTS, Once, open_below
 from torch import nn
 
 import zcompile
+from zcompile.cli import disk as cli_disk
 from zcompile.offloading import session_behind
 from zcompile.runtime.data_header import DataHeader
+from zcompile.runtime.directory import opened
 
 ROOT = Path(__file__).parent.parent
 
@@ -206,3 +212,35 @@ def test_the_command_does_not_import_torch(disk):
     for verb in ("ls", "verify", "gc"):
         command = [sys.executable, "-c", WITHOUT_TORCH, "disk", verb, str(disk)]
         assert subprocess.run(command, env=env, timeout=60).returncode == 0
+
+
+def failed(zinf, monkeypatch, disk, argv, at=None, fault=None):
+    """A command whose calls pass the border; one of them fails."""
+    once = Once(disk.parent, at, fault)
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_disk, "opened", partial(opened, system=Border(once)))
+        code, out, error = zinf("disk", argv[0], disk, *argv[1:])
+    return once, code, error or out
+
+
+@pytest.mark.parametrize("argv", [("ls",), ("verify",), ("gc",), ("gc", "--all")], ids=" ".join)
+def test_a_call_that_fails_is_told_in_a_sentence_and_loses_no_commit(
+    zinf, monkeypatch, disk, tmp_path, argv
+):
+    """Every call, in every way that it can."""
+    shutil.copytree(disk, kept := tmp_path / "kept")
+    once, code, _ = failed(zinf, monkeypatch, disk, argv)
+    assert code == 0
+    cases = [(at, fault) for at in dict.fromkeys(once.seen) for fault in FAULTS[at[0]]]
+    assert len(cases) > 30
+    for at, fault in cases:
+        shutil.rmtree(disk)
+        shutil.copytree(kept, disk)
+        _, code, told = failed(zinf, monkeypatch, disk, argv, at, fault)
+        assert code == 0 or told.startswith("zinf: ") or ": damaged" in told, (at, fault, told)
+        assert code == 0 or str(disk) in told, (at, fault, told)
+        assert open_below(disk) == [], (at, fault)
+        left = zinf("disk", "verify", disk)
+        sound = f"{disk}: step 2, 9 tensors" in left[1]
+        assert sound or argv[-1] == "--all", (at, fault, left)
+        assert sound or code or "no commit" in left[1], (at, fault, left)

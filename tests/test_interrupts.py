@@ -135,6 +135,7 @@ def test_an_interrupt_in_an_op_loses_nothing(model, operation):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_interrupt_at_any_bytecode_of_an_op_loses_nothing(model, operation):
     check(model, operation)
@@ -156,6 +157,7 @@ def compiled(model):
     return train
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("most", [MOST // 2, pytest.param(None, marks=pytest.mark.slow)])
 def test_an_interrupt_in_a_compiled_step_loses_nothing(model, compiled, most):
     session = session_behind(model)
@@ -189,6 +191,7 @@ def builds_under_init(directory):
             zcompile.close(model)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("most", [MOST, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("opening", [opens_and_closes, builds_under_init])
 def test_an_interrupt_while_a_model_is_offloaded_leaves_nothing_open(tmp_path, opening, most):

@@ -2,17 +2,19 @@
 what of it nobody needs. Without torch: only the files are looked at.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from zcompile.cli.answer import Answer
-from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld
+from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld, ZinfError
 from zcompile.runtime.claim import Claim, owner_of, reclaim, scratch_files
 from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.data_header import data_bytes, is_unfinished, read_header
-from zcompile.runtime.directory import Directory, opened
+from zcompile.runtime.directory import Directory, let_go, opened, unusable
 from zcompile.runtime.index import (
     DATA_NAME,
     INDEX_NAME,
@@ -31,6 +33,8 @@ from zcompile.runtime.reclaim import (
     trim,
 )
 from zcompile.units import show_size
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,22 @@ class Freed:
     removed: tuple[str, ...]
 
 
+def _told(verb: Callable[Concatenate[Path, P], Answer]) -> Callable[Concatenate[Path, P], Answer]:
+    """What the system refuses is an error of the directory. raises DiskUnusable"""
+
+    @wraps(verb)
+    def told(path: Path, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        try:
+            return verb(path, *args, **kwargs)
+        except ZinfError:
+            raise
+        except OSError as error:
+            raise unusable(path, error) from error
+
+    return told
+
+
+@_told
 def ls(path: Path) -> Answer:
     """raises  DiskUnusable, DurableDamaged"""
     with _opened([path]) as (directory,):
@@ -107,6 +127,7 @@ def ls(path: Path) -> Answer:
     return Answer(_listed(listing), listing)
 
 
+@_told
 def verify(path: Path) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged"""
     with _claimed([path]) as (directory,):
@@ -123,6 +144,7 @@ def verify(path: Path) -> Answer:
     return Answer(text, verdict, code=1 if damages else 0)
 
 
+@_told
 def gc(path: Path, everything: bool) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged, DurableHeld"""
     with _claimed([path]) as (directory,):
@@ -244,7 +266,7 @@ def _opened(paths: Sequence[Path]) -> Iterator[list[Directory]]:
 def _claimed(paths: Sequence[Path]) -> Iterator[list[Directory]]:
     with _opened(paths) as directories, ExitStack() as stack:
         for directory in directories:
-            stack.callback(Claim(directory, reclaiming=False).release)
+            stack.callback(let_go, directory.path, Claim(directory, reclaiming=False).release)
         yield directories
 
 

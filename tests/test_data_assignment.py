@@ -868,10 +868,16 @@ def test_other_ways_to_give_a_tensor_other_memory_raise(tmp_path):
         assert_equal(old, value)
 
 
-def test_a_plain_tensor_does_not_point_to_memory_that_is_not_there(tmp_path):
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_plain_tensor_does_not_point_to_memory_that_is_not_there(inference, tmp_path):
     """Torch let it, and the next use of it ended the process."""
-    p = only(tmp_path)
-    plain, averaged = torch.ones(4, 4), nn.Parameter(torch.ones(4, 4))
+    p, averaged = only(tmp_path), nn.Parameter(torch.ones(4, 4))
+    with torch.inference_mode(inference):
+        refuses_tiered_data(p, averaged)
+
+
+def refuses_tiered_data(p, averaged):
+    plain = torch.ones(4, 4)
     for x in (plain, averaged):
         for value in (p, p.data, p[:], torch.zeros_like(p)):
             with pytest.raises(Unsupported, match=r"given \.data of a tiered one.*x\.data\.copy_"):

@@ -256,6 +256,25 @@ def test_a_parameter_can_be_the_conjugate_of_its_bytes(tmp_path):
     assert torch.equal(value, plain.conj() * 2 + plain.real)
 
 
+@pytest.mark.parametrize("view", [
+    lambda w: w.real, lambda w: w.imag, lambda w: w[0].real[1:], lambda w: w.data.real,
+    lambda w: torch.view_as_complex(torch.view_as_real(w)),
+])  # fmt: skip
+def test_a_compiled_function_takes_a_real_view_of_complex_numbers_itself(view, tmp_path):
+    torch._dynamo.reset()
+    plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
+    assert torch.equal(
+        torch.compile(lambda w: view(w) * 2, backend="zinf")(tiered), view(plain) * 2
+    )
+    call, given = torch.compile(lambda v: v * 2, backend="zinf"), view(tiered)
+    if given.is_complex():
+        assert torch.equal(call(given), view(plain) * 2)
+        return
+    with pytest.raises(Exception, match=r"is called with a torch.float32 view of a torch.complex"):
+        call(given)
+    assert torch.equal(call(given.detach()), view(plain) * 2)
+
+
 def left_of_a_dropped_model(take, dtype, tmp_path):
     _, tiered = parameter_pair(lambda: torch.arange(24).reshape(4, 6).to(dtype), tmp_path)
     return take(tiered)

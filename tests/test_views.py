@@ -288,3 +288,51 @@ def test_what_out_names_is_not_resized(size, tmp_path):
         torch.add(torch.ones(64), torch.ones(64, 1), out=tiered)
         torch.add(torch.ones(64), torch.ones(64, 1), out=plain)
     assert_equal(plain, tiered)
+
+
+INPUTS = {
+    "transposed": lambda p: p.t(),
+    "row": lambda p: p[1],
+    "reshaped": lambda p: p.view(16, 4),
+    "detached": lambda p: p.detach().t(),
+    "data": lambda p: p.data[2:],
+    "diagonal": lambda p: p.diagonal(),
+    "expanded": lambda p: p[None].expand(3, 8, 8),
+}
+
+
+@pytest.mark.parametrize("view", INPUTS.values(), ids=INPUTS)
+def test_a_compiled_function_takes_a_view_of_a_parameter(view, tmp_path):
+    torch._dynamo.reset()
+    pair = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+    results = []
+    for param in pair:
+        call = torch.compile(lambda v: v * v * 2 + v.sum(), backend="zinf")
+        result = call(view(param))
+        if result.requires_grad:
+            result.sum().backward()
+            with torch.no_grad():
+                late = call(view(param))
+            result = call(view(param))
+            with torch.no_grad():
+                param.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+            results += [late, param.grad]
+        results.append(result.detach())
+    half = len(results) // 2
+    for a, b in zip(results[:half], results[half:], strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize("view", INPUTS.values(), ids=INPUTS)
+def test_a_view_can_be_taken_in_inference_mode(view, tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+    with torch.inference_mode():
+        assert_equal(view(plain).clone(), view(tiered).clone())
+        assert view(plain).is_inference() is view(tiered).is_inference()
+    loss = tiered.square().sum()
+    with torch.inference_mode():
+        tiered.t().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -154,8 +154,12 @@ def _apply(
         tiered: Any = next((t for t in app.tensors() if isinstance(t, cls)), None)
         if tiered is None:
             results[index] = app.func(*app.args, **app.kwargs)
-        elif is_elementwise(func) and streamable(app, cls):
-            owner = session_of(tiered.entry)
+        elif (
+            is_elementwise(func)
+            and streamable(app, cls)
+            # A compiled call that got a view of a parameter: what streams is a call itself.
+            and not (owner := session_of(tiered.entry)).executor.walks_here
+        ):
             keys, writes = _keys(cls, app.tensors()), _keys(cls, app.written())
             if owner is not session or not (
                 written.isdisjoint(keys) and touched.isdisjoint(writes)

@@ -100,6 +100,10 @@ class TieredTensor(Unbacked):
     @classmethod
     def sharing(cls, base: "TieredTensor", layout: Layout) -> "TieredTensor":
         """Another view of the bytes behind `base`."""
+        if torch.is_inference_mode_enabled() and not base.is_inference():
+            # Torch counts the writes of both together; what is new in that mode has no count.
+            with torch.inference_mode(False):
+                return cls.named_by(base._handle, layout, base)
         return cls.named_by(base._handle, layout, base)
 
     @classmethod
@@ -125,6 +129,13 @@ class TieredTensor(Unbacked):
         assign_data(TieredTensor, self, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        base = self._base
+        if base is not None and base.is_complex() != self.is_complex():
+            # Torch takes the view twice when it traces one whose base has no memory.
+            raise Unsupported(
+                f"a compiled function is called with a {self.dtype} view of a {base.dtype} tensor",
+                "call it with the tensor itself, and take the view (.real, .imag) in the function",
+            )
         return ["_handle"], Context(
             self.lies, self.device, self.store_key, self.sink, self.requires_grad
         )

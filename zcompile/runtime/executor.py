@@ -70,6 +70,8 @@ class Executor:
             store.is_idle,
         )
         self._busy = threading.Lock()
+        self._walker: int | None = None
+        """The thread that walks a schedule."""
         self._walked: set[int] = set()
         self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.make_copy: MakeCopy | None = None
@@ -84,6 +86,11 @@ class Executor:
     def is_running(self) -> bool:
         """Whether a schedule is being walked."""
         return self._busy.locked()
+
+    @property
+    def walks_here(self) -> bool:
+        """Whether it is this thread that walks one."""
+        return self._walker == threading.get_ident()
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -131,9 +138,11 @@ class Executor:
                 "call it from one thread at a time",
             )
         try:
+            self._walker = threading.get_ident()
             walk = _Walk(self, schedule, values, entries, leaves)
             walk.go()
         finally:
+            self._walker = None
             self._busy.release()
         if walk.made:
             self.recorder.made(walk.made)

@@ -29,7 +29,7 @@ FLOORS = (
     {"zcompile.eager", "zcompile.data_assignment"},
     {"zcompile.fillings", "zcompile.plain_values", "zcompile.fresh_results"},
     {"zcompile.streaming", "zcompile.clipping", "zcompile.repeats"},
-    {"zcompile.unbacked", "zcompile.chunked"},
+    {"zcompile.unbacked", "zcompile.chunked", "zcompile.pickled_bytes"},
     {"zcompile.rows", "zcompile.narrowing", "zcompile.shared_memory"},
     {"zcompile.residency", "zcompile.timeline_dump"},
     {"zcompile.step_planning"},

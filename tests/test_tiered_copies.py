@@ -1,6 +1,7 @@
 """Tiered tensors copied, pickled, converted; and what only a tensor with memory can do."""
 
 import copy
+import io
 import pickle
 
 import numpy
@@ -184,3 +185,70 @@ def test_a_tensor_larger_than_the_arena_is_read(tmp_path):
         assert_equal(plain, tiered.clone())
         assert_equal(plain * 2, tiered * 2)
         assert_equal(plain, on_disk(Holder(torch.zeros(300, 257)), tmp_path).w.copy_(tiered))
+
+
+def ties(model):
+    """Which names of a state dict lie in one memory: found by writing to each."""
+    values = model.state_dict() if isinstance(model, nn.Module) else model
+    found = []
+    with torch.no_grad():
+        for name, value in values.items():
+            for other, seen in values.items():
+                before = plain_of(seen).clone()
+                value.add_(1)
+                if not torch.equal(before, plain_of(seen)):
+                    found.append((name, other))
+    return found
+
+
+def tied_mlp(how):
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
+    if how == "object":
+        model[2].weight = model[0].weight
+    else:
+        model[2].weight.data = model[0].weight.data
+    return model
+
+
+@pytest.mark.parametrize("how", ["object", "data"])
+def test_what_is_tied_is_saved_once_and_loaded_tied(how, tmp_path):
+    plain, tiered = tied_mlp(how), on_disk(tied_mlp(how), tmp_path)
+    for name, model in (("plain", plain), ("tiered", tiered)):
+        torch.save(model.state_dict(), tmp_path / name)
+    sizes = [(tmp_path / name).stat().st_size for name in ("plain", "tiered")]
+    assert abs(sizes[0] - sizes[1]) < 64
+    expected, found = (torch.load(tmp_path / name) for name in ("plain", "tiered"))
+    assert ties(expected) == ties(found) == ties(plain)
+    with torch.no_grad():
+        tiered[0].weight.zero_()
+        again = io.BytesIO()
+        torch.save(tiered.state_dict(), again)
+        again.seek(0)
+        assert not torch.load(again)["2.weight"].any()
+
+
+def test_what_was_saved_and_written_is_not_saved_again(tmp_path):
+    model = on_disk(nn.Linear(4, 4), tmp_path)
+    _, (data, *_) = model.weight.__reduce_ex__(2)[:2]
+    before = plain_of(model.weight).clone()
+    data.zero_()  # who holds what was to be pickled may write it
+    kept = io.BytesIO()
+    torch.save(model.weight, kept)
+    kept.seek(0)
+    assert torch.equal(torch.load(kept, weights_only=False), before)
+
+
+@pytest.mark.parametrize("take", [lambda w: w, lambda w: w.data, lambda w: w[1:], lambda w: w.t()])
+def test_a_shallow_copy_shares_the_bytes(take, tmp_path):
+    for param in parameter_pair(lambda: torch.ones(4, 4), tmp_path):
+        one = take(param).detach() if take(param) is not param else param
+        other = copy.copy(one)
+        assert type(other) is type(one)
+        assert isinstance(other, nn.Parameter) is isinstance(one, nn.Parameter)
+        assert other.requires_grad is one.requires_grad
+        with torch.no_grad():
+            other.mul_(3)
+        assert one.eq(3).all()
+        if other.requires_grad:
+            (other.sum() * 2 + one.sum()).backward()
+            assert (other.grad.sum().item(), one.grad.sum().item()) == (32, 16)

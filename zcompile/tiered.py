@@ -18,6 +18,7 @@ from zcompile import eager, ops
 from zcompile.data_assignment import assign_data
 from zcompile.errors import Unsupported
 from zcompile.handles import claimed, shows
+from zcompile.pickled_bytes import pickled_bytes
 from zcompile.rows import leaves_of
 from zcompile.runtime.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.session import session_of
@@ -186,12 +187,20 @@ class TieredTensor(Unbacked):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
-        full = self.on_host()
+        full = self.lies.view(pickled_bytes(self.entry)).detach()
         if getattr(self, "_is_param", False):
             plain: Tensor = torch.nn.Parameter(full, self.requires_grad)
         else:
             plain = full.requires_grad_(self.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+    def __copy__(self) -> Tensor:
+        """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is
+        one."""
+        made: Tensor = TieredTensor.sharing(self, self.lies)
+        if getattr(self, "_is_param", False):
+            return own(torch.nn.Parameter(made, self.requires_grad))
+        return made.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:

@@ -1,6 +1,7 @@
 """Frozen dataclasses to JSON and back; the annotations of the fields are the format."""
 
 import dataclasses
+import functools
 import json
 import types
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ def _decode(kind: Any, value: object, where: str) -> object:
 def _record(kind: type, value: object, where: str) -> object:
     if not isinstance(value, dict):
         raise _unexpected(kind, value, where)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     given = {}
     for field in dataclasses.fields(kind):
         if field.name in value:
@@ -67,6 +68,12 @@ def _record(kind: type, value: object, where: str) -> object:
         elif field.default is dataclasses.MISSING:
             raise ValueError(f"{where} lacks {field.name!r}")
     return kind(**given)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Of the fields; to look them up takes longer than to read a record."""
+    return get_type_hints(kind)
 
 
 def _union(kinds: tuple[Any, ...], value: object, where: str) -> object:

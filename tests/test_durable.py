@@ -9,6 +9,7 @@ import torch
 from border import Border, offloaded
 from committed import check_all, read_index
 from durable_runs import ON_DISK, ON_HOST, WIDTH, Net, Run, after_a_crash, plain, same
+from planned_runs import made_on
 
 import zcompile
 from zcompile.errors import CommitFailed, NothingCommitted
@@ -231,6 +232,27 @@ def test_what_was_written_in_part_is_committed_whole(tmp_path):
     again.close()
 
 
+def test_what_is_blank_on_the_host_stays_so_in_a_commit(tmp_path, monkeypatch):
+    """Pieces of any size are written where no disk asks for blocks; each must end where it ends."""
+    monkeypatch.setattr("zcompile.runtime.tier_file.takes_direct", lambda directory: False)
+    plainly = Run().train(0, 1)
+    run = Run(tmp_path, **ON_HOST).train(0, 1)
+    for one in (plainly, run):
+        state = one.optimizer.state[one.model.up.weight]["exp_avg"]
+        state.zero_()
+        state[1, 3:5].fill_(7)
+        state[50:90].fill_(8)
+        state[-1, -100:].fill_(9)
+    assert not state.entry.place.written.covers(0, state.entry.nbytes)
+    zcompile.save(tmp_path, run.model, run.optimizer)
+    run.close()
+    check_all(read_index(tmp_path)[0], [tmp_path])
+    again = after_a_crash(tmp_path, **ON_HOST)
+    again.resume()
+    assert same(again.state()[:-1], plainly.state()[:-1])
+    again.close()
+
+
 def test_what_does_not_change_is_not_written_again(tmp_path):
     run = Run(tmp_path)
     run.model.down.requires_grad_(False)
@@ -309,6 +331,17 @@ def test_a_commit_is_a_checkpoint_for_models_that_rest_elsewhere(tmp_path, tiere
     assert sorted(path.name for path in disk.iterdir()) == ["zinf.index", "zinf.tier"]
     if tiered:
         run.close()
+
+
+def test_a_commit_is_read_on_the_host_wherever_new_tensors_are_made(tmp_path):
+    expected = Run(tmp_path).train(0, 2)
+    state = expected.state()[:-1]
+    expected.close()
+    other = Run()
+    other.disk = tmp_path
+    with made_on("meta"):
+        other.resume()
+    assert same(other.state()[:-1], state)
 
 
 def test_a_commit_of_a_machine_without_xxhash_is_copied_and_summed_anew(tmp_path, monkeypatch):

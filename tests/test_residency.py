@@ -15,16 +15,19 @@ from planned_runs import (
     held_bytes,
     homes,
     ids,
+    loss_of,
     offloaded,
     same,
     train,
 )
 from sampled import crossed
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zcompile
 from zcompile import residency, simulate, step_plan, step_planning
 from zcompile.cli import main
+from zcompile.errors import ParameterChanged
 from zcompile.offloading import session_behind
 from zcompile.runtime.arena import Arena
 from zcompile.simulated_steps import SimulatedSteps
@@ -268,3 +271,17 @@ def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
     assert len(windows) > 1, "it was looked at again"
     assert not said
     assert session_behind(model).planner.plan.arena.window_bytes == windows[0]
+
+
+def test_a_write_to_memory_that_a_resting_parameter_was_taken_from_is_told():
+    """What compute reads where it rests is asked about as what is fetched is."""
+    model, compiled, optimizer = begun(4)
+    assert homes(model) == {"device"}
+    vector = parameters_to_vector(model.parameters()).detach()
+    vector_to_parameters(vector, model.parameters())
+    assert homes(model) == {"device"}
+    train(model, compiled, optimizer, 4, 5)
+    vector_to_parameters(vector, model.parameters())
+    vector.zero_()
+    with pytest.raises(ParameterChanged, match="written since"):
+        loss_of(compiled, ids(5))

@@ -38,11 +38,6 @@ class Application:
         leaves, _ = trees.tree_flatten((self.args, self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def outs(self) -> list[Tensor]:
-        """The tensors given as `out=`, or the like: an op gives them the size of its result."""
-        given = (self.kwargs.get(a.name) for a in self.func._schema.arguments if a.is_out)
-        return [t for t in given if isinstance(t, Tensor)]
-
     def written(self) -> list[Tensor]:
         """The tensors that the op writes: as its schema says, or `UNANNOTATED_WRITES`."""
         return self._given(written=True)
@@ -152,9 +147,6 @@ def streamable(app: Application, cls: type) -> bool:
     tiered: list[Any] = [t for t in tensors if isinstance(t, cls)]
     if not wide or not tiered or any(t.numel() == 1 for t in tiered):
         return False
-    outs = app.outs()
-    if outs and not any(t.numel() != 1 for t in tensors if not any(t is out for out in outs)):
-        return False  # the result of operands of one element has one, whatever `out` has
     first = wide[0]
     if first.numel() == 0 or len({t.store_key for t in tiered}) > 1:
         return False
@@ -162,7 +154,7 @@ def streamable(app: Application, cls: type) -> bool:
     same = len({t.device for t in wide}) == 1
     if not (alike and same and Layout.of(first).dense):
         return False
-    if app.func._overloadname.endswith("out") and _resizes_out(app):
+    if any(argument.is_out for argument in app.func._schema.arguments) and _resizes_out(app):
         return False
     if any(t.dim() > first.dim() for t in tensors):
         return False  # one element of more dimensions gives the result its own

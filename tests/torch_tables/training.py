@@ -163,6 +163,7 @@ def _offload(model: nn.Module, tier: str, directory: Path, compiled: bool) -> No
     zcompile.offload(model, **fields)
     if tier == "device" and not compiled:
         session = session_behind(model)
+        session.split.hold(DEVICE_BYTES // 8)  # for whole tensors of optimizers: nothing gives way
         session.homes.device.window_bytes = DEVICE_BYTES // 2
         for param in model.parameters():
             rest_on_device(session, param)

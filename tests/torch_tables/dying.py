@@ -1,9 +1,10 @@
-"""Stands in for `child.py`: one of its cases kills the process."""
+"""Stands in for `child.py`: one of its cases kills the process, another never ends."""
 
 import json
 import os
 import signal
 import sys
+import threading
 
 from torch_tables.telling import say
 
@@ -19,6 +20,8 @@ def main() -> None:
             say(begin=f"{unit['name']} {case}")
             if unit["name"] == "kills" and case == "1":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            if unit["name"] == "hangs" and case == "1":
+                threading.Event().wait()
         say(over=True, cases=len(cases), seconds=0.0)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,14 +83,15 @@ class Child:
         self.errors.seek(0)
         text = self.errors.read()
         self.errors.close()
-        return text.partition("Extension modules:")[0].strip()[-2000:]
+        return text.partition("Extension modules:")[0].strip()[-8000:]
 
 
 def work(
     units: Iterable[dict[str, Any]], module: str = "torch_tables.child", workers: int = 1,
-    tell: Callable[[Told], None] = lambda told: None,
+    tell: Callable[[Told], None] = lambda told: None, patience_s: float = PATIENCE_S,
 ) -> list[Told]:  # fmt: skip
-    """Works off all units; a case that kills a child is skipped by the next one."""
+    """Works off all units; a case that kills a child, or says nothing for `patience_s`, is skipped
+    by the next one."""
     todo = [dict(unit, skip=unit.get("skip", 0)) for unit in units][::-1]
     children = [Child(module) for _ in range(min(workers, len(todo)))]
     doing: dict[Child, Told] = {}
@@ -108,6 +110,9 @@ def work(
         child.give(unit)
 
     def lost(child: Child, kind: str) -> None:
+        if kind == "hang":
+            child.process.send_signal(signal.SIGABRT)  # it says first where its threads are
+            child.process.wait()
         said = child.end()
         code = child.process.returncode
         children.remove(child)
@@ -129,7 +134,7 @@ def work(
 
     try:
         while children:
-            ready, _, _ = select.select(children, [], [], PATIENCE_S)
+            ready, _, _ = select.select(children, [], [], patience_s)
             for child in list(ready) or list(doing):
                 if child not in ready:
                     lost(child, "hang")

@@ -110,6 +110,14 @@ def test_a_case_that_kills_its_process_is_named_and_the_others_go_on():
     assert rows["last"] == ({"equal": 2}, [])
 
 
+def test_a_case_that_never_ends_is_named_with_where_its_threads_are():
+    units = [{"name": name, "table": "ops"} for name in ("hangs", "last")]
+    hangs, last = pool.work(units, module="torch_tables.dying", patience_s=5)
+    assert (hangs.counts, last.counts) == ({"equal": 1, "hang": 1}, {"equal": 2})
+    assert hangs.rows[0]["case"] == "hangs 1"
+    assert "dying.py" in hangs.rows[0]["why"]
+
+
 def test_a_wrong_value_is_seen():
     """What is compared shows a bit, a stride, and autograd's marks."""
     from torch_tables.comparing import differences

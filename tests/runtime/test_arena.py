@@ -92,6 +92,24 @@ def test_a_gather_that_does_not_fit_says_what_is_alive_and_what_to_do(device):
     assert kept.numel()
 
 
+def test_room_in_pieces_is_told_as_such_and_what_would_do_does(device):
+    def crowd(budget):
+        arena = arena_of(device, budget)
+        low = [arena.take(3 * KiB, "a"), arena.take(1 * KiB, "b"), arena.take(4 * KiB, "c")]
+        return arena, low[1]
+
+    arena, kept = crowd(8 * KiB)
+    with pytest.raises(BudgetExceeded) as caught:
+        arena.take(5 * KiB, "w")
+    text = str(caught.value)
+    assert "needs 9.00 KiB on the device, the budget is 8.00" in text
+    assert "7.00 KiB  free, in pieces of 4.00 KiB or less" in text
+    assert "device_memory=9216 or more" in text
+    more, also = crowd(9 * KiB)
+    assert more.take(5 * KiB, "w").numel()
+    assert kept.numel() == also.numel()
+
+
 def test_a_slot_under_a_gather_names_the_holder(device):
     arena = arena_of(device, 8 * KiB)
     kept = arena.take(6 * KiB, "head.weight")

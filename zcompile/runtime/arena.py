@@ -8,7 +8,7 @@ import gc
 import threading
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.meter import Gauge
 from zcompile.specs import Layout
 from zcompile.ties import Tie
+from zcompile.units import show_size
 
 MOST_VIEWS = 1 << 16
 """Of what rests in the arena; more than that is made of addresses that are used no more."""
@@ -148,7 +149,7 @@ class Arena:
             begin = self._claim(size, name)
         if begin is None:
             with self._lock:
-                raise self._crowded(nbytes, f"gathering {name!r}")
+                raise self._crowded(size, f"gathering {name!r}", whole=True)
         try:
             return self._device.lend(self._whole()[begin : begin + nbytes],
                                      partial(self._watch, begin))  # fmt: skip
@@ -200,18 +201,24 @@ class Arena:
         floor = self._slots[-1][1] if self._slots else 0
         above: list[tuple[int, int]] = []
         below: list[int] = []
-        top = self.budget_bytes // ALIGNMENT * ALIGNMENT
-        for begin, end in [*reversed(self._held()), (0, 0)]:
-            low = -(-end // ALIGNMENT) * ALIGNMENT
+        for low, top in self._holes():
             if top - low >= size:
                 if low >= floor:
                     above.append((top - low, -(top - size)))
                 else:
                     below.append(top - size)
-            top = min(top, begin // ALIGNMENT * ALIGNMENT)
         if above:
             return -min(above)[1]
         return max(below, default=None)
+
+    def _holes(self) -> Iterator[tuple[int, int]]:
+        """What is free, from the top down, in whole units of the alignment."""
+        top = self.budget_bytes // ALIGNMENT * ALIGNMENT
+        for begin, end in [*reversed(self._held()), (0, 0)]:
+            low = -(-end // ALIGNMENT) * ALIGNMENT
+            if low < top:
+                yield low, top
+            top = min(top, begin // ALIGNMENT * ALIGNMENT)
 
     def _held(self) -> list[tuple[int, int]]:
         ranges = list(self._slots)
@@ -249,16 +256,21 @@ class Arena:
                 end, _ = self._lent.pop(begin)
                 self._in_use.change(begin - end)
 
-    def _crowded(self, nbytes: int, where: str) -> BudgetExceeded:
+    def _crowded(self, nbytes: int, where: str, whole: bool = False) -> BudgetExceeded:
+        """whole  room in one piece would do, wherever it is"""
         alive = [(name, end - begin) for begin, (end, name) in self._lent.items()]
         slots = sum(end - begin for begin, end in self._slots)
         if slots:
             alive.append(("slots of the running schedule", slots))
         if self.beside_bytes:
             alive.append(("values of compiled graphs", self.beside_bytes))
-        whole = self.budget_bytes + self.beside_bytes
+        budget = self.budget_bytes + self.beside_bytes
         needed = self._in_use.now + nbytes + self.beside_bytes
-        return BudgetExceeded("device", whole, needed, where, alive,
+        if whole and needed <= budget:
+            holes = [top - low for low, top in self._holes()] or [0]
+            alive.append((f"free, in pieces of {show_size(max(holes))} or less", sum(holes)))
+            needed = budget + nbytes - max(holes)
+        return BudgetExceeded("device", budget, needed, where, alive,
                               f"give zcompile.offload device_memory={needed} or more, drop "
                               "references to gathered values, or compile the model, so that "
                               "gathers are planned")  # fmt: skip

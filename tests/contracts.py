@@ -1,6 +1,7 @@
 """Contracts of the private torch APIs that are about graphs and modes, and where all are kept."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,22 @@ def mutated_inputs() -> None:
     assert changed
     assert all(private.handle_input(node) is None for node in changed)
     assert not private.mutated_inputs(captured("mlp").graph)
+
+
+@contract
+def mutated_positions() -> None:
+    """They count as the inputs of the traced function do; inputs that are not written are none."""
+    graph = captured("batch norm").graph
+    assert len(private.mutated_positions(graph)) == len(private.mutated_inputs(graph))
+    x, seen = torch.zeros(3), []
+
+    def note(gm: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        seen.append(private.mutated_positions(gm.graph))
+        return private.boxed(lambda args: gm(*args))
+
+    backend = private.aot_backend(note, note, note, private._extract_fwd_bwd_modules)
+    torch.compile(lambda a, b: (a * 2, b.add_(1))[0], backend=backend)(x, x.clone())
+    assert seen == [frozenset({1})]  # in the order in which they are used
 
 
 @contract

@@ -336,3 +336,21 @@ def test_a_view_can_be_taken_in_inference_mode(view, tmp_path):
         tiered.t().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("view", [lambda w: w.detach()[1:], lambda w: w.data.t()])
+def test_a_compiled_function_does_not_write_a_view_that_it_was_called_with(view, tmp_path):
+    """It was traced as a tensor by itself, and the write as one that w does not show."""
+    torch._dynamo.reset()
+    plain, tiered = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+
+    def call(x, w, part):
+        part.mul_(0.5)
+        return x @ w
+
+    x = torch.ones(2, 8)
+    with pytest.raises(Exception, match=r"writes to a view of 'w' that was taken outside"):
+        torch.compile(call, backend="zinf")(x, tiered, view(tiered))
+    assert_equal(plain, tiered)
+    assert_equal(call(x, plain, view(plain)).detach(), call(x, tiered, view(tiered)).detach())
+    assert_equal(plain, tiered)

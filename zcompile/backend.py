@@ -44,6 +44,7 @@ from zcompile.torch_private import (
     handle_input,
     hint,
     is_symbol,
+    mutated_positions,
     next_sequence_number,
     node_of_call,
     pin_phase,
@@ -169,6 +170,7 @@ class _Graph:
         session = self.session()
         budget = session.device_budget if session is not None and params else None
         _refuse_sparse(gm.graph)
+        _refuse_written_views(gm.graph, self.specs)
         assign_phases(gm.graph, forward_outputs)
         around = None if session is None else cache(partial(surroundings, session))
         before = Beside(session.split.foreseen_bytes if session is not None else 0)
@@ -244,6 +246,17 @@ def _refuse_sparse(graph: fx.Graph) -> None:
                 "give sparse=False, or leave that module out of the graph: "
                 "module.forward = torch.compiler.disable(module.forward)",
             )
+
+
+def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> None:
+    """raises  Unsupported, if a graph writes a view of a parameter that it was called with: torch
+    traces that as a tensor by itself, and other inputs that show the same bytes as unwritten"""
+    for position in sorted(mutated_positions(graph) & specs.keys()):
+        raise Unsupported(
+            f"a compiled function writes to a view of {specs[position].name!r} that was taken "
+            "outside of it",
+            "move the write outside, or into a function under torch.compiler.disable",
+        )
 
 
 def _tell_roundings(graph: str, roundings: Sequence[Rounding]) -> None:

@@ -215,6 +215,12 @@ def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     )
 
 
+def mutated_positions(graph: fx.Graph) -> frozenset[int]:
+    """Of those that are plain inputs of the traced function: which ones."""
+    descs = (node.meta.get("desc") for node in mutated_inputs(graph))
+    return frozenset(desc.idx for desc in descs if isinstance(desc, PlainAOTInput))
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers, or may give other bits when it is called again.
 

@@ -19,6 +19,7 @@ REFUSALS: dict[str, str] = {
 ENDS: dict[str, str] = {
     r"and that (tensor, or one that shares its memory, )?was written since": "torch shows what was "
     "written to memory that a parameter took its values from; ours, that it was",
+    r"got another \.data between a compiled forward": "eager torch reads old or new values, by op",
     r"on the device, the budget is": "beside what compiled calls hold for backward",
 }
 """Refusals that end a program: from there on it is another than torch's, or what a step did before

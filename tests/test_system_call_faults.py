@@ -170,6 +170,7 @@ def test_a_call_that_fails_is_told_and_loses_nothing(tmp_path, recorded, name):
 
 @pytest.mark.parametrize(("name", "of", "fault"), [
     ("stat", "/disk/zinf.index", "EIO"),  # one of them follows the rename that is the commit
+    ("stat", "/disk/zinf.tier", "EIO"),  # one looks how long a file is that is open already
     ("fsync", "/disk", "EIO"),  # of the directory: the names of its files
     ("fstat", "/disk/zinf.tier", "EIO"),  # some follow the taking of an extent
     ("allocate", "/disk/zinf.tier", "EOPNOTSUPP"),

@@ -136,7 +136,7 @@ class DurableFiles:
         if number == len(self.named) - 1 and self.index is not None:
             try:
                 self._reserve(self.index)
-            except DurableDamaged:
+            except OSError:  # DurableDamaged is one
                 file.close()  # whoever asked for it never gets it
                 raise
         return file

@@ -144,12 +144,11 @@ class Executor:
         finally:
             self._walker = None
             self._busy.release()
+        self.gradients.finish()
         if walk.made:
             self.recorder.made(walk.made)
             self.clocks.made(walk.made)
-        results = walk.results()
-        self.gradients.finish()
-        return results
+        return walk.results()
 
     @uninterrupted
     def join_departures(self, most_bytes: int = 0) -> None:

@@ -17,6 +17,8 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.runtime import gradients
+from zcompile.torch_private import current_pass
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
@@ -202,6 +204,12 @@ def test_hooks_at_the_node_of_a_gradient_that_comes_in_tiles(tmp_path):
 
     near = {"rtol": 1e-3, "tile_bytes": 512}  # products of tiles round otherwise
     assert both(accumulated, first, "compiled", tmp_path, make=rows, **near)
+
+
+def test_hooks_are_called_in_the_first_pass_of_a_process(tmp_path, monkeypatch):
+    """Torch numbers the passes of a process from 0."""
+    monkeypatch.setattr(gradients, "current_pass", lambda: min(current_pass(), 0))
+    assert both(once, on_some(all_of_them), "compiled", tmp_path)
 
 
 def test_hooks_at_the_node_of_a_gradient_whose_tiles_come_twice(tmp_path):

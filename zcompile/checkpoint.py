@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zcompile.checkpoint_directory import STATE_FILE, replacing, standing
-from zcompile.checkpoint_file import told_of
+from zcompile.checkpoint_file import OpenFile, OpenFiles, told_of
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
 from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
 from zcompile.errors import (
@@ -151,8 +151,8 @@ def resume(
         raise CheckpointInvalid(directory, f"is {kind_of(found)}, and a checkpoint is a directory",
                                 "name the one that zcompile.save wrote; zcompile.load reads "
                                 "weights from files")  # fmt: skip
-    with Loader(system) as loader:
-        return restore(CheckpointSource(directory, loader), model, optimizer)
+    with OpenFiles(system) as files, Loader() as loader:
+        return restore(CheckpointSource(files.folder(directory), loader), model, optimizer)
 
 
 def load(
@@ -169,8 +169,11 @@ def load(
             has changed
     """
     _check_order("load(model, paths)", paths, model)
-    system = _system_of(model)
-    found = places(_files(paths, system), system)
+    with OpenFiles(_system_of(model)) as files:
+        return _load(model, paths, strict, places(_files(paths, files)))
+
+
+def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place]) -> Loaded:
     held = held_by(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
@@ -183,11 +186,11 @@ def load(
         rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
     if rows:
         raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
-    with Loader(system) as loader:
+    with Loader() as loader:
         for name, place in found.items():
             first = wanted[name]
             if first in held.tensors and (name == first or first not in found):
-                loader.fill(place.path, name, place.row, held.tensors[first].detach())
+                loader.fill(place.file, name, place.row, held.tensors[first].detach())
     return Loaded(missing, unexpected)
 
 
@@ -257,9 +260,9 @@ def _listed(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(p) for p in paths]
 
 
-def _files(paths: Paths, system: SystemCalls) -> list[Path]:
+def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
     """The files themselves. raises CheckpointInvalid"""
-    files: list[Path] = []
+    system, files = opened.system, list[OpenFile]()
     for path in _listed(paths):
         with told_of(path):
             found = found_at(system, path)
@@ -268,9 +271,9 @@ def _files(paths: Paths, system: SystemCalls) -> list[Path]:
                                         "safetensors files", f"zcompile.resume({str(path)!r}, "
                                         "model) reads its last commit")  # fmt: skip
             if found is None or is_directory(found):
-                files += read_index(standing(path, system), "model", system)
+                files += read_index(opened.folder(standing(path, system)), "model")
             else:
-                files.append(path)
+                files.append(opened.file(path))
     return files
 
 

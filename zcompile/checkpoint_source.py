@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zcompile.checkpoint_directory import STATE_FILE
+from zcompile.checkpoint_file import Folder, OpenFile
 from zcompile.errors import CheckpointInvalid
 from zcompile.model_state import Fact
 from zcompile.plain_values import unpack
@@ -33,17 +34,20 @@ def of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class CheckpointSource:
     """What `zcompile.save` wrote to a directory. raises CheckpointInvalid, naming the file"""
 
-    def __init__(self, directory: Path, loader: Loader) -> None:
-        self.where = str(directory)
+    def __init__(self, folder: Folder, loader: Loader) -> None:
+        self.where = str(folder.path)
         self._loader = loader
-        told = read_json(directory / STATE_FILE, loader.system)
-        self.meta = _state(directory / STATE_FILE, told)
+        if not folder.holds(STATE_FILE):
+            raise _without_state(folder)
+        state = folder.file(STATE_FILE)
+        told = read_json(state)
+        self.meta = _state(state.path, told)
         self._places: dict[str, Place] = {}
         for file in told["files"]:
-            self._take(directory / file, told.get("checkpoint"))
+            self._take(folder.file(file), told.get("checkpoint"))
         for name in _tensors_of(self.meta):
             if name not in self._places:
-                raise CheckpointInvalid(directory / STATE_FILE, f"needs the tensor {name!r}, and "
+                raise CheckpointInvalid(state.path, f"needs the tensor {name!r}, and "
                                         "none of its files has it")  # fmt: skip
 
     def facts(self) -> Mapping[str, Fact]:
@@ -51,10 +55,10 @@ class CheckpointSource:
 
     def fill(self, name: str, target: Tensor) -> None:
         place = self._places[name]
-        self._loader.fill(place.path, name, place.row, target)
+        self._loader.fill(place.file, name, place.row, target)
 
-    def _take(self, path: Path, checkpoint: object) -> None:
-        header = read_header(path, self._loader.system)
+    def _take(self, file: OpenFile, checkpoint: object) -> None:
+        path, header = file.path, read_header(file)
         if header.metadata.get("checkpoint") != checkpoint:
             raise CheckpointInvalid(path, f"is not of the same checkpoint as {STATE_FILE}",
                                     "copy the whole directory again")  # fmt: skip
@@ -63,11 +67,24 @@ class CheckpointSource:
         for name, row in header.rows.items():
             if start + name in self._places:
                 raise CheckpointInvalid(path, f"has {name!r}, which another of its files has too")
-            self._places[start + name] = Place(path, row)
+            self._places[start + name] = Place(file, row)
 
 
 def fact_in(place: Place) -> Fact:
     return Fact(place.row.dtype, place.row.size)
+
+
+def _without_state(folder: Folder) -> CheckpointInvalid:
+    """What a directory is that is no checkpoint. raises CheckpointInvalid too"""
+    files = [name for name in folder.names() if name.endswith(".safetensors")]
+    if any(not name.startswith("model") for name in files):
+        return CheckpointInvalid(folder.path, f"lacks {STATE_FILE}, which is written last: it was "
+                                 "not copied as a whole", "copy it again")  # fmt: skip
+    if files:
+        return CheckpointInvalid(folder.path, f"holds weights, and no {STATE_FILE}",
+                                 "zcompile.load(model, path) reads weights alone")  # fmt: skip
+    return CheckpointInvalid(folder.path, f"holds no {STATE_FILE}, so it is no checkpoint",
+                             "name the directory that zcompile.save wrote")  # fmt: skip
 
 
 def _state(path: Path, told: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +99,7 @@ def _state(path: Path, told: dict[str, Any]) -> dict[str, Any]:
         unpack(state, lambda name, on: torch.empty(0))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointInvalid(path, f"has values that are not sound: {error}") from error
-    if not all(isinstance(file, str) and "/" not in file for file in files):
+    if not all(isinstance(file, str) and not set("/\0") & set(file) for file in files):
         raise CheckpointInvalid(path, "has a list of files that is damaged")
     return state
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from zcompile import sound_json
-from zcompile.checkpoint_file import reading
+from zcompile.checkpoint_file import OpenFile, told_of
 from zcompile.errors import CheckpointInvalid, Unsupported
 from zcompile.runtime.interrupts import uninterrupted
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
 PAGE_BYTES = 4096
 MOST_HEADER_BYTES = 100_000_000
@@ -129,12 +128,13 @@ def _moved(rows: Mapping[str, Row], by: int) -> dict[str, Row]:
 
 
 @uninterrupted
-def read_header(path: Path, system: SystemCalls = KERNEL) -> Header:
+def read_header(file: OpenFile) -> Header:
     """What a file holds, checked against itself and against the file's length.
 
     raises  CheckpointInvalid, naming the file and the tensor
     """
-    with reading(path, system) as fd:
+    path, fd, system = file.path, file.fd, file.system
+    with told_of(path):
         nbytes = system.fstat(fd).st_size
         first = system.read_all(fd, _LENGTH.size)
         length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0

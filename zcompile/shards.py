@@ -6,17 +6,14 @@ One file is `model.safetensors`; several are `model-00001-of-00003.safetensors` 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zcompile import sound_json
-from zcompile.checkpoint_file import reading, told_of
+from zcompile.checkpoint_file import Folder, OpenFile, told_of
 from zcompile.errors import CheckpointInvalid
 from zcompile.runtime.interrupts import uninterrupted
-from zcompile.runtime.regular_file import found_at
-from zcompile.runtime.system_calls import SystemCalls
 from zcompile.safetensors_file import Header, Row, arrange, nbytes_of, read_header
 
 
@@ -33,7 +30,7 @@ class Shard:
 class Place(NamedTuple):
     """Where a tensor can be read."""
 
-    path: Path
+    file: OpenFile
     row: Row
 
 
@@ -65,53 +62,51 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": names}
 
 
-def read_index(directory: Path, kind: str, system: SystemCalls) -> list[Path]:
+def read_index(folder: Folder, kind: str) -> list[OpenFile]:
     """The files of `kind` in a directory. raises CheckpointInvalid"""
-
-    def is_there(path: Path) -> bool:
-        with told_of(path):
-            return found_at(system, path) is not None
-
-    index, single = directory / f"{kind}.safetensors.index.json", directory / f"{kind}.safetensors"
-    if not is_there(index):
-        if not is_there(single):
-            raise CheckpointInvalid(directory, f"holds neither {single.name} nor {index.name}",
+    index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
+    if not folder.holds(index):
+        if not folder.holds(single):
+            raise CheckpointInvalid(folder.path, f"holds neither {single} nor {index}",
                                     "name the directory that does")  # fmt: skip
-        return [single]
-    names = read_json(index, system).get("weight_map")
+        return [folder.file(single)]
+    names = read_json(folder.file(index)).get("weight_map")
     if not isinstance(names, dict) or not all(_is_name(name) for name in names.values()):
-        raise CheckpointInvalid(index, "has no weight_map of names to files")
-    paths = [directory / name for name in sorted(set(names.values()))]
-    for path in paths:
-        if not is_there(path):
-            name = next(name for name, file in names.items() if file == path.name)
-            raise CheckpointInvalid(path, f"does not exist, and {index.name} has "
-                                    f"{name!r} stand there")  # fmt: skip
-    found = {(name, path.name) for path in paths for name in read_header(path, system).rows}
+        raise CheckpointInvalid(folder.path / index, "has no weight_map of names to files")
+    files: dict[str, OpenFile] = {}
+    for file in sorted(set(names.values())):
+        if not folder.holds(file):
+            name = next(name for name, there in names.items() if there == file)
+            raise CheckpointInvalid(folder.path / file, f"does not exist, and {index} has {name!r} "
+                                    "stand there", "copy it again")  # fmt: skip
+        files[file] = folder.file(file)
+    found = {(name, file) for file, there in files.items() for name in read_header(there).rows}
     for name, file in names.items():
         if (name, file) not in found:
-            raise CheckpointInvalid(directory / file, f"lacks {name!r}, which {index.name} has "
+            raise CheckpointInvalid(folder.path / file, f"lacks {name!r}, which {index} has "
                                     "stand there")  # fmt: skip
-    return paths
+    return list(files.values())
 
 
-def places(paths: Iterable[Path], system: SystemCalls) -> dict[str, Place]:
+def places(files: Iterable[OpenFile]) -> dict[str, Place]:
     """Every tensor of some files. raises CheckpointInvalid"""
     found: dict[str, Place] = {}
-    for path in paths:
-        for name, row in read_header(path, system).rows.items():
+    for file in files:
+        for name, row in read_header(file).rows.items():
             if name in found:
-                raise CheckpointInvalid(path, f"has {name!r}, and so has {found[name].path}",
+                other = found[name].file.path
+                raise CheckpointInvalid(file.path, f"has {name!r}, and so has {other}",
                                         "name files that share no tensor")  # fmt: skip
-            found[name] = Place(path, row)
+            found[name] = Place(file, row)
     return found
 
 
 @uninterrupted
-def read_json(path: Path, system: SystemCalls) -> dict[str, Any]:
+def read_json(file: OpenFile) -> dict[str, Any]:
     """The object in a file. raises CheckpointInvalid"""
-    with reading(path, system) as fd:
-        content = system.read_all(fd, system.fstat(fd).st_size)
+    path, system = file.path, file.system
+    with told_of(path):
+        content = system.read_all(file.fd, system.fstat(file.fd).st_size)
     try:
         told = sound_json.loads(content)
     except ValueError as error:
@@ -122,4 +117,4 @@ def read_json(path: Path, system: SystemCalls) -> dict[str, Any]:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and "/" not in name and name not in ("", ".", "..")
+    return isinstance(name, str) and not set("/\0") & set(name) and name not in ("", ".", "..")

@@ -7,16 +7,14 @@ is not row-major where it goes.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from zcompile.block_files import BLOCK_BYTES, BLOCKS, LEAST_DIRECT_BYTES, BlockFile, new_blocks
+from zcompile.block_files import BLOCK_BYTES, BLOCKS, LEAST_DIRECT_BYTES, BlockReader, new_blocks
+from zcompile.checkpoint_file import OpenFile
 from zcompile.runtime.directory import let_go
-from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.ticket import Ticket
 from zcompile.safetensors_file import PAGE_BYTES, Row
 from zcompile.tensor_bytes import bytes_of
@@ -26,15 +24,13 @@ MOST_LEAVING = 256
 
 
 class Loader:
-    """Brings tensors out of files; a context manager.
+    """Brings tensors out of files, which stay open that long; a context manager.
 
-    system  makes all calls
     raises  at the end of the context too, what the last transfers raise
     """
 
-    def __init__(self, system: SystemCalls) -> None:
-        self.system = system
-        self._files: dict[Path, BlockFile] = {}
+    def __init__(self) -> None:
+        self._files: dict[OpenFile, BlockReader] = {}
         self._free = new_blocks()
         self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
         self._thread = ThreadPoolExecutor(1, "zinf-load")
@@ -51,29 +47,28 @@ class Loader:
             while self._leaving and error is None:
                 self._settle()
         finally:
-            for path, file in self._files.items():  # which were only read
-                let_go(path, file.close)
+            for file, reader in self._files.items():  # which were only read
+                let_go(file.path, reader.close)
 
-    def fill(self, path: Path, name: str, row: Row, target: Tensor) -> None:
+    def fill(self, file: OpenFile, name: str, row: Row, target: Tensor) -> None:
         """`target` takes the value of a tensor of the file, cast as `copy_` casts."""
-        if path not in self._files:
-            with deferred_interrupts():
-                self._files[path] = BlockFile(path, system=self.system)
-        file, to = self._files[path], bytes_of(target)
-        for begin, raw, block in self._pieces(file, name, row):
+        if file not in self._files:
+            self._files[file] = BlockReader(file)
+        reader, to = self._files[file], bytes_of(target)
+        for begin, raw, block in self._pieces(reader, name, row):
             first = begin * target.dtype.itemsize // row.dtype.itemsize
             self._leaving.append((block, to.write(first, _cast(raw, row.dtype, target.dtype))))
         to.finish()
 
     def _pieces(
-        self, file: BlockFile, name: str, row: Row
+        self, reader: BlockReader, name: str, row: Row
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Where in the tensor, its bytes, and the block that they lie in."""
         if row.nbytes < LEAST_DIRECT_BYTES:
             if row.nbytes:
                 while len(self._leaving) > MOST_LEAVING:
                     self._settle()
-                yield 0, file.read_small(row.begin, row.end, name), None
+                yield 0, reader.read_small(row.begin, row.end, name), None
             return
         coming: deque[tuple[int, Future[Tensor], Tensor]] = deque()
         for begin, end in spans(row):
@@ -83,7 +78,7 @@ class Loader:
             while not self._free:
                 self._settle()
             block = self._free.pop()
-            coming.append((begin, self._thread.submit(file.read, begin, end, block, name), block))
+            coming.append((begin, self._thread.submit(reader.read, begin, end, block, name), block))
         for at, future, block in coming:
             yield at - row.begin, future.result(), block
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zcompile.block_files import BLOCK_BYTES, BLOCKS, BlockFile, new_blocks
+from zcompile.block_files import BLOCK_BYTES, BLOCKS, BlockWriter, new_blocks
 from zcompile.runtime.system_calls import SystemCalls
 from zcompile.runtime.ticket import Ticket
 from zcompile.safetensors_file import PAGE_BYTES, Header
@@ -78,7 +78,7 @@ class NewFile:
         system: SystemCalls,
     ) -> None:
         self._header = header
-        self._file = BlockFile(path, header.nbytes, system)
+        self._file = BlockWriter(path, header.nbytes, system)
         self._names = ("the header", *header.rows)
         self._sources: list[_First | TensorBytes] = [_First(first)]
         try:
@@ -163,7 +163,7 @@ class _Filling(NamedTuple):
 class _Writer:
     """Hands blocks from those who fill them to a thread that writes them, and back."""
 
-    def __init__(self, file: BlockFile, thread: ThreadPoolExecutor, told: Told) -> None:
+    def __init__(self, file: BlockWriter, thread: ThreadPoolExecutor, told: Told) -> None:
         self._file, self._thread, self._told = file, thread, told
         self._free = new_blocks()
         self._filling: deque[_Filling] = deque()

@@ -375,6 +375,42 @@ def is_applied_by_a_module() -> None:
 
 
 @contract
+def storage_of() -> None:
+    """Past a subclass; torch keeps one object for each storage, and no bytes for a wrapper."""
+    a = torch.zeros(4)
+    assert private.storage_of(a) is a.untyped_storage() is private.storage_of(a[1:])
+
+    class Without(Tensor):
+        def untyped_storage(self):
+            raise AssertionError("asked")
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    made = private.wrapper(Without, (4,), (1,), 0, torch.float32, a.device, False)
+    assert private.storage_of(made).nbytes() == 16
+    assert torch.Tensor.untyped_storage(made) is private.storage_of(made)
+
+
+@contract
+def is_asked_by_tracing() -> None:
+    """Torch's modules of tracing have these names; others, and code of users, are not meant."""
+
+    def asked() -> bool:
+        return private.is_asked_by_tracing()
+
+    said = {}
+    for module in (torch._dynamo.utils, torch._functorch._aot_autograd.runtime_wrappers,
+                   torch._subclasses.meta_utils, torch._tensor):  # fmt: skip
+        scope = {"__name__": module.__name__, "asked": asked}
+        exec("said = asked()", scope)
+        said[module.__name__.split(".")[1]] = scope["said"]
+    assert said == {"_dynamo": True, "_functorch": True, "_subclasses": True, "_tensor": False}
+    assert not asked()
+
+
+@contract
 def memory_of() -> None:
     """Views have one memory, a copy has another, and one of no elements has its own too."""
     a, none = torch.zeros(4), (torch.zeros(0), torch.zeros(0))

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -166,6 +168,39 @@ def test_what_needs_memory_of_its_own_says_so(use, tmp_path):
     with pytest.raises(Unsupported, match="tiered tensor"):
         use(tiered.detach())
     assert_equal(plain, tiered)
+
+
+ON_A_STORAGE = """
+import torch, zcompile
+from torch import nn
+model = zcompile.offload(nn.Linear(64, 64), device_memory="4MiB", host_memory="32MiB")
+p, values = model.weight, torch.ones(64, 64).untyped_storage()
+for use in (
+    lambda: p.untyped_storage()[0], lambda: p.untyped_storage().__setitem__(0, 1),
+    lambda: p.untyped_storage().fill_(0), lambda: p.untyped_storage().data_ptr(),
+    lambda: p.untyped_storage().copy_(values), lambda: values.copy_(p.untyped_storage()),
+    lambda: p.detach().untyped_storage().tolist(), lambda: p.untyped_storage().clone(),
+    lambda: torch.empty(0).set_(p.untyped_storage(), 0, (64, 64), (64, 1)).sum(),
+    lambda: p.storage_type(),
+    lambda: torch.empty(0).set_(p.detach().storage()), lambda: p._typed_storage()[0],
+):
+    try:
+        print("gave", use(), flush=True)
+    except zcompile.ZinfError as error:
+        print(error, flush=True)
+print("shared:", p.is_shared())
+"""
+
+
+def test_what_needs_a_storage_says_so_and_does_not_end_the_process():
+    told = subprocess.run([sys.executable, "-c", ON_A_STORAGE], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert told.returncode == 0, (told.returncode, told.stdout, told.stderr[-2000:])
+    *refused, shared = told.stdout.splitlines()
+    assert len(refused) == 12
+    for line in refused:
+        assert "storage(): a tiered tensor has no memory of its own" in line
+    assert shared == "shared: False"
 
 
 def test_numpy_asks_to_detach_as_torch_does(tmp_path):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import zcompile
+from zcompile import torch_private as private
 from zcompile.errors import BudgetExceeded
+from zcompile.fresh_results import fresh
 from zcompile.offloading import session_behind
 from zcompile.units import KiB
 
@@ -98,3 +100,11 @@ def test_an_op_that_needs_more_is_refused_before_it_gathers():
     adamw.zero_grad()
     compiled(x).square().mean().backward()
     assert not torch.equal(model[0].weight.on_host(), before[0])
+
+
+def test_results_without_elements_are_made_by_an_op_and_memory_stays_watched():
+    watched, made = torch.zeros(4), torch.zeros(0)
+    assert private.watch_memory(watched)
+    found = fresh([made, watched[1:]], [watched, torch.zeros(0)])
+    assert [id(t) for t in found] == [id(made)]
+    assert private.is_untouched(watched)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zcompile.rows import Application
-from zcompile.torch_private import memory_of, trees, without_modes
+from zcompile.torch_private import memory_of, storage_of, trees, without_modes
 
 
 def fresh_bytes(cls: type, app: Application) -> int:
@@ -42,8 +42,8 @@ def fresh_bytes(cls: type, app: Application) -> int:
 
 def fresh(results: object, operands: Iterable[Tensor]) -> list[Tensor]:
     """The results in memory that none of the operands lies in. Sparse ones have none to look at."""
-    theirs = {t.untyped_storage().data_ptr() for t in operands if t.layout is torch.strided}
-    return [t for t, _ in _storages(results) if t.untyped_storage().data_ptr() not in theirs]
+    theirs = {memory_of(t) for t in operands if t.layout is torch.strided}
+    return [t for t, _ in _storages(results) if memory_of(t) not in theirs]
 
 
 def _storages(results: object) -> Iterator[tuple[Tensor, int]]:
@@ -54,4 +54,4 @@ def _storages(results: object) -> Iterator[tuple[Tensor, int]]:
             memory = memory_of(value)
             if memory not in seen:
                 seen.add(memory)
-                yield value, value.untyped_storage().nbytes()
+                yield value, storage_of(value).nbytes()

@@ -13,7 +13,7 @@ from zcompile.errors import Unsupported
 from zcompile.runtime.session import entry_behind
 from zcompile.runtime.store import Entry, Store
 from zcompile.specs import Layout
-from zcompile.torch_private import is_traced
+from zcompile.torch_private import is_asked_by_tracing, is_traced, storage_of
 
 
 class Unbacked(torch.Tensor):
@@ -74,6 +74,24 @@ class Unbacked(torch.Tensor):
 
     def storage(self) -> Any:
         return self._no_storage("storage()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # Torch has one for a wrapper, of its size and without bytes: who reads it, or writes it,
+        # ends the process.
+        if is_traced(self._handle) or is_asked_by_tracing():
+            return storage_of(self)
+        return self._no_storage("untyped_storage()")
+
+    def _typed_storage(self) -> Any:
+        if is_traced(self._handle) or is_asked_by_tracing():
+            return torch.TypedStorage(
+                wrap_storage=storage_of(self), dtype=self.dtype, _internal=True
+            )
+        return self._no_storage("_typed_storage()")
+
+    def is_shared(self) -> bool:
+        """Whether another process sees its memory."""
+        return False
 
     def data_ptr(self) -> int:
         return self._no_storage("data_ptr()")

@@ -14,6 +14,7 @@ from zcompile.holds import Holds, Level
 from zcompile.runtime.meter import Gauge
 from zcompile.schedule import Run
 from zcompile.ties import Tie
+from zcompile.torch_private import storage_of
 
 
 class Row:
@@ -94,7 +95,7 @@ class Holding:
     def _rows_of(self, value: object) -> Rows:
         """One for each storage of a value."""
         if isinstance(value, Tensor):
-            return (self._row(value.untyped_storage()),)
+            return (self._row(storage_of(value)),)
         if isinstance(value, Row):
             return (value,)
         if isinstance(value, list | tuple):
@@ -122,7 +123,7 @@ class Holding:
 def storages_of(value: object) -> Iterator[UntypedStorage]:
     """Of the tensors that a value is."""
     if isinstance(value, Tensor):
-        yield value.untyped_storage()
+        yield storage_of(value)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from storages_of(part)

@@ -215,6 +215,15 @@ class Recording:
                 self._writes[call.number] = event
         return go()
 
+    def _punch(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
+        """A write of zeros, which adds nothing to the size."""
+        node, nbytes = self._fds.get(given["fd"]), given["nbytes"]
+        if node is None:
+            return go()
+        assert given["offset"] + nbytes <= os.fstat(given["fd"]).st_size, "a hole within the file"
+        event = self._note("write", node, offset=given["offset"], data=bytes(nbytes), call="punch")
+        return self._made(event, go)
+
     def _truncate(self, call: Call, go: Callable[[], Any], given: dict[str, Any]) -> Any:
         return self._sized(given["fd"], given["nbytes"], "cut", go)
 

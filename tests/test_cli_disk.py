@@ -19,7 +19,6 @@ import zcompile
 from zcompile.cli import disk as cli_disk
 from zcompile.offloading import session_behind
 from zcompile.runtime.data_header import DataHeader
-from zcompile.runtime.directory import opened
 
 ROOT = Path(__file__).parent.parent
 
@@ -218,7 +217,8 @@ def failed(zinf, monkeypatch, disk, argv, at=None, fault=None):
     """A command whose calls pass the border; one of them fails."""
     once = Once(disk.parent, at, fault)
     with monkeypatch.context() as patch:
-        patch.setattr(cli_disk, "opened", partial(opened, system=Border(once)))
+        verb = partial(getattr(cli_disk, argv[0]), system=Border(once))
+        patch.setattr(cli_disk, argv[0], verb)
         code, out, error = zinf("disk", argv[0], disk, *argv[1:])
     return once, code, error or out
 

@@ -26,15 +26,18 @@ from power_loss import Crash, File, Recording, crashes
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.cli.disk import gc
 from zcompile.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
+    CommitFailed,
     DurableDamaged,
     NothingCommitted,
 )
 from zcompile.runtime.checksums import SUMS
 from zcompile.runtime.data_header import HEADER_BYTES
 from zcompile.runtime.index import Index, parse
+from zcompile.runtime.reclaim import free_ranges
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB", "durable": True}
@@ -232,6 +235,75 @@ def test_no_power_loss_loses_a_commit_in_a_directory_with_a_long_path(tmp_path, 
     assert len(marked) > 2
     for crash, number in (*made, *marked[:4]):
         assert resumed(found, crash) == number, str(crash)
+
+
+def interrupted(base: Path) -> Recorded:
+    """A training whose second commit has its name already when it fails."""
+    base.mkdir()
+    failing = False
+
+    def mutate(call: Call, go: Callable[[], Any]) -> Any:
+        if failing and call.name == "fsync" and call.of == base / "disk":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go()
+
+    recording = Recording(base, mutate)
+    found = Recorded(recording, (base / "disk",), [[]], [None], [None])
+    training = Training(found.disks, recording.border)
+    training.step(0)
+    noted(found, training)
+    recording.say(1)
+    failing = True
+    with pytest.raises(CommitFailed) as failed:
+        training.step(1)
+    failing = False
+    assert failed.value.unsure
+    noted(found, training)
+    zcompile.close(training.model)
+    return found
+
+
+def noted(found: Recorded, training: Training) -> None:
+    """The commit that the directory names now."""
+    found.extras.append({"step": len(found.states)})
+    found.states.append(training.state())
+    found.indexes.append((training.disk / "zinf.index").read_bytes())
+
+
+def emptied(found: Recorded) -> Recorded:
+    base = found.recording.base
+    shutil.rmtree(base)
+    base.mkdir()
+    return found
+
+
+def test_no_power_loss_loses_a_commit_that_was_interrupted_and_is_gone_on_from(tmp_path):
+    """Else the commit before it comes back, after what it names has been written over."""
+    found = interrupted(tmp_path / "base")
+    training = Training(found.disks, found.recording.border)
+    assert training.resume() == {"step": 2}
+    found.recording.say(2)
+    training.step(2)
+    noted(found, training)
+    found.recording.say(3)
+    zcompile.close(training.model)
+    held = check(emptied(found), weak=False, seed=1, most=12, resumes=8)
+    assert set(held) == set(range(4))
+
+
+def test_no_power_loss_loses_a_commit_after_an_interrupted_one_and_gc(tmp_path):
+    """What only the commit before it names is given back."""
+    found = interrupted(tmp_path / "base")
+    (disk,) = found.disks
+    index, system = parsed(found.indexes[2]), found.recording.border
+    free = free_ranges(index, 0, (disk / "zinf.tier").stat().st_size)
+    old = parsed(found.indexes[1]).tensors
+    assert any(low <= t.offset < high for t in old for low, high in free)
+    gc(disk, everything=False, system=system)
+    holes = [e for e in found.recording.events if e.call == "punch"]
+    assert holes
+    held = check(emptied(found), weak=False, seed=1, most=12, resumes=8)
+    assert set(held) == set(range(3))
 
 
 @pytest.mark.slow

@@ -32,6 +32,8 @@ from zcompile.runtime.reclaim import (
     remove_all,
     trim,
 )
+from zcompile.runtime.regular_file import found_at, is_directory
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.units import show_size
 
 P = ParamSpec("P")
@@ -107,15 +109,15 @@ def _told(verb: Callable[Concatenate[Path, P], Answer]) -> Callable[Concatenate[
 
 
 @_told
-def ls(path: Path) -> Answer:
+def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
     """raises  DiskUnusable, DurableDamaged"""
-    with _opened([path]) as (directory,):
+    with _opened([path], system) as (directory,):
         index = _index(directory)
         owner, scratch = owner_of(directory), tuple(scratch_files(directory))
         if index is None:
             listing = Listing(str(path), owner, None, None, None, 0, 0, scratch, ())
             return Answer(_listed(listing), listing)
-        with _opened(_others(index)) as others:
+        with _opened(_others(index), system) as others:
             sizes = [data_bytes(place) for place in (directory, *others)]
     places = [path, *_others(index)]
     free = sum(end - begin for number, size in enumerate(sizes)
@@ -128,14 +130,14 @@ def ls(path: Path) -> Answer:
 
 
 @_told
-def verify(path: Path) -> Answer:
+def verify(path: Path, system: SystemCalls = KERNEL) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged"""
-    with _claimed([path]) as (directory,):
+    with _claimed([path], system) as (directory,):
         index = _index(directory)
         if index is None:
             return _unverified(directory)
         _check_named(index, directory)
-        with _claimed(_others(index)) as others:
+        with _claimed(_others(index), system) as others:
             read, damages = _verified(index, directory, [directory, *others])
     verdict = Verdict(str(path), index.step, read, damages)
     count = len(index.tensors) + len(index.smalls)
@@ -145,23 +147,23 @@ def verify(path: Path) -> Answer:
 
 
 @_told
-def gc(path: Path, everything: bool) -> Answer:
+def gc(path: Path, everything: bool, system: SystemCalls = KERNEL) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged, DurableHeld"""
-    with _claimed([path]) as (directory,):
+    with _claimed([path], system) as (directory,):
         index = _readable(directory) if everything else _index(directory)
         named = _others(index) if index else []
         if index is not None and everything:
             named = _own(index, directory, named)
         elif index is not None:
             _check_named(index, directory)
-        with _claimed(named) as others:
+        with _claimed(named, system) as others:
             places = [directory, *others]
             if not everything:  # nothing is touched where something is wrong
                 _check_sound(index, directory, places)
             removed = [name for place in places for name in scratch_files(place)]
             freed = sum(reclaim(place) for place in places)
             if index is not None and not everything:
-                freed += sum(trim(index, number, place) for number, place in enumerate(places))
+                freed += trim(index, places)
             if index is None or everything:
                 removed += [name for place in places for name in (INDEX_NAME, DATA_NAME)
                             if place.stat(name) is not None]  # fmt: skip
@@ -221,7 +223,7 @@ def _check_named(index: Index, directory: Directory) -> None:
 
     raises  DiskUnusable, DurableDamaged
     """
-    with _opened(_others(index)) as others:
+    with _opened(_others(index), directory.system) as others:
         check_data(index, directory, [directory, *others])
 
 
@@ -232,7 +234,8 @@ def _others(index: Index) -> list[Path]:
 
 def _own(index: Index, directory: Directory, others: Sequence[Path]) -> list[Path]:
     """Those of `others` that hold data of this commit and of no other; some may be gone."""
-    with _opened([path for path in others if path.is_dir()]) as found:
+    there = [path for path in others if is_directory(found_at(directory.system, path))]
+    with _opened(there, directory.system) as found:
         numbers = {path: number for number, path in enumerate(others, 1)}
         return [o.path for o in found if is_own(directory, index, numbers[o.path], o)]
 
@@ -249,22 +252,27 @@ def _readable(directory: Directory) -> Index | None:
         return None
 
 
-def _check(directory: Path) -> None:
-    if not directory.is_dir():
-        raise DiskUnusable(directory, "is not a directory", "give one that a model used as disk")
+def _open(path: Path, system: SystemCalls) -> Directory:
+    """raises  DiskUnusable"""
+    try:
+        return opened(path, system)
+    except DiskUnusable as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise DiskUnusable(
+                path, "is not a directory", "give one that a model used as disk"
+            ) from error.__cause__
+        raise
 
 
 @contextmanager
-def _opened(paths: Sequence[Path]) -> Iterator[list[Directory]]:
+def _opened(paths: Sequence[Path], system: SystemCalls) -> Iterator[list[Directory]]:
     with ExitStack() as stack:
-        for path in paths:
-            _check(path)
-        yield [stack.enter_context(opened(path)) for path in paths]
+        yield [stack.enter_context(_open(path, system)) for path in paths]
 
 
 @contextmanager
-def _claimed(paths: Sequence[Path]) -> Iterator[list[Directory]]:
-    with _opened(paths) as directories, ExitStack() as stack:
+def _claimed(paths: Sequence[Path], system: SystemCalls) -> Iterator[list[Directory]]:
+    with _opened(paths, system) as directories, ExitStack() as stack:
         for directory in directories:
             stack.callback(let_go, directory.path, Claim(directory, reclaiming=False).release)
         yield directories

@@ -190,6 +190,9 @@ class DurableFiles:
 
     def _find_index(self) -> None:
         self.home.unlink(NEW_INDEX_NAME)  # a commit that did not happen
+        # A run that was killed within a commit may not have come to this; were the one before it to
+        # come back, what we write from here on would lie where that has its data.
+        self.home.sync()
         found = read_index(self.home)
         if found is None:
             return

@@ -29,8 +29,15 @@ def free_ranges(index: Index, number: int, size: int) -> list[tuple[int, int]]:
     return free
 
 
-def trim(index: Index, number: int, directory: Directory) -> int:
-    """Give free space of a data file back; the bytes. What is at its end is cut off."""
+def trim(index: Index, places: Sequence[Directory]) -> int:
+    """Give free space of the data files in `places` back; the bytes. raises OSError"""
+    # The commit before this one must not come back when what it named is gone.
+    places[0].sync()
+    return sum(_trim(index, number, place) for number, place in enumerate(places))
+
+
+def _trim(index: Index, number: int, directory: Directory) -> int:
+    """What is at the end is cut off."""
     system = directory.system
     fd = directory.open(DATA_NAME, os.O_RDWR)
     try:

@@ -1,11 +1,15 @@
 """Large entries lie over all directories; every byte comes back from where it was put."""
 
+import errno
+import os
+
 import pytest
 import torch
+from border import Border
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.errors import TierFull
+from zcompile.errors import DiskUnusable, TierFull
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.stripes import STRIPE_BYTES, share_of, stretches
@@ -96,3 +100,23 @@ def test_a_store_stripes_what_rests_on_disk_unless_it_is_durable(tmp_path, open_
         store.put(entry, pattern(entry.nbytes)).wait()
         assert torch.equal(store.read_all(entry), pattern(entry.nbytes))
         assert len(store.stretches(entry, 0, entry.nbytes)) == (1 if durable else 2)
+
+
+def test_where_one_disk_fails_the_other_keeps_nothing(tmp_path):
+    failing = False
+
+    def around(call, go):
+        if failing and call.name == "allocate" and call.of.parent == tmp_path / "b":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return go()
+
+    places = [tmp_path / name for name in "ab"]
+    tier = DiskTier(places, {}, Meter(), lambda error: None, system=Border(around))
+    try:
+        failing = True
+        for _ in range(2):
+            with pytest.raises(DiskUnusable, match=f"{tmp_path}/b.*cannot be grown"):
+                tier.reserve(2 * STRIPE_BYTES, "w")
+            assert [file.extents.used_bytes for file in tier._files] == [0, 0]
+    finally:
+        tier.close()

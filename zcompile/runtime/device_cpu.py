@@ -28,7 +28,7 @@ from zcompile.runtime.pages import (
 )
 from zcompile.runtime.ticket import Ready, Ticket
 from zcompile.runtime.vector_math import settle_vector_math
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.workers import several
 from zcompile.ties import Watch
 from zcompile.units import KiB, MiB
 
@@ -61,7 +61,7 @@ class CpuDevice:
         self._meter = meter
         self.reaches_host = not {"h2d", "d2h"} & throttle.keys()
         self._paces = {link: Pace(throttle.get(link)) for link in ("h2d", "d2h")}
-        self._workers = {link: Workers(f"zinf-{link}", 1, crashed) for link in self._paces}
+        self._workers = several({link: f"zinf-{link}" for link in self._paces}, 1, crashed)
 
     def compiled(self) -> None:
         trim_heap()

@@ -18,7 +18,7 @@ from zcompile.runtime.device import Arriving, Direction, Landing
 from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.pages import copy_bytes, host_pages
 from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.workers import several
 from zcompile.ties import Watch
 from zcompile.units import MiB
 
@@ -83,8 +83,9 @@ class CudaDevice:
         self._meter = meter
         self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
         self._locks = {link: threading.Lock() for link in self._streams}
-        self._reapers = {link: Workers(f"zinf-{link}", 1, crashed) for link in self._streams}
-        self._host = Workers("zinf-host", 1, crashed)
+        workers = several({of: f"zinf-{of}" for of in ("h2d", "d2h", "host")}, 1, crashed)
+        self._host = workers.pop("host")
+        self._reapers = workers
         self._pinned: list[Tensor] = []
 
     def free_bytes(self) -> int:

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import ClassVar
 
 from zcompile.runtime.ring import Outcome, Request
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.workers import several
 from zcompile.units import MiB
 
 THREADS = 4
@@ -34,10 +34,7 @@ class ThreadRing:
         self._direct = direct
         self._outcomes: SimpleQueue[Outcome | BaseException] = SimpleQueue()
         crashed = self._outcomes.put
-        self._workers = {
-            write: Workers(f"zinf-{verb}", THREADS, crashed)
-            for write, verb in ((False, "read"), (True, "write"))
-        }
+        self._workers = several({False: "zinf-read", True: "zinf-write"}, THREADS, crashed)
 
     def submit(self, requests: Sequence[Request]) -> int:
         for request in requests[: self.depth]:

@@ -5,6 +5,7 @@ Knows nothing of the store, so that it can be shut after the store has died.
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,9 +66,11 @@ def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Pl
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
     """
     host_budget = _host_budget(config)
-    mover = Mover()
-    device = _open_device(config, meter, mover)
-    try:
+    with ExitStack() as undo:
+        mover = Mover()
+        undo.callback(mover.close, closed_error("the model"))
+        device = _open_device(config, meter, mover)
+        undo.callback(device.close)
         straight = device.torch_device.type == "cpu" and device.straight("h2d")
         size = staging_size(host_budget, straight and bool(config.disk))
         device_budget = _device_budget(config, device)
@@ -75,12 +78,11 @@ def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Pl
         host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)
         ring = Staging(device.host_block(size.nbytes), size, meter.host)
         tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover, system))
-    except (OSError, RuntimeError, ValueError, MemoryError):
-        device.close()
-        mover.close(closed_error("the model"))
-        raise
+        for tier in tiers:
+            undo.callback(tier.close)
+        means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
+        undo.pop_all()
     meter.planned_host.change(size.nbytes)
-    means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
     backlog = backlog_bytes(host_budget, straight)
     return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
 
@@ -122,7 +124,11 @@ def _disk_tier(
     disk = DiskTier(
         paths, rates, meter, mover.abandon, open_file=files.open, striped=False, system=system
     )
-    return (DurableTier(disk, files, mover.abandon),)
+    with ExitStack() as undo:
+        undo.callback(disk.close)
+        durable = DurableTier(disk, files, mover.abandon)
+        undo.pop_all()
+    return (durable,)
 
 
 def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:

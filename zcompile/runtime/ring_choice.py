@@ -50,7 +50,7 @@ def choose(
     try:
         return [_first(directory, names if direct else BUFFERED, direct, opened)
                 for directory, direct in directories]  # fmt: skip
-    except OSError:
+    except BaseException:  # a thread that cannot be started is none of the system's
         for ring in opened.values():
             ring.close()
         raise

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -64,22 +65,31 @@ class DiskTier:
         self._directories: list[Directory] = []
         self._claims: list[Claim] = []
         self._files: list[TierFile] = []
-        try:
-            for path in directories:
-                self._directories.append(directory := made(path, system))
-                self._claims.append(Claim(directory))
-                self._files.append(open_file(directory))
-            chosen = _chosen(self._files, rings)
-        except BaseException as error:
-            self._close_files()
-            if isinstance(error, OSError) and not isinstance(error, ZinfError):
+        self._links: dict[str, _Link] = {}
+        with ExitStack() as undo:
+            undo.callback(self._close_files)
+            try:
+                for path in directories:
+                    self._directories.append(directory := made(path, system))
+                    self._claims.append(Claim(directory))
+                    self._files.append(open_file(directory))
+                chosen = _chosen(self._files, rings)
+            except OSError as error:
+                if isinstance(error, ZinfError):
+                    raise
                 raise unusable(path, error) from error
-            raise
-        different = {id(ring): ring for ring in chosen}
-        engines = {key: Engine(ring, crashed, _closed) for key, ring in different.items()}
+            for ring in chosen:
+                undo.callback(ring.close)
+            engines: dict[int, Engine] = {}
+            for ring in chosen:  # several directories may share one
+                if id(ring) not in engines:
+                    engines[id(ring)] = engine = Engine(ring, crashed, _closed)
+                    undo.callback(engine.close)
+            for name in ("disk_read", "disk_write"):
+                self._links[name] = link = _Link(name, throttle.get(name), meter, crashed)
+                undo.callback(link.close)
+            undo.pop_all()
         self._engines = [engines[id(ring)] for ring in chosen]
-        self._links = {link: _Link(link, throttle.get(link), meter, crashed)
-                       for link in ("disk_read", "disk_write")}  # fmt: skip
 
     @property
     def granule(self) -> int:
@@ -154,13 +164,14 @@ class DiskTier:
         if not self._striped or nbytes < 2 * STRIPE_BYTES:
             return None
         parts: list[Extent] = []
-        for number in range(len(self._files)):
-            part = self._take(number, share_of(number, len(self._files), nbytes), name)
-            if part is None:
-                for taken in parts:
-                    self._files[taken.file].extents.give(taken.offset, taken.nbytes)
-                return None
-            parts.append(part)
+        with ExitStack() as taken:
+            for number in range(len(self._files)):
+                part = self._take(number, share_of(number, len(self._files), nbytes), name)
+                if part is None:
+                    return None
+                taken.callback(self._give, part)
+                parts.append(part)
+            taken.pop_all()
         key = next(self._keys)
         self._parts[key] = tuple(parts)
         return Extent(key, 0, -(-nbytes // ALIGNMENT) * ALIGNMENT, name)

@@ -5,11 +5,14 @@ the end of the interpreter waits for them.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from queue import SimpleQueue
 from types import TracebackType
+from typing import TypeVar
 
 Job = Callable[[], None]
+Key = TypeVar("Key")
 
 
 class _Reporting:
@@ -44,8 +47,11 @@ class Workers:
             Worker(target=_work, args=(self._jobs, crashed), name=f"{name}-{n}", daemon=True)
             for n in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            for thread in self._threads:
+                thread.start()
+            undo.pop_all()
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
@@ -62,8 +68,20 @@ class Workers:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
+
+
+def several(names: Mapping[Key, str], threads: int,
+            crashed: Callable[[BaseException], None]) -> dict[Key, Workers]:  # fmt: skip
+    """`Workers` for each name: all of them, or an error and none."""
+    found: dict[Key, Workers] = {}
+    with ExitStack() as undo:
+        for key, name in names.items():
+            found[key] = Workers(name, threads, crashed)
+            undo.callback(found[key].stop)
+        undo.pop_all()
+    return found
 
 
 def _work(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException], None]) -> None:

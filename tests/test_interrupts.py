@@ -363,3 +363,28 @@ def _target(name):
         return os.readlink(name)
     except FileNotFoundError:  # that of the listing itself
         return ""
+
+
+@uninterrupted
+def struck(done):
+    os.kill(os.getpid(), signal.SIGINT)
+    done.append("all of it")
+
+
+def test_a_handler_that_was_saved_within_a_section_is_the_usual_one_after_it():
+    """A hook of the user's saves it there, and puts it back when all is over."""
+    usual = signal.getsignal(signal.SIGINT)
+    try:
+        with deferred_interrupts():
+            saved = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, saved)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        done = []
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                struck(done)
+        assert len(done) == 2
+        assert signal.getsignal(signal.SIGINT) is usual
+    finally:
+        signal.signal(signal.SIGINT, usual)

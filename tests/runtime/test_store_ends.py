@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from zcompile.config import Config
+from zcompile.runtime import closing
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.store import Store
 from zcompile.runtime.transfers import Put
@@ -50,9 +52,21 @@ begun.wait()
 """
 
 
+INTERRUPTED = """
+import signal
+from zcompile.runtime.workers import Workers
+stop = Workers.stop
+def interrupted(*given):
+    stop(*given)
+    os.kill(os.getpid(), signal.SIGINT)
+Workers.stop = interrupted
+"""
+
+
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ending", "code"), [
     ("", 0),
+    (INTERRUPTED, 0),
     pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
     pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
     ("raise ValueError", 1),
@@ -67,6 +81,21 @@ def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_pa
     assert done.returncode == code, done.stderr
     assert done.stdout == "2 files"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_when_the_process_ends_one_that_fails_holds_no_other_back(monkeypatch):
+    monkeypatch.setattr(closing, "_ALL", set())
+    owners, shut = [type("Owner", (), {})() for _ in range(3)], []
+
+    def failing(number):
+        shut.append(number)
+        raise OSError(f"number {number}")
+
+    for number, owner in enumerate(owners):
+        closing.Closing(owner, lambda job: None, partial(failing, number))
+    with pytest.raises(OSError, match="number"):
+        closing._end()
+    assert sorted(shut) == [0, 1, 2]
 
 
 def test_a_forgotten_store_closes_itself(tmp_path, own_threads):

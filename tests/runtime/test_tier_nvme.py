@@ -1,16 +1,19 @@
 """The disk tier meets a bad day: every fault has a sentence, and none is silent."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
-from zcompile.runtime import tier_file
+from zcompile.runtime import claim, tier_file
+from zcompile.runtime.claim import LOCK_NAME
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.tier_nvme import DiskTier
@@ -166,6 +169,30 @@ def test_another_process_is_refused_with_its_pid(open_tier, holder):
 
 
 @pytest.mark.timeout(60)
+def looked_at(directory):
+    """As `zinf disk ls` asks who uses it. A process that is no more says that it does."""
+    (directory / LOCK_NAME).write_text("999999 since 2026-01-02 03:04:05\n")
+    fd = os.open(directory / LOCK_NAME, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def test_who_only_asks_who_uses_a_directory_does_not_use_it(open_tier, tmp_path):
+    timer = threading.Timer(0.1, os.close, [looked_at(tmp_path)])
+    timer.start()
+    open_tier()
+    timer.join()
+
+
+def test_a_lock_that_is_always_shared_is_not_waited_for_for_ever(open_tier, tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "LOOK_SECONDS", 0.0)
+    fd = looked_at(tmp_path)
+    with pytest.raises(DiskOwned, match="in use by programs that keep asking"):
+        open_tier()
+    os.close(fd)
+    open_tier()
+
+
 def test_files_of_a_killed_process_are_reclaimed(open_tier, holder, tmp_path):
     (left,) = tier_files(tmp_path)
     holder.kill()

@@ -21,6 +21,9 @@ TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")
 _LOCK = re.compile(r"([0-9]{1,10}) since ([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\n")
 """What a lock says. Whatever else is in it came from elsewhere, and is not passed on."""
 _MOST_LOCK_BYTES = 64
+MOST_LOOKS = 100
+LOOK_SECONDS = 0.01
+"""Who finds the lock shared tries again so often, after so long."""
 
 logger = logging.getLogger("zcompile.runtime.claim")
 
@@ -76,15 +79,20 @@ class Claim:
             self._system.close(fd)
 
     def _locked(self) -> int:
+        looked_at = 0
         while True:
             fd = self._opened()
             try:
                 self._system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 try:
-                    owner = _owner(_told(self.directory, fd))
+                    owner = _holder(self.directory, fd)
                 finally:
                     self._system.close(fd)
+                if owner is None and (looked_at := looked_at + 1) < MOST_LOOKS:
+                    time.sleep(LOOK_SECONDS)
+                    continue
+                owner = owner or "programs that keep asking who uses it"
                 raise DiskOwned(self.directory.path, owner) from None
             except OSError as error:
                 self._system.close(fd)
@@ -138,11 +146,17 @@ def owner_of(directory: Directory) -> str | None:
     except FileNotFoundError:
         return None
     try:
+        return _holder(directory, fd)
+    finally:
+        directory.system.close(fd)
+
+
+def _holder(directory: Directory, fd: int) -> str | None:
+    """Who holds the lock alone. Others who ask the same do not: they share it for a moment."""
+    try:
         directory.system.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _owner(_told(directory, fd))
-    finally:
-        directory.system.close(fd)
     return None
 
 

@@ -9,9 +9,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from zcompile.runtime.interrupts import uninterrupted
+from zcompile.runtime.interrupts import ends, uninterrupted
 from zcompile.runtime.ticket import Promise
 from zcompile.runtime.workers import Worker
 
@@ -94,16 +95,22 @@ def wait_for_the_dead() -> None:
     """Stores that have died are shut when this returns: their directories are free."""
     for closing in list(_ALL):
         if closing.owner is None:
-            closing()
-            closing.wait()
+            _finish(closing)
 
 
+@uninterrupted
+@ends
 def _end() -> None:
     """What has begun in a daemon is waited for: the interpreter would stop it half-way, and what it
     had not removed yet would look like a killed run's."""
-    for closing in list(_ALL):
-        closing()
-        closing.wait()
+    with ExitStack() as every:  # whatever one of them raises
+        for closing in list(_ALL):
+            every.callback(_finish, closing)
+
+
+def _finish(closing: Closing) -> None:
+    closing()
+    closing.wait()
 
 
 atexit.register(_end)

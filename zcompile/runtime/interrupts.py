@@ -39,16 +39,20 @@ _WITHIN = nullcontext()
 
 
 class _Handler:
-    """Notes interrupts; `usual` is the handler they are for."""
+    """Notes interrupts; `usual` is the handler they are for.
 
-    __slots__ = ("noted", "usual")
+    active  until its section ends; user code within may have saved it, to put it back later
+    """
+
+    __slots__ = ("active", "noted", "usual")
 
     def __init__(self, usual: Callable[[int, FrameType | None], Any]) -> None:
         self.usual = usual
         self.noted = False
+        self.active = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.noted and _may_break(frame):
+        if not self.active or (self.noted and _may_break(frame)):
             self.noted = False
             self.usual(number, frame)
         else:
@@ -73,6 +77,7 @@ class _Section:
         trace: TracebackType | None,
     ) -> None:
         handler = self._handler
+        handler.active = False  # from here on it is the usual one by another name
         if _signal.getsignal(SIGINT) is handler:  # else user code within has set another, to stay
             _signal.signal(SIGINT, handler.usual)
         if handler.noted:
@@ -86,7 +91,11 @@ def deferred_interrupts() -> AbstractContextManager[None]:
     if threading.get_ident() != threading.main_thread().ident:
         return _WITHIN
     usual = _signal.getsignal(SIGINT)
-    if not callable(usual) or isinstance(usual, _Handler):
+    while isinstance(usual, _Handler):
+        if usual.active:
+            return _WITHIN
+        usual = usual.usual
+    if not callable(usual):
         return _WITHIN
     return _Section(_Handler(usual))
 

@@ -7,6 +7,7 @@ from small_models import Block
 from torch import nn
 
 import zcompile
+from zcompile.errors import IOFault, ParameterChanged
 
 LAYERS = 4
 
@@ -176,3 +177,63 @@ def test_what_was_handed_over_and_not_used_is_given_back(slow):
     assert slow.session.arena.used_bytes == 0
     assert agrees(slow, rows)
     assert zcompile.stats(slow.model)["gathers"] > 0
+
+
+@pytest.fixture
+def given_values(slow) -> tuple[Twins, dict[str, torch.Tensor]]:
+    """A model that took its values from tensors of the user, and was called a few times."""
+    kept = {name: value.clone() for name, value in slow.plain.state_dict().items()}
+    slow.model.load_state_dict(kept, assign=True)
+    for _ in range(3):
+        assert agrees(slow, torch.randn(2, 5, 16))
+    return slow, kept
+
+
+def test_what_was_handed_over_is_not_used_once_torch_would_show_something_else(given_values):
+    pair, kept = given_values
+    handed = pair.session.executor.foresight._handed
+    ahead = {handed.call.entries[fetch.entry].name for fetch, *_ in handed.started}
+    assert "blocks.0.up.weight" in ahead
+    kept["blocks.0.up.weight"].mul_(2)
+    for _ in range(3):
+        with pytest.raises(ParameterChanged, match=r"'blocks.0.up.weight' took the values"):
+            agrees(pair, torch.randn(2, 5, 16))
+    pair.model.load_state_dict(kept, assign=True)
+    pair.plain.load_state_dict(kept)
+    for _ in range(3):
+        assert agrees(pair, torch.randn(2, 5, 16))
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_the_call_that_uses_a_value_is_the_one_that_cannot(layer, given_values):
+    """What the call before could not bring ahead was not its own: it gives what it computed, and
+    leaves the room to the next."""
+    pair, kept = given_values
+    reached = []
+    for number, block in enumerate(pair.model.blocks):
+        block.register_forward_hook(lambda *_, number=number: reached.append(number))
+    kept[f"blocks.{layer}.up.weight"].mul_(2)
+    for _ in range(3):
+        reached.clear()
+        with pytest.raises(ParameterChanged, match=rf"'blocks.{layer}.up.weight' took the values"):
+            agrees(pair, torch.randn(2, 5, 16))
+        assert reached == list(range(layer))
+        assert pair.session.arena.used_bytes == 0
+
+
+def test_what_cannot_be_brought_ahead_takes_no_room(slow, monkeypatch):
+    rows = torch.randn(2, 5, 16)
+    for _ in range(2):
+        assert agrees(slow, rows)
+    store, fetch = slow.session, slow.session.fetch
+
+    def failing(*args, ahead=False, **more):
+        if ahead:
+            raise IOFault(5, "read", "tier", "w", 0, 0, 8, "Input/output error")
+        return fetch(*args, **more)
+
+    monkeypatch.setattr(store, "fetch", failing)
+    for _ in range(3):
+        assert agrees(slow, rows)
+    store.executor.foresight.abandon()
+    assert store.arena.used_bytes == 0

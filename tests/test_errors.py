@@ -30,6 +30,12 @@ SENTENCES = {
         "      5.00 GiB  b\n"
         '  to fit: device_memory="18GiB" would do',
     ),
+    errors.SlotsOverlap: (
+        ((512, 520, "a.weight"), (0, 1000, "b")),
+        "'a.weight' was to be brought to bytes [512, 520) of the device, where 'b' still holds "
+        "[0, 1000); nothing was overwritten, but this is a defect of zcompile: report it with this "
+        "line and what was called before, and build the model anew to go on",
+    ),
     errors.TierFull: (
         ("a.weight", 3 * MiB, [("host", MiB, 2 * MiB), ("disk", 0, GiB)]),
         "no tier has 3.00 MiB left for 'a.weight'\n"

@@ -7,7 +7,7 @@ from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 import zcompile
-from zcompile.errors import ConfigInvalid
+from zcompile.errors import ConfigInvalid, ParameterChanged
 from zcompile.offloading import session_behind
 
 BF16 = torch.bfloat16
@@ -88,6 +88,20 @@ def test_loading_a_state_dict_casts_again(tmp_path):
     twins(
         tmp_path, run=lambda m, call: trained(m, call, between=lambda m: m.load_state_dict(state))
     )
+
+
+def test_a_copy_is_not_used_once_torch_would_show_something_else(tmp_path):
+    tiered = twins(tmp_path)
+    kept = {name: value.clone() for name, value in mlp().state_dict().items()}
+    tiered.load_state_dict(kept, assign=True)
+    call, (x, _) = torch.compile(tiered, backend="zinf"), next(batches(1))
+    with torch.autocast("cpu", BF16), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(call(x), mlp()(x))
+        assert any(copies(tiered).values())
+        kept["0.weight"].mul_(2)
+        with pytest.raises(ParameterChanged, match=r"'0.weight' took the values"):
+            call(x)
 
 
 def test_other_optimizers_keep_the_copies_fresh(tmp_path):

@@ -109,7 +109,7 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     model, compiled, optimizer = begun(4, device_memory=2 * WEIGHT_BYTES, throttle=THROTTLE)
-    note(Arena, "take_slot", "take", lambda address, nbytes: address)
+    note(Arena, "take_slot", "take", lambda address, nbytes, name: address)
     note(Arena, "give_slot", "give", lambda address, nbytes: address)
     note(SimulatedSteps, "_bring", "take", lambda call, fetch, *after: fetch.slot.address)
     note(SimulatedSteps, "_free", "give", lambda free: free.slot.address)

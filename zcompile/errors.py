@@ -65,6 +65,23 @@ class BudgetExceeded(ZinfError, MemoryError):
         self.where, self.alive = where, tuple(alive)
 
 
+class SlotsOverlap(ZinfError, AssertionError):
+    """Two values were given bytes of the device that overlap: a defect of zcompile.
+
+    wanted, held  (begin, end, name of the value)
+    """
+
+    def __init__(self, wanted: tuple[int, int, str], held: tuple[int, int, str]) -> None:
+        begin, end, name = wanted
+        low, high, holder = held
+        super().__init__(
+            f"{name!r} was to be brought to bytes [{begin}, {end}) of the device, where {holder!r} "
+            f"still holds [{low}, {high}); nothing was overwritten, but this is a defect of "
+            "zcompile: report it with this line and what was called before, and build the model "
+            "anew to go on"
+        )
+
+
 class TierFull(ZinfError, MemoryError):
     """No tier has room left for an entry."""
 

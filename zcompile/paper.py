@@ -93,9 +93,9 @@ class PaperSession(Session):
         return free
 
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
-              after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
         self.enter(entry.name)
-        self._settle(entry)
+        self._settle(entry, ahead)
         return Ready()
 
     def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
@@ -116,7 +116,7 @@ class PaperSession(Session):
         return blank((entry.nbytes,), (1,), torch.uint8)
 
     def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
-               overwrites: bool = False) -> Tensor:  # fmt: skip
+               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
         self.enter(entry.name)
         entry.version += int(writes)
         return blank((nbytes,), (1,), torch.uint8)

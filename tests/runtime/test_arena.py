@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.runtime.annex import Annex, lies_in
 from zcompile.runtime.arena import ALIGNMENT, Arena
 from zcompile.runtime.device_cpu import CpuDevice
@@ -55,9 +55,15 @@ def test_the_peak_is_what_was_in_use_at_once(device):
 
 def test_overlapping_slots_are_a_defect(device):
     arena = arena_of(device, 64 * KiB)
-    arena.take_slot(0, 1000)
-    with pytest.raises(AssertionError, match="overlap"):
-        arena.take_slot(512, 8)
+    arena.take_slot(1024, 1000, "a")
+    for begin, nbytes in ((1536, 8), (1000, 25), (2000, 100), (0, 4096), (1024, 1000)):
+        with pytest.raises(
+            SlotsOverlap, match=r"'b' .* 'a' still holds \[1024, 2024\).* report it"
+        ):
+            arena.take_slot(begin, nbytes, "b")
+    arena.take_slot(0, 1024, "before")
+    arena.take_slot(2024, 8, "after")
+    assert arena.used_bytes == 1024 + 1000 + 8
 
 
 def test_gathers_come_from_the_top_and_return_when_their_storage_dies(device):

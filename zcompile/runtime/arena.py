@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.annex import Annex, lies_in
 from zcompile.runtime.device import Device
@@ -46,6 +46,7 @@ class Arena:
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
+        self._holders: dict[int, str] = {}  # of slots, by `begin`
         self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
         self._ties: dict[int, Tie] = {}  # of what was lent as a tensor, by `begin`
         self._returned: deque[Tie | int] = deque()
@@ -109,14 +110,17 @@ class Arena:
         return view
 
     @uninterrupted
-    def take_slot(self, address: int, nbytes: int) -> None:
-        """A planned slot is in use from now on. raises BudgetExceeded if a gather holds it"""
+    def take_slot(self, address: int, nbytes: int, name: str = "a value") -> None:
+        """A planned slot is in use from now on, for what is called `name`.
+
+        raises  BudgetExceeded, if a gather holds it; SlotsOverlap, if another slot does
+        """
         if nbytes == 0:
             return
-        holder = self._occupy(address, address + nbytes)
+        holder = self._occupy(address, address + nbytes, name)
         if holder is not None:
             self._settle()
-            holder = self._occupy(address, address + nbytes)
+            holder = self._occupy(address, address + nbytes, name)
         if holder is not None:
             with self._lock:
                 raise self._crowded(nbytes, f"a slot at {address} of a schedule, which the "
@@ -226,15 +230,17 @@ class Arena:
             insort(ranges, (begin, end))
         return ranges
 
-    def _occupy(self, begin: int, end: int) -> str | None:
+    def _occupy(self, begin: int, end: int, name: str) -> str | None:
         """Enter a slot, or name who is in its way."""
         with self._lock:
             if (holder := self._lent_within(begin, end)) is not None:
                 return holder
             at = bisect_left(self._slots, (begin, end))
-            assert at == 0 or self._slots[at - 1][1] <= begin, "two slots overlap"
-            assert at == len(self._slots) or end <= self._slots[at][0], "two slots overlap"
+            for low, high in self._slots[max(at - 1, 0) : at + 1]:
+                if low < end and begin < high:
+                    raise SlotsOverlap((begin, end, name), (low, high, self._holders[low]))
             self._slots.insert(at, (begin, end))
+            self._holders[begin] = name
             self._in_use.change(end - begin)
             return None
 

@@ -7,6 +7,7 @@ entry writes the copy as well, so in a training loop no copy is ever made again.
 
 from collections.abc import Callable, Sequence
 
+from zcompile.runtime.sources import check_sources
 from zcompile.runtime.store import Entry
 from zcompile.schedule import Cast, Fetch, Schedule
 
@@ -26,7 +27,12 @@ def is_fresh(entry: Entry, cast: Cast) -> bool:
 
 
 def freshen(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy) -> None:
-    """Make what `schedule` will fetch, as far as it is missing or stale."""
+    """Make what `schedule` will fetch, as far as it is missing or stale.
+
+    raises  ParameterChanged, if what an entry took its values from was written since: who uses a
+            copy uses the entry
+    """
     for index, cast in schedule.casts:
+        check_sources(entries[index])
         if not is_fresh(entries[index], cast):
             make(entries[index], cast)

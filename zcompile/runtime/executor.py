@@ -346,11 +346,12 @@ class _Walk:
 
     def _fetch(self, fetch: Fetch) -> Ticket:
         arena = self.store.arena
-        arena.take_slot(fetch.slot.address, fetch.slot.nbytes)
+        entry = source_of(fetch, self.entries)
+        arena.take_slot(fetch.slot.address, fetch.slot.nbytes, entry.name)
         self.taken.add(fetch.slot)
         self.store.meter.count("gathers", int(self.schedule.phase is not Phase.STEP))
         return self.store.fetch(
-            source_of(fetch, self.entries),
+            entry,
             arena.slot(fetch.slot.address, fetch.nbytes),
             begin=fetch.begin,
             after=[self.begun, *self._after(fetch.after)],

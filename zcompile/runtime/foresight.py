@@ -18,6 +18,7 @@ from zcompile.handover import Handover, handover, last_writes, passes_by
 from zcompile.home_bytes import Copies
 from zcompile.runtime.copies import source_of
 from zcompile.runtime.interrupts import ends, uninterrupted
+from zcompile.runtime.sources import check_sources
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.schedule import Fetch, Schedule
@@ -159,13 +160,20 @@ class Foresight:
             if slot.end > arena.budget_bytes:  # the follower was made for a larger arena
                 return
             try:
-                arena.take_slot(slot.address, slot.nbytes)
+                arena.take_slot(slot.address, slot.nbytes, entry.name)
             except BudgetExceeded:  # an eager gather lies there; the follower will see for itself
                 return
+            try:
+                ticket = self._store.fetch(
+                    entry, arena.slot(slot.address, fetch.nbytes), begin=fetch.begin, after=after,
+                    ahead=True,
+                )  # fmt: skip
+            except BaseException as error:
+                arena.give_slot(slot.address, slot.nbytes)
+                if not isinstance(error, ZinfError | OSError):
+                    raise
+                return  # the follower, which may never come, will see for itself
             self._store.meter.count("gathers", int(self._next.schedule.phase is not Phase.STEP))
-            ticket = self._store.fetch(
-                entry, arena.slot(slot.address, fetch.nbytes), begin=fetch.begin, after=after
-            )
             self._handed.started.append((fetch, entry.version, ticket))
 
     @uninterrupted
@@ -174,8 +182,11 @@ class Foresight:
         handed, self._handed = self._handed, None
         self._ready, self._next = {}, None
         for fetch, _, ticket in handed.started if handed else ():
-            settle(ticket)
-            self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
+            self._give_back(fetch, ticket)
+
+    def _give_back(self, fetch: Fetch, ticket: Ticket) -> None:
+        settle(ticket)
+        self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
 
     def forget(self) -> None:
         """What follows what will have other schedules: learn it anew."""
@@ -184,13 +195,21 @@ class Foresight:
         self._plans.clear()
         self._last = None
 
+    @uninterrupted
     def _claim(self, call: Call) -> dict[int, Ticket]:
+        """raises  ParameterChanged, if what an entry took its values from was written since"""
         handed = self._handed
         if handed is None:
             return {}
         if handed.call.identity != call.identity:
             self.abandon()
             return {}
+        try:
+            for fetch, _, _ in handed.started:
+                check_sources(call.entries[fetch.entry])  # nobody has, of what came ahead
+        except BaseException:
+            self.abandon()
+            raise
         self._handed = None
         given: dict[int, Ticket] = {}
         for fetch, version, ticket in handed.started:
@@ -199,8 +218,7 @@ class Foresight:
             if entry.key == then.key and entry.version == version:
                 given[fetch.ticket] = ticket
             else:
-                settle(ticket)
-                self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
+                self._give_back(fetch, ticket)
         return given
 
 

@@ -30,12 +30,12 @@ def is_near(entry: Entry) -> bool:
 
 
 def fetch(
-    store: Store, entry: Entry, target: Tensor, begin: int, after: Sequence[Ticket]
+    store: Store, entry: Entry, target: Tensor, begin: int, after: Sequence[Ticket], ahead: bool
 ) -> Ticket:
     """As `Store.fetch`, from the device to itself."""
     for ticket in after:
         ticket.join_compute()
-    copy_dense(target, store.borrow(entry, begin, target.numel(), False))
+    copy_dense(target, store.borrow(entry, begin, target.numel(), False, ahead=ahead))
     return store.device.mark()
 
 

@@ -272,13 +272,19 @@ class Session(Store):
             )  # fmt: skip
 
     def fetch(
-        self, entry: Entry, target: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+        self,
+        entry: Entry,
+        target: Tensor,
+        *,
+        begin: int = 0,
+        after: Sequence[Ticket] = (),
+        ahead: bool = False,
     ) -> Ticket:
         """As `Store.fetch`, after whatever still leaves from the bytes of `target`."""
         after = [*after, *self._departures.under(target)]
         if near.is_near(entry):
-            return near.fetch(self, entry, target, begin, after)
-        return super().fetch(entry, target, begin=begin, after=after)
+            return near.fetch(self, entry, target, begin, after, ahead)
+        return super().fetch(entry, target, begin=begin, after=after, ahead=ahead)
 
     def offload(self, value: Tensor, tier: str, name: str) -> Tensor:
         """`value` as a new entry on `tier`, by its handle. raises TierFull"""

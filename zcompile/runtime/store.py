@@ -172,15 +172,16 @@ class Store:
 
     @uninterrupted
     def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
-              after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
         """Start moving bytes of `entry`, from `begin` on, into `target`; returns at once.
 
         target  uint8 [n], contiguous, on the compute device; must not be touched before the ticket
         after   the copies into `target` come after these
+        ahead   for a use that comes later, if at all: who makes it looks at the sources then
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
-        self._settle(entry)
+        self._settle(entry, ahead)
         fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
                       self._means, self.arena.holds(target))  # fmt: skip
         return self._submit(fetch, after)
@@ -195,14 +196,15 @@ class Store:
 
     @uninterrupted
     def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
-               overwrites: bool = False) -> Tensor:  # fmt: skip
+               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
 
         Compute may touch them until the caller uses the entry. `overwrites`: all, before it reads.
+        `ahead`: as in `fetch`.
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
-        self._settle(entry)
+        self._settle(entry, ahead)
         ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
         self._mover.borrow(entry.place, begin, memory, writes, overwrites)
         entry.version += int(writes)
@@ -319,11 +321,11 @@ class Store:
                 self._mover.free(entry.place)
                 self._dead.extend(copy.key for copy, _ in entry.copies.values())
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: Entry, ahead: bool = False) -> None:
         """Before a read: the entry has a value, and nothing is left to be done to it."""
         if entry.unset:
             raise ValueUnset(entry.name)
-        if entry.sources:
+        if entry.sources and not ahead:
             check_sources(entry)
         self.deferrals.settle(entry)
 

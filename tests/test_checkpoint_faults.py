@@ -106,6 +106,55 @@ def test_a_durable_run_over_a_checkpoint_outlives_a_save_of_another_model(tmp_pa
     again.close()
 
 
+def test_the_directory_in_which_a_process_works_is_not_replaced(tmp_path, monkeypatch):
+    """It would find no relative path any more; but it reads a checkpoint there."""
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    (tmp_path / "c/below").mkdir()
+    monkeypatch.chdir(tmp_path / "c/below")
+    with pytest.raises(CheckpointUnwritable, match=r"this process works in it, .*; name another"):
+        zcompile.save("..", mlp(), n=2)
+    monkeypatch.chdir(tmp_path / "c")
+    (tmp_path / "c/below").rmdir()
+    for path in (".", tmp_path / "c", "/"):
+        with pytest.raises(CheckpointUnwritable, match=r"this process works in it, .*; name anot"):
+            zcompile.save(path, mlp(), n=2)
+    assert zcompile.resume(".", mlp()) == {"n": 1}
+    assert zcompile.load(mlp(), ".").missing_keys == []
+    zcompile.save("next", mlp(), n=3)
+    assert zcompile.resume(tmp_path / "c/next", mlp()) == {"n": 3}
+
+
+def test_a_process_whose_directory_is_gone_is_told_so(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointUnwritable, match="No such file"):
+        zcompile.save("c", mlp())
+    zcompile.save(tmp_path / "c", mlp(), n=1)
+    assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 1}
+    with pytest.raises(CheckpointInvalid, match="c does not exist"):
+        zcompile.resume("c", mlp())
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("", "is empty"), ("c\0d", "has a NUL"), ("\ud800", "has characters")]
+)
+def test_what_is_no_path_is_refused(tmp_path, monkeypatch, path, why):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointUnwritable, match=why):
+        zcompile.save(path, mlp())
+    with pytest.raises(CheckpointInvalid, match=why):
+        zcompile.resume(path, mlp())
+    with pytest.raises(CheckpointInvalid, match=why):
+        zcompile.load(mlp(), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_a_name_is_no_checkpoint():
+    with pytest.raises(CheckpointInvalid, match=r"/ holds no training.json"):
+        zcompile.resume("/", mlp())
+
+
 def test_arguments_in_another_order_are_told_with_the_right_one(tmp_path):
     model, optimizer = mlp(), torch.optim.SGD(mlp().parameters())
     with pytest.raises(Unsupported, match=r"call zcompile\.save\(path, model, optimizer\)"):
@@ -124,29 +173,40 @@ def test_a_file_is_not_resumed(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
-import torch, zcompile
+import errno, os, signal, sys
+from border import Border, offloaded
+import zcompile
 from small_models import mlp
-from zcompile import checkpoint_directory
 
-def end(*_):
+path, instant = sys.argv[1:]
+exchanged = False
+
+def end():
     os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[2] == "exchange":
-    checkpoint_directory.remove = lambda *_, **__: end()
-elif sys.argv[2] == "rename":
-    checkpoint_directory.exchange = lambda *_: False
-    real = os.rename
-    def rename(path, to, **where):
-        real(path, to, **where)
+def around(call, go):
+    global exchanged
+    if call.name == "exchange" and instant == "renamed":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if instant == "writing" and call.name == "fsync" and call.of.name == "model.safetensors":
         end()
-    os.rename = rename
-zcompile.save(sys.argv[1], mlp(), progress=end if sys.argv[2] == "write" else None, new=True)
+    if instant == "removing" and exchanged and call.name == "unlink":
+        end()
+    result = go()
+    exchanged = exchanged or call.name == "exchange"
+    if (instant, call.name) in (("exchanged", "exchange"), ("renamed", "rename")):
+        end()
+    return result
+
+fields = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"}
+zcompile.save(path, offloaded(mlp(), Border(around), **fields), new=True)
 """
 
 
-@pytest.mark.parametrize("instant", sampled(["write", "exchange", "rename"], "exchange", "rename"))
+@pytest.mark.parametrize("instant", sampled(["writing", "exchanged", "removing", "renamed"],
+                                            "exchanged", "renamed"))  # fmt: skip
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(instant, tmp_path, caplog):
+    """Before its name is given, between that and its sync, after it, and between two renames."""
     model = other(mlp())
     zcompile.save(tmp_path / "c", model, new=False)
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
@@ -156,9 +216,9 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(instant, tmp_path, capl
     assert len(list(tmp_path.iterdir())) == 2
     found = mlp()
     extra = zcompile.resume(tmp_path / "c", found)
-    assert extra == {"new": instant == "exchange"}
+    assert extra == {"new": instant in ("exchanged", "removing")}
     assert_alike(found, mlp() if extra["new"] else model)
-    assert ("is the checkpoint before it" in caplog.text) == (instant == "rename")
+    assert ("is the checkpoint before it" in caplog.text) == (instant == "renamed")
     zcompile.save(tmp_path / "c", found)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 

@@ -1,5 +1,6 @@
-"""Two processes at one checkpoint: what one reads is not mixed with what the other writes."""
+"""Two processes at one checkpoint: what one does is not mixed with what the other does."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from border import Border, offloaded
 from torch import nn
 
 import zcompile
-from zcompile.errors import CheckpointInvalid
+from zcompile.errors import CheckpointInvalid, CheckpointUnwritable
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "4MiB"}
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -130,3 +131,55 @@ def test_a_read_that_brings_less_than_was_asked_goes_on(tmp_path, most):
     assert short > 5
     assert {value for p in model.parameters() for value in plain(p).unique().tolist()} == {1.0}
     zcompile.close(model)
+
+
+@pytest.mark.parametrize("instant", ["locked", "removed", "opened"])
+def test_a_save_that_another_takes_for_one_that_was_killed_gives_way(tmp_path, instant):
+    """Between the making of its directory and the lock on it: the other removes what is there."""
+    zcompile.save(tmp_path / "c", *trained(1), step=1)
+    new = tmp_path / f"c.zinf-partial-{os.getpid()}"
+    others = []
+
+    def around(call, go):
+        if instant == "opened" and call.name == "flock" and call.of == new:
+            new.rmdir()
+        result = go()
+        if call.name == "mkdir" and call.of == new:
+            if instant == "locked":
+                others.append(os.open(new, os.O_RDONLY))
+                fcntl.flock(others[0], fcntl.LOCK_EX)
+            elif instant == "removed":
+                new.rmdir()
+        return result
+
+    model = offloaded(trained(2)[0], Border(around), **FIELDS)
+    with pytest.raises(CheckpointUnwritable, match="another save to it is under way; wait until"):
+        zcompile.save(tmp_path / "c", model, step=2)
+    zcompile.close(model)
+    assert zcompile.resume(tmp_path / "c", *trained(3)) == {"step": 1}
+    assert new.exists() == (instant == "locked"), "who holds the lock removes it"
+    for fd in others:
+        os.close(fd)
+
+
+def test_a_checkpoint_is_written_where_it_was_begun(tmp_path):
+    """Whatever bears its name meanwhile, which does not become the checkpoint either."""
+    zcompile.save(tmp_path / "c", *trained(1), step=1)
+    new, victim, hidden = (tmp_path / name for name in
+                           (f"c.zinf-partial-{os.getpid()}", "victim", "hidden"))  # fmt: skip
+    victim.mkdir()
+
+    def around(call, go):
+        result = go()
+        if call.name == "statvfs":
+            new.rename(hidden)
+            new.symlink_to(victim)
+        return result
+
+    model = offloaded(trained(2)[0], Border(around), **FIELDS)
+    with pytest.raises(CheckpointUnwritable, match=r"was replaced by something else meanwhile"):
+        zcompile.save(tmp_path / "c", model, step=2)
+    zcompile.close(model)
+    assert list(victim.iterdir()) == []
+    assert (hidden / "training.json").exists()
+    assert zcompile.resume(tmp_path / "c", *trained(3)) == {"step": 1}

@@ -176,7 +176,7 @@ def test_torch_compile_may_change_plan_fields_only():
     assert set(PLAN_FIELDS) <= {field.name for field in dataclasses.fields(Config)}
 
 
-@pytest.mark.parametrize("disk", ["", [], 3, [""], [3], {"a": 1}])
+@pytest.mark.parametrize("disk", ["", [], 3, [""], [3], {"a": 1}, "a\0b"])
 def test_a_disk_that_names_no_directory_is_refused(disk):
     with pytest.raises(ConfigInvalid, match="disk"):
         Config(disk=disk)

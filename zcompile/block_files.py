@@ -42,29 +42,31 @@ def new_blocks() -> list[Tensor]:
 class BlockWriter:
     """A new file, open.
 
+    path    in the directory of the descriptor `folder`
     nbytes  that it will have
     system  makes all calls
     raises  IOFault, with what the system said
     """
 
-    def __init__(self, path: Path, nbytes: int, system: SystemCalls) -> None:
+    def __init__(self, path: Path, folder: int, nbytes: int, system: SystemCalls) -> None:
         self.path = path
         self._system = system
         try:
-            self._fd = self._open()
+            self._fd = self._open(folder)
         except OSError as error:
             raise _fault(error, "write", path, path.name, 0, 0, nbytes) from error
 
-    def _open(self) -> int:
+    def _open(self, folder: int) -> int:
         """It is no link, nor what a link leads to."""
-        flags = os.O_RDWR | os.O_CREAT
+        flags, name = os.O_RDWR | os.O_CREAT, self.path.name
         try:
-            return self._system.open(self.path, flags | os.O_EXCL | os.O_DIRECT, 0o666)
+            new = flags | os.O_EXCL | os.O_DIRECT
+            return self._system.open(name, new, 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             # Some systems create the file before they say that it cannot be direct.
-            return open_regular(self._system, self.path, flags, mode=0o666)
+            return open_regular(self._system, name, flags, mode=0o666, dir_fd=folder)
 
     def reserve(self, nbytes: int) -> None:
         """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""

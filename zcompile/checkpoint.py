@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zcompile.checkpoint_directory import STATE_FILE, replacing, standing
+from zcompile.checkpoint_directory import STATE_FILE, Made, replacing, standing
 from zcompile.checkpoint_file import OpenFile, OpenFiles, told_of
 from zcompile.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
 from zcompile.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
@@ -87,6 +87,8 @@ def save(
     raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
     """
     _check_order("save(path, model, optimizer)", path, model)
+    if (flaw := _flaw_of(path)) is not None:
+        raise CheckpointUnwritable(errno.EINVAL, Path(ascii(str(path))), flaw, "name a directory")
     if (ledger := ledger_over(path, model)) is not None:
         commit(ledger, model, optimizer, extra)
         return
@@ -107,18 +109,18 @@ def save(
             progress(done, total)
 
     system = _system_of(model)
-    with replacing(path, system) as directory:
+    with replacing(path, system) as made:
         # Also for what is shared: the next step writes other values, and takes room for them then.
-        _check_room(directory, path, total, system)
-        _write(shards, directory, told, system)
+        _check_room(made, path, total, system)
+        _write(shards, made, told, system)
         for kind in KINDS:
             several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
             if several:
-                index = directory / f"{kind}.safetensors.index.json"
-                _write_json(index, index_of(several), system)
+                index = f"{kind}.safetensors.index.json"
+                _write_json(made, index, index_of(several), system)
         files = [shard.file for shard in shards]
         told_state = {"checkpoint": name, "files": files, "state": state.meta}
-        _write_json(directory / STATE_FILE, told_state, system)
+        _write_json(made, STATE_FILE, told_state, system)
     seconds = time.perf_counter() - since
     logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
 
@@ -138,6 +140,7 @@ def resume(
     raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
     """
     _check_order("resume(path, model, optimizer)", path, model)
+    _check_path(path)
     if (ledger := ledger_over(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
     system = _system_of(model)
@@ -169,6 +172,8 @@ def load(
             has changed
     """
     _check_order("load(model, paths)", paths, model)
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        _check_path(path)
     with OpenFiles(_system_of(model)) as files:
         return _load(model, paths, strict, places(_files(paths, files)))
 
@@ -210,6 +215,24 @@ def _check_order(call: str, path: object, model: object) -> None:
         )
 
 
+def _flaw_of(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can have this path, whatever the disk holds; None if one can."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "the path has characters that no name of a file has"
+    if b"\0" in raw:
+        return "the path has a NUL in it"
+    return None if raw else "the path is empty"
+
+
+def _check_path(path: str | os.PathLike[str]) -> None:
+    """raises  CheckpointInvalid"""
+    if (flaw := _flaw_of(path)) is not None:
+        shown = Path(ascii(str(path)))
+        raise CheckpointInvalid(shown, f"cannot be read: {flaw}", "name one that exists")
+
+
 def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     shards = []
     for kind in KINDS:
@@ -219,13 +242,13 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     return shards
 
 
-def _write(shards: Sequence[Shard], directory: Path, told: Told, system: SystemCalls) -> None:
+def _write(shards: Sequence[Shard], made: Made, told: Told, system: SystemCalls) -> None:
     with ExitStack() as stack:
         files = []
         for shard in shards:
-            to = directory / shard.file
+            to = made.path / shard.file
             with deferred_interrupts():  # one after it was opened would leave it open
-                files.append(NewFile(to, shard.first, shard.header, shard.tensors, system))
+                files.append(NewFile(to, made.fd, shard.first, shard.header, shard.tensors, system))
                 stack.callback(files[-1].close)
         for file in files:
             file.reserve()
@@ -233,8 +256,8 @@ def _write(shards: Sequence[Shard], directory: Path, told: Told, system: SystemC
             file.stream(told)
 
 
-def _check_room(directory: Path, path: Path, total: int, system: SystemCalls) -> None:
-    disk = system.statvfs(directory)
+def _check_room(made: Made, path: Path, total: int, system: SystemCalls) -> None:
+    disk = system.statvfs(made.fd)
     free = disk.f_bavail * disk.f_frsize
     if total > free:
         raise CheckpointUnwritable(
@@ -246,9 +269,10 @@ def _check_room(directory: Path, path: Path, total: int, system: SystemCalls) ->
 
 
 @uninterrupted
-def _write_json(path: Path, value: object, system: SystemCalls) -> None:
+def _write_json(made: Made, name: str, value: object, system: SystemCalls) -> None:
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    fd = system.open(name, flags, 0o666, dir_fd=made.fd)
     try:
         system.write_all(fd, text.encode())
         system.fsync(fd)

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from zcompile.errors import CheckpointUnwritable
 from zcompile.runtime.claim import LOCK_NAME, TIER_FILE
@@ -55,11 +55,13 @@ def standing(path: Path, system: SystemCalls) -> Path:
 
     raises  OSError
     """
-    previous = _previous(path)
-    if found_at(system, path) is None and _is_left(previous, system):
-        logger.warning("a save to %s did not end; %s is the checkpoint before it", path, previous)
-        return previous
-    return path
+    if found_at(system, path) is not None:
+        return path
+    previous = _previous(Path(os.path.realpath(path)))
+    if not _is_left(previous, system):
+        return path
+    logger.warning("a save to %s did not end; %s is the checkpoint before it", path, previous)
+    return previous
 
 
 def _is_left(previous: Path, system: SystemCalls) -> bool:
@@ -71,8 +73,15 @@ def _is_left(previous: Path, system: SystemCalls) -> bool:
     return is_directory(found) and found_at(system, previous / STATE_FILE) is not None
 
 
+class Made(NamedTuple):
+    """A new directory: where it is, and the descriptor by which it is written and locked."""
+
+    path: Path
+    fd: int
+
+
 @contextmanager
-def replacing(path: Path, system: SystemCalls) -> Iterator[Path]:
+def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
     """A new directory, which is `path` once the block has ended well, and gone if it has not.
 
     Files of others in the old directory come along.
@@ -80,37 +89,82 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Path]:
     system  makes all calls
     raises  CheckpointUnwritable; then, and whatever the block raises, the old one is as it was
     """
-    path = Path(os.path.realpath(path))
-    made = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}")
-    lock, mine = None, False
+    made: Made | None = None
     try:
         with deferred_interrupts():
+            path = Path(os.path.realpath(path))
+            _check_elsewhere(path)
             _check_replaceable(path, system)
             _make(path.parent, system)
             _sweep(path, system)
-            system.mkdir(made)
-            mine = True
-            lock = _locked(made, system)
+            made = _made(path, system)
         yield made
         with deferred_interrupts():
             _bring_along_others(standing(path, system), made, system)
-            sync(made, system)
+            system.fsync(made.fd)
             _check_inside(path, system)  # a model may have been offloaded to it since
-            _take_place(made, path, system)
+            _check_named(made, path, system)
+            _take_place(made.path, path, system)
     except OSError as error:
-        if mine:
-            _clear(made, system, lock)
+        if made is not None:
+            _clear(made.path, system, made.fd)
         if isinstance(error, CheckpointUnwritable):
             raise
         raise _unwritable(path, error) from error
     except BaseException:
-        if mine:
-            _clear(made, system, lock)
+        if made is not None:
+            _clear(made.path, system, made.fd)
         raise
     finally:
-        if lock is not None:
+        if made is not None:
             with suppress(OSError):  # nothing was written by it, and it is given back anyway
-                system.close(lock)
+                system.close(made.fd)
+
+
+def _made(path: Path, system: SystemCalls) -> Made:
+    """A new directory beside `path`, locked. raises OSError"""
+    new = Path(f"{path}{_PARTIAL}{os.getpid()}")
+    system.mkdir(new)
+    try:
+        lock = _locked(new, system)
+    except OSError:
+        with suppress(OSError):  # what is in it would not be ours
+            system.rmdir(new)
+        raise
+    if lock is None:  # another save took it for one that was killed, and removes it
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            "another save to it is under way",
+            "wait until it has ended, or name another path",
+        )
+    return Made(new, lock)
+
+
+def _check_named(made: Made, path: Path, system: SystemCalls) -> None:
+    """Whether what was written is what takes the place of `path`. raises OSError"""
+    if not os.path.samestat(system.stat(made.path), system.fstat(made.fd)):
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            f"{made.path} was replaced by something else meanwhile",
+            "look who did that, and save again",
+        )
+
+
+def _check_elsewhere(path: Path) -> None:
+    """A process whose directory is replaced by another finds no relative path any more."""
+    try:
+        here = Path(os.path.realpath("."))
+    except FileNotFoundError:
+        return  # it is gone already
+    if here.is_relative_to(path):
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            "this process works in it, and a save replaces the whole directory",
+            "name another path, such as a new directory in it",
+        )
 
 
 @uninterrupted
@@ -198,11 +252,11 @@ def _make(directory: Path, system: SystemCalls) -> None:
         sync(missing.parent, system)
 
 
-def _bring_along_others(old: Path, new: Path, system: SystemCalls) -> None:
+def _bring_along_others(old: Path, new: Made, system: SystemCalls) -> None:
     """What others keep in the directory, such as a config.json, is not for us to lose."""
     if is_directory(found_at(system, old)):
-        with folder(system, old) as source, folder(system, new) as to:
-            _bring_along(system, source, to, old, _OURS)
+        with folder(system, old) as source:
+            _bring_along(system, source, new.fd, old, _OURS)
 
 
 def _bring_along(
@@ -327,6 +381,8 @@ def _sweep(path: Path, system: SystemCalls) -> None:
     """Remove what saves to `path` left that were killed."""
     with folder(system, path.parent) as fd:
         names = [name for name in system.names(fd) if name.startswith(f"{path.name}{_PARTIAL}")]
+    if names:
+        sync(path.parent, system)  # an exchange may have come before the end, and be lost otherwise
     for left in map(path.with_name, sorted(names)):
         if (lock := _locked(left, system)) is not None:
             logger.info("removing %s, which a killed save left", left)
@@ -337,23 +393,30 @@ def _sweep(path: Path, system: SystemCalls) -> None:
 
 
 def _locked(directory: Path, system: SystemCalls) -> int | None:
-    """The lock on a directory; None if it is none, or another save holds it. raises OSError"""
+    """The lock on a directory; None if it is none by now, or another save holds it.
+
+    raises  OSError
+    """
     try:
         fd = system.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        # It may have been removed, by who held the lock, since it was opened.
+        if os.path.samestat(system.stat(directory), system.fstat(fd)):
+            return fd
+    except (FileNotFoundError, BlockingIOError):
+        pass
+    except OSError:
         system.close(fd)
-        if isinstance(error, BlockingIOError):
-            return None
         raise
-    return fd
+    system.close(fd)
+    return None
 
 
 def _previous(path: Path) -> Path:
-    return path.with_name(f"{path.name}{_PREVIOUS}")
+    return Path(f"{path}{_PREVIOUS}")
 
 
 def _unwritable(path: Path, error: OSError) -> CheckpointUnwritable:

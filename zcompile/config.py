@@ -172,6 +172,8 @@ class Config:
             raise ConfigInvalid("disk", self.disk, "names no directory; leave it out for no disk")
         if not all(isinstance(path, str | Path) and path != "" for path in given):
             raise ConfigInvalid("disk", self.disk, "must name directories")
+        if any("\0" in str(path) for path in given):
+            raise ConfigInvalid("disk", self.disk, "has a NUL in it, which no path has")
         paths = tuple(Path(path) for path in given)
         for path in paths:
             if path.is_symlink() and not path.exists():

@@ -65,6 +65,7 @@ class _First:
 class NewFile:
     """A file that is being written.
 
+    folder         descriptor of the directory that it lies in
     first, header  what `arrange` made of the tensors
     raises         IOFault
     """
@@ -72,13 +73,14 @@ class NewFile:
     def __init__(
         self,
         path: Path,
+        folder: int,
         first: bytes,
         header: Header,
         tensors: Mapping[str, Tensor],
         system: SystemCalls,
     ) -> None:
         self._header = header
-        self._file = BlockWriter(path, header.nbytes, system)
+        self._file = BlockWriter(path, folder, header.nbytes, system)
         self._names = ("the header", *header.rows)
         self._sources: list[_First | TensorBytes] = [_First(first)]
         try:

@@ -1,5 +1,6 @@
 """`zinf disk ls|verify|gc`: over directories as a durable training leaves them."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from torch import nn
 
 import zcompile
 from zcompile.cli import disk as cli_disk
+from zcompile.errors import DiskOwned, DiskUnusable
 from zcompile.offloading import session_behind
 from zcompile.runtime.data_header import DataHeader
 
@@ -96,9 +98,58 @@ def test_a_directory_in_use_is_neither_verified_nor_cleaned(zinf, tmp_path, verb
 
 def test_an_empty_directory_has_nothing_to_tell(zinf, tmp_path):
     assert zinf("disk", "ls", tmp_path) == (0, f"{tmp_path}: no commit\n", "")
-    assert zinf("disk", "verify", tmp_path)[0] == 0
+    told = f"{tmp_path}: no commit, nothing to verify: it is empty\n"
+    assert zinf("disk", "verify", tmp_path) == (1, told, "")
     assert zinf("disk", "gc", tmp_path)[0] == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_something_else_is_not_taken_for_a_sound_one(zinf, tmp_path):
+    """A wrong path in a script that checks a run every night."""
+    zcompile.save(tmp_path / "c", nn.Linear(2, 2))
+    code, out, _ = zinf("disk", "verify", tmp_path / "c")
+    assert code == 1
+    assert "no commit, nothing to verify: it is a checkpoint that zcompile.save wrote" in out
+    assert "no checksums" in out
+    code, out, _ = zinf("disk", "verify", tmp_path)
+    assert (code, "it holds c, and nothing of a run" in out) == (1, True)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES], ids=errno.errorcode.get)
+def test_a_backup_that_nothing_can_be_written_to_is_verified(disk, code):
+    before = sorted(path.name for path in disk.iterdir())
+
+    def around(call, go):
+        if call.name == "open" and call.arguments["flags"] & (os.O_CREAT | os.O_RDWR | os.O_WRONLY):
+            raise OSError(code, os.strerror(code))
+        return go()
+
+    answer = cli_disk.verify(disk, Border(around))
+    assert (answer.code, answer.text.endswith(": sound")) == (0, True)
+    flip(disk / "zinf.tier", read_index(disk)[0].tensors[0].offset)
+    assert cli_disk.verify(disk, Border(around)).code == 1
+    assert sorted(path.name for path in disk.iterdir()) == before
+    model = train(disk.parent, steps=1)
+    with pytest.raises(DiskOwned, match="is in use by another model"):
+        cli_disk.verify(disk.parent, Border(around))
+    session_behind(model).close()
+
+
+def test_what_is_written_to_while_it_is_verified_is_not_told_as_damaged(disk, tmp_path):
+    """By a run in it that could not be kept away, as nothing could be made there."""
+    (other := tmp_path / "other").mkdir()
+    session_behind(train(other, steps=3)).close()
+    flip(disk / "zinf.tier", read_index(disk)[0].tensors[0].offset)
+
+    def around(call, go):
+        if call.name == "open" and call.arguments["flags"] & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if call.name == "pread" and call.of == disk / "zinf.tier" and call.arguments["offset"]:
+            shutil.copy(other / "zinf.index", disk / "zinf.index")  # as a commit would
+        return go()
+
+    with pytest.raises(DiskUnusable, match="was written to while it was read; verify it again"):
+        cli_disk.verify(disk, Border(around))
 
 
 def test_a_path_that_is_no_directory_is_refused(zinf, tmp_path):

@@ -122,7 +122,8 @@ def _add_disk(parser: argparse.ArgumentParser) -> None:
 
 _DISK = {
     "ls": "the tensors of the last commit: bytes, step, offset, name",
-    "verify": "read all of the last commit and compare checksums; exit 1 if it is damaged",
+    "verify": "read all of the last commit and compare checksums; exit 1 if it is damaged, or if "
+    "nothing of a run lies there",
     "gc": "free what no commit needs, and what dead processes left; with --all everything",
 }
 _HELP = {

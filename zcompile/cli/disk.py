@@ -2,6 +2,7 @@
 what of it nobody needs. Without torch: only the files are looked at.
 """
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec
 
+from zcompile.checkpoint_directory import STATE_FILE
 from zcompile.cli.answer import Answer
-from zcompile.errors import DiskUnusable, DurableDamaged, DurableHeld, ZinfError
-from zcompile.runtime.claim import Claim, owner_of, reclaim, scratch_files
+from zcompile.errors import DiskOwned, DiskUnusable, DurableDamaged, DurableHeld, ZinfError
+from zcompile.runtime.claim import LOCK_NAME, TIER_FILE, Claim, owner_of, reclaim, scratch_files
 from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.data_header import data_bytes, is_unfinished, read_header
 from zcompile.runtime.directory import Directory, let_go, opened, unusable
@@ -37,6 +39,7 @@ from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.units import show_size
 
 P = ParamSpec("P")
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -132,13 +135,15 @@ def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
 @_told
 def verify(path: Path, system: SystemCalls = KERNEL) -> Answer:
     """raises  DiskUnusable, DiskOwned, DurableDamaged"""
-    with _claimed([path], system) as (directory,):
+    with _claimed([path], system, reading=True) as (directory,):
         index = _index(directory)
         if index is None:
             return _unverified(directory)
         _check_named(index, directory)
-        with _claimed(_others(index), system) as others:
+        with _claimed(_others(index), system, reading=True) as others:
             read, damages = _verified(index, directory, [directory, *others])
+        if damages and _index(directory) != index:  # it may not be ours alone
+            raise DiskUnusable(path, "was written to while it was read", "verify it again")
     verdict = Verdict(str(path), index.step, read, damages)
     count = len(index.tensors) + len(index.smalls)
     sound = f"step {index.step}, {count} tensors, {show_size(read)} read"
@@ -193,10 +198,24 @@ def _unverified(directory: Directory) -> Answer:
     other = committed_elsewhere(directory)
     if other is None:
         _check_uncommitted(directory)
-        told = "no commit, nothing to verify"
+        foreign = _foreign_in(directory)
+        told = f"no commit, nothing to verify{foreign and ': ' + foreign}"
     else:
+        foreign = ""
         told = f"a file of the run in {other.first}: `zinf disk verify {other.first}` reads it"
-    return Answer(f"{directory.path}: {told}", Verdict(str(directory.path), None, 0, ()))
+    verdict = Verdict(str(directory.path), None, 0, ())
+    return Answer(f"{directory.path}: {told}", verdict, code=1 if foreign else 0)
+
+
+def _foreign_in(directory: Directory) -> str:
+    """What lies in a directory that no model used as disk; "" if one did. raises OSError"""
+    names = [name for name in directory.names() if name != LOCK_NAME]
+    if DATA_NAME in names or any(map(TIER_FILE.match, names)):
+        return ""
+    if STATE_FILE in names:
+        return ("it is a checkpoint that zcompile.save wrote, which has no checksums; "
+                "zcompile.resume finds what is missing or cut short")  # fmt: skip
+    return f"it holds {_shown(names[0])}, and nothing of a run" if names else "it is empty"
 
 
 def _check_sound(index: Index | None, directory: Directory, places: Sequence[Directory]) -> None:
@@ -271,10 +290,20 @@ def _opened(paths: Sequence[Path], system: SystemCalls) -> Iterator[list[Directo
 
 
 @contextmanager
-def _claimed(paths: Sequence[Path], system: SystemCalls) -> Iterator[list[Directory]]:
+def _claimed(
+    paths: Sequence[Path], system: SystemCalls, reading: bool = False
+) -> Iterator[list[Directory]]:
+    """reading  where nothing can be made, it is enough that nobody else holds it"""
     with _opened(paths, system) as directories, ExitStack() as stack:
         for directory in directories:
-            stack.callback(let_go, directory.path, Claim(directory, reclaiming=False).release)
+            try:
+                stack.callback(let_go, directory.path, Claim(directory, reclaiming=False).release)
+            except DiskUnusable as error:
+                why = error.__cause__
+                if not reading or not isinstance(why, OSError) or why.errno not in _READ_ONLY:
+                    raise
+                if (owner := owner_of(directory)) is not None:
+                    raise DiskOwned(directory.path, owner) from why
         yield directories
 
 

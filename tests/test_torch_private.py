@@ -308,21 +308,53 @@ def set_by() -> None:
 @contract
 def others_hold_gradient() -> None:
     """By a name, or by its memory: a part of a buffer. Not what autograd made."""
-    flat, seen = torch.zeros(8), []
+    flat, seen, given = torch.zeros(8), [], [True]
     param = torch.nn.Parameter(torch.ones(4))
-    param.register_post_accumulate_grad_hook(lambda p: seen.append(private.others_hold_gradient(p)))
+    param.register_post_accumulate_grad_hook(
+        lambda p: seen.append(private.others_hold_gradient(p, given[-1]))
+    )
     mine = torch.zeros(4)
     for grad in (mine, flat[:4], flat[4:].detach()):
         param.grad = grad
         del grad
-        assert private.others_hold_gradient(param)
+        assert private.others_hold_gradient(param, True)
         (param * param).sum().backward()
-    param.grad = None
-    torch.cat([param, param * 2]).square().sum().backward()
     param.grad = torch.zeros(4)
     param.sum().backward()
-    assert seen == [True, True, True, False, False]
-    assert not private.others_hold_gradient(param)
+    assert not private.others_hold_gradient(param, True)
+    given.append(False)
+    param.grad = None
+    torch.cat([param, param * 2]).square().sum().backward()
+    param.grad = None
+    both = torch.cat([param, torch.ones(4, requires_grad=True)])
+    (both[1:] - both[:-1]).square().sum().backward()  # autograd adds in place, then splits
+    assert seen == [True, True, True, False, False, False]
+    assert param.grad._version > 0
+    assert private.others_hold_gradient(param, False)  # the pass is over, and the other has a part
+
+
+class Hiding(torch.nn.Parameter):
+    grad = None
+
+
+@contract
+def grad_of() -> None:
+    """Autograd reads and sets it past a property too."""
+    leaf = Hiding(torch.ones(2))
+    (leaf * 3).sum().backward()
+    assert leaf.grad is None
+    assert private.grad_of(leaf).tolist() == [3, 3]
+
+
+@contract
+def set_grad() -> None:
+    leaf = Hiding(torch.ones(2))
+    private.set_grad(leaf, given := torch.ones(2))
+    assert private.grad_of(leaf) is given
+    (leaf * 3).sum().backward()
+    assert given.tolist() == [4, 4]
+    private.set_grad(leaf, None)
+    assert private.grad_of(leaf) is None
 
 
 PUBLIC = {

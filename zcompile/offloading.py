@@ -389,7 +389,8 @@ def _become_plain(param: Any, device: torch.device) -> None:
     """Undo `_become_tiered`, if it got so far."""
     if not isinstance(param, TieredTensor):
         return
-    ours = ("_handle", "_known", "_store", "_title", "lies", "store_key", "sink", "reached")
+    ours = ("_handle", "_known", "_store", "_title", "lies", "store_key", "sink", "reached",
+            "grad_given")  # fmt: skip
     marks = {key: value for key, value in vars(param).items() if key not in ours}
     value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
     grad, param.grad = param.grad, None

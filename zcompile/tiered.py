@@ -27,10 +27,12 @@ from zcompile.specs import Layout
 from zcompile.torch_private import (
     Dispatched,
     grad_fn_of,
+    grad_of,
     is_applied_by_a_module,
     is_traced,
     no_torch_function,
     refuse_as_data,
+    set_grad,
     support_foreach,
     trees,
     wrapper,
@@ -62,6 +64,8 @@ class TieredTensor(Unbacked):
     sink: bool
     reached: bool = False
     """Somebody got hold of the node by which autograd adds to its gradient."""
+    grad_given: bool = False
+    """Its gradient is a plain tensor that was assigned: others may hold it, or its memory."""
     _title: str | None = None
     """The name of a parameter whose `.data` was assigned; else it is that of its entry."""
 
@@ -171,6 +175,16 @@ class TieredTensor(Unbacked):
         if node is not None and not is_traced(self._handle):
             self._reach(node)
         return node
+
+    def _give_gradient(self, value: Tensor | None) -> None:
+        set_grad(self, value)
+        self.grad_given = value is not None and not isinstance(value, TieredTensor)
+
+    def _take_gradient(self) -> None:
+        self._give_gradient(None)
+
+    # As of any tensor, which says nothing of who set it: autograd does so past this property.
+    grad = property(grad_of, _give_gradient, _take_gradient)
 
     def _reach(self, node: Any) -> None:
         while node is not None:

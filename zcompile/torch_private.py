@@ -62,6 +62,7 @@ __all__ = [
     "without_modes",
 ]
 
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
 _sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
 
@@ -337,6 +338,18 @@ def grad_fn_of(tensor: Tensor) -> Any:
     return _GRAD_FN.__get__(tensor)
 
 
+def grad_of(tensor: Tensor) -> Tensor | None:
+    """`tensor.grad`, past a property of that name that a subclass has."""
+    found: Tensor | None = _GRAD.__get__(tensor)
+    return found
+
+
+def set_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """`tensor.grad = grad`, past a property of that name that a subclass has. Autograd sets it past
+    any property."""
+    _GRAD.__set__(tensor, grad)
+
+
 def next_sequence_number() -> int:
     """Of the next autograd node that this thread makes; those made before have smaller ones."""
     number: int = _sequence_number()
@@ -470,16 +483,17 @@ def _references_to_own_attribute() -> int:
     return _references_to_attribute(SimpleNamespace(value=torch.zeros(())), "value")
 
 
-def others_hold_gradient(param: Tensor) -> bool:
-    """Whether somebody else holds the gradient of `param`, or memory of it: one that a user gave,
-    and not one that autograd has just made."""
+def others_hold_gradient(param: Tensor, given: bool) -> bool:
+    """Whether somebody else holds the gradient of `param`, or memory of it.
+
+    given  somebody assigned it, or it may be so; else autograd has made it
+    """
     if _references_to_gradient(param) > _references_to_own_gradient():
         return True
-    grad: Any = param.grad
-    if holders_of_memory(grad) == 1:
+    if holders_of_memory(param.grad) == 1:  # type: ignore[arg-type]  # there is one
         return False
-    # While autograd runs, it holds what it has not given away yet. What it adds to counts a write.
-    return current_pass() < 0 or (not grad.is_inference() and grad._version > 0)
+    # While autograd runs, it holds what it has not given away yet of that from which it took this.
+    return given or current_pass() < 0
 
 
 def _references_to_gradient(param: Tensor) -> int:

@@ -153,6 +153,33 @@ def test_a_gradient_that_was_assigned_is_adopted_at_the_step(tmp_path):
     assert len(entries(model, Kind.GRAD)) == 4
 
 
+def test_a_gradient_that_autograd_split_off_a_sum_goes_home(tmp_path):
+    """What `cat` hands back is part of one tensor, to which autograd may have added in place."""
+    model = on_disk(nn.ParameterList([nn.Parameter(rows(1)), nn.Parameter(rows(2))]), tmp_path)
+    other = torch.ones(4, 6, requires_grad=True)
+
+    def backward():
+        joined = torch.cat([model[0], other, model[1]])
+        (joined[1:] - joined[:-1]).square().sum().backward()
+
+    backward()
+    assert len(entries(model, Kind.GRAD)) == 2
+    for param in model:
+        param.grad = None
+    buffer = torch.zeros(8, 6)
+    model[0].grad, model[1].grad = buffer[:4], buffer[4:].detach()
+    backward()
+    assert entries(model, Kind.GRAD) == []
+    assert torch.equal(model[0].grad, buffer[:4])
+    assert buffer[:4].any()
+    assert buffer[4:].any()
+    for param in model:
+        del param.grad
+    del buffer
+    backward()
+    assert len(entries(model, Kind.GRAD)) == 2
+
+
 def test_plain_and_received_gradients_add_up(param):
     (param * rows(1)).sum().backward()
     received(param, rows(2))

@@ -249,6 +249,8 @@ class Gradients:
     def adopt(self, param: Tensor) -> None:
         """Autograd has come to `param`: settle what was collected; `.grad` moves to the store,
         unless others hold it: what is written to `p.grad = flat[a:b]` is to be seen in `flat`.
+        What autograd made is not held by others, though it be a part of what it splits among
+        parameters (`cat`).
 
         A post-accumulate hook, the first of every tiered parameter.
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
@@ -261,7 +263,7 @@ class Gradients:
             return
         if param.grad.layout is not torch.strided:
             return  # sparse: small, and of no fixed size
-        if others_hold_gradient(param):
+        if others_hold_gradient(param, tiered.grad_given):
             return
         grad = param.grad
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's

@@ -487,6 +487,37 @@ def is_untouched() -> None:
 
 
 @contract
+def is_shared_between_processes() -> None:
+    """Of memory that was shared it says so, which can be resized all the same."""
+    x = torch.ones(4)
+    assert not private.is_shared_between_processes(x)
+    x.share_memory_()
+    assert private.is_shared_between_processes(x)
+    assert not private.owns_memory(x)
+    assert not private.watch_memory(x)
+
+
+@contract
+def held_outside_python() -> None:
+    """DLPack and a graph are told from names, views, views of what is gone, and storages."""
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    assert private.held_outside_python([x, y]) == [False, False]
+    kept = [x.detach(), x.data, x[1:], x[0].view(2, 2), torch.nn.Parameter(x), x.untyped_storage()]
+    of_none = torch.ones(4)[1:]
+    assert private.held_outside_python([x, of_none]) == [False, False]
+    other = torch.from_dlpack(x)
+    assert private.held_outside_python([y, x, kept[0]]) == [False, True, True]
+    del x
+    assert private.held_outside_python([kept[0]]) == [True]
+    del other
+    assert private.held_outside_python([kept[0]]) == [False]
+    loss = (torch.nn.Parameter(torch.ones(4, 4)) * y).sum()
+    assert private.held_outside_python([y]) == [True]
+    del loss
+    assert private.held_outside_python([y]) == [False]
+
+
+@contract
 def raw_bytes() -> None:
     """The bytes of the tensor, also of a part of another; torch takes note of nothing."""
     x = torch.arange(8.0)

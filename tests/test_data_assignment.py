@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import io
+import logging
 
 import numpy
 import pytest
@@ -24,6 +26,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zcompile
 from zcompile import handles
 from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.runtime import sources
+from zcompile.unbacked import Unbacked
 
 
 def same_program(program, tmp_path, mode="eager", make=mlp, **fields):
@@ -599,13 +603,18 @@ WRITES = [
 ]  # fmt: skip
 
 
+SIDES = [4, 256]
+"""Of matrices whose bytes are always compared, and of such that torch watches."""
+
+
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("give", [by_state_dict, by_name], ids=lambda f: f.__name__)
-def test_a_value_that_was_given_is_not_written_unseen(give, write, trained, tmp_path):
-    layer, x = on_disk(Holder(torch.zeros(4, 4)), tmp_path), torch.ones(4, 4)
+def test_a_value_that_was_given_is_not_written_unseen(give, write, trained, side, tmp_path):
+    layer, x = on_disk(Holder(torch.zeros(side, side)), tmp_path), torch.ones(side, side)
     give(layer, x)
-    assert layer.w.sum().item() == 16
+    assert layer.w.sum().item() == side**2
     if trained:
         with torch.no_grad():
             layer.w.add_(1)
@@ -613,8 +622,158 @@ def test_a_value_that_was_given_is_not_written_unseen(give, write, trained, tmp_
     for _ in range(2):
         with pytest.raises(ParameterChanged, match=r"'w' took the values of a plain tensor"):
             layer.w.sum()
-    layer.w.data = torch.full((4, 4), 2.0)
-    assert layer.w.sum().item() == 32
+    layer.w.data = torch.full((side, side), 2.0)
+    assert layer.w.sum().item() == 2 * side**2
+
+
+def by_data(layer, x):
+    layer.w.data = x
+
+
+GIVES = [by_state_dict, by_name, by_data]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("give", GIVES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("gone", [False, True])
+def test_another_library_that_had_the_memory_before_does_not_write_it_unseen(
+    gone, give, side, tmp_path
+):
+    """By DLPack, as `torch.from_dlpack` does too: torch's marks are not on what it writes to."""
+    layer, x = on_disk(Holder(torch.zeros(side, side)), tmp_path), torch.ones(side, side)
+    other = torch.from_dlpack(x)
+    give(layer, x)
+    if gone:
+        del x
+    other.mul_(2)
+    for _ in range(2):
+        with pytest.raises(ParameterChanged, match=r"'w' took the values of a plain tensor"):
+            layer.w.sum()
+    del other
+    gc.collect()
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("give", GIVES, ids=lambda f: f.__name__)
+def test_memory_that_was_shown_to_numpy_before_is_not_written_unseen(give, side, tmp_path):
+    layer, x = on_disk(Holder(torch.zeros(side, side)), tmp_path), torch.ones(side, side)
+    x.numpy()  # torch gives it away no more, and does not watch it
+    give(layer, x)
+    x.data.mul_(2)
+    if isinstance(x, Unbacked):  # p.data = x makes both one, where nobody else has the memory
+        assert layer.w.sum().item() == 2 * side**2
+        return
+    with pytest.raises(ParameterChanged, match=r"'w' took the values of a plain tensor"):
+        layer.w.sum()
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_another_library_that_had_the_memory_before_offload_does_not_write_it_unseen(
+    side, tmp_path
+):
+    model = Holder(torch.ones(side, side))
+    other = torch.from_dlpack(model.w.detach())
+    on_disk(model, tmp_path)
+    other.mul_(2)
+    with pytest.raises(ParameterChanged, match=r"'w' took the values of a plain tensor"):
+        model.w.sum()
+    del other
+    assert model.w.sum().item() == side**2
+
+
+def test_memory_that_processes_share_is_not_left_unsaid(tmp_path):
+    model = mlp().share_memory()
+    with pytest.raises(Unsupported, match=r"'0.weight' lies in memory that other processes share"):
+        on_disk(model, tmp_path)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    on_disk(model, tmp_path)
+    x = torch.ones(32, 16).share_memory_()
+    with pytest.raises(Unsupported, match=r"other processes share"):
+        model[0].weight = nn.Parameter(x)
+    model[0].weight.data = x
+    assert type(x) is torch.Tensor
+    assert x.is_shared()
+    x.data.mul_(2)
+    with pytest.raises(ParameterChanged, match=r"'0.weight' took the values of a plain tensor"):
+        model[0].weight.sum()
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(192, 192)), nn.Parameter(torch.randn(192))
+
+    def forward(self, x):
+        return x @ self.w + self.b
+
+
+READS = {
+    "numpy": lambda x: x.numpy().sum(),
+    "save": lambda x: torch.save(x, io.BytesIO()),
+    "address": lambda x: x.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kept", ["before offload", "assigned"])
+def test_what_held_the_memory_may_be_read_after_training(kept, read, tmp_path):
+    """Though torch cannot tell a reader from a writer, and the parameters have moved on."""
+    plain, model = Wide(), Wide()
+    state = model.state_dict()
+    on_disk(model, tmp_path)
+    if kept == "assigned":
+        model.load_state_dict(state, assign=True)
+    optimizers = [optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for n in range(3):
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            m(torch.ones(2, 192) * n).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name in state:
+            READS[read](state[name])
+    assert_same(plain, model)
+    for name in state:
+        assert torch.equal(state[name], Wide().state_dict()[name])
+    state["w"].data[0, 0] = 7
+    for _ in range(2):
+        with pytest.raises(ParameterChanged, match=r"'w' took .* drop what else holds that memory"):
+            model(torch.ones(2, 192))
+    state.clear()
+    assert_same(plain, model)
+
+
+def test_memory_that_nobody_touched_is_not_read_at_each_use(tmp_path, monkeypatch):
+    model, sums, summed = Wide(), [], sources._sum_of
+    on_disk(model, tmp_path)
+    vector = parameters_to_vector(model.parameters()).detach().cpu().clone()
+    vector_to_parameters(vector, model.parameters())
+    monkeypatch.setattr(sources, "_sum_of", lambda value: sums.append(value) or summed(value))
+    for _ in range(3):
+        model(torch.ones(2, 192))
+    assert {value.numel() for value in sums} == {192}, "what is small, and only that"
+    with torch.no_grad():
+        model.w.mul_(2)
+    for _ in range(3):
+        model(torch.ones(2, 192))
+    assert sum(value.numel() == 192**2 for value in sums) == 1, "what it was before it was written"
+    vector.untyped_storage()[0] = 1
+    with pytest.raises(ParameterChanged, match=r"'w' took the values of a plain tensor"):
+        model(torch.ones(2, 192))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_line_says_that_others_hold_memory_that_offload_moved(held, tmp_path, caplog):
+    model = mlp()
+    state = model.state_dict() if held else {}
+    with caplog.at_level(logging.INFO, "zcompile.offloading"):
+        on_disk(model, tmp_path)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "left memory that others hold" in line] == [
+        f"{len(state)} parameters, '0.weight' first, left memory that others hold, as a state_dict "
+        "from before does: what is written to them from now on is not seen there"
+    ] * held
 
 
 def test_a_write_is_told_though_who_wrote_has_let_go(tmp_path):

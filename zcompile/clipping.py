@@ -15,6 +15,7 @@ from zcompile.runtime.deferred import Deferred
 from zcompile.runtime.near import is_near
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
+from zcompile.runtime.sources import before_write
 from zcompile.specs import Kind
 from zcompile.torch_private import Dispatched
 
@@ -94,6 +95,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
         change = Deferred(func, operand, lists, tensor.lies)
+        before_write(tensor.entry)
         session_of(tensor.entry).deferrals.defer(tensor.entry, change)
     return None if lists else args[0]
 

@@ -54,7 +54,7 @@ def assign_data(cls: Any, tiered: Any, value: Tensor) -> None:
     if ours is not None:
         EntrySource(entry, ours.entry)
     elif not _became_view(cls, value, tiered):
-        MemorySource(entry, value, summed=True)
+        MemorySource(entry, value)
 
 
 def shown_already(store: Store, value: Tensor) -> Any:

@@ -1,5 +1,6 @@
 """Parameters move to their home tier: of a finished model, or one by one as it is built."""
 
+import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,10 +42,13 @@ from zcompile.torch_private import (
     forget_hooks,
     holders_of_memory,
     hooks_of,
+    is_shared_between_processes,
     set_by,
     with_kept_nodes,
     without_weak_references,
 )
+
+log = logging.getLogger(__name__)
 
 optimizers.watch()
 
@@ -153,9 +157,25 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
     except BaseException:
         _undo(session, moved)
         raise
+    _tell_of_others(model)
     _move_buffers(model, session.device.torch_device)
     session.root = weakref.ref(model)
     return model
+
+
+def _tell_of_others(model: nn.Module) -> None:
+    """Who holds the memory that parameters had does not see what becomes of them."""
+    left = [
+        name
+        for name, p in model.named_parameters()
+        if isinstance(p, TieredTensor) and p.entry.sources
+    ]
+    if left:
+        log.info(
+            "%d parameters, %r first, left memory that others hold, as a state_dict from before "
+            "does: what is written to them from now on is not seen there",
+            len(left), left[0],
+        )  # fmt: skip
 
 
 @ends
@@ -331,6 +351,12 @@ def _check_movable(name: str, param: Tensor) -> None:
             f"parameter {name!r} is a {type(param).__name__} of layout {param.layout}",
             "only dense torch.nn.Parameter can be offloaded; materialize it first",
         )
+    if is_shared_between_processes(param):
+        raise Unsupported(
+            f"parameter {name!r} lies in memory that other processes share, or a file (as after "
+            "share_memory()), and they would not see what is written to it any more",
+            "give it memory of its own first (p.data = p.data.clone())",
+        )
     if any(hooks_of(param)):
         raise Unsupported(
             f"parameter {name!r} has hooks already", "register hooks after zcompile.offload"
@@ -378,7 +404,7 @@ def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -
     own(param)
     del made
     if first is None and not value.is_meta and holders_of_memory(value) > 1:
-        MemorySource(param.entry, value, summed=False)  # whoever holds it may write
+        MemorySource(param.entry, value)  # whoever holds it may write
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)
         del grad  # what others hold is left to them

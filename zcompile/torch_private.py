@@ -11,6 +11,7 @@ import logging
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -509,8 +510,46 @@ def _references_to_own_gradient() -> int:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether its memory is torch's own, and not that of an array, a file or a Python buffer."""
-    return tensor.untyped_storage().resizable()
+    """Whether its memory is torch's own, and not that of an array, a file, a Python buffer or other
+    processes."""
+    return tensor.untyped_storage().resizable() and not is_shared_between_processes(tensor)
+
+
+def is_shared_between_processes(tensor: Tensor) -> bool:
+    """Whether it lies in memory that other processes map, or a file."""
+    return tensor.is_cpu and tensor.is_shared()  # of CUDA tensors torch always says so
+
+
+def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
+    """Of each, whether somebody holds its memory otherwise than by a tensor of Python and its
+    views: a graph, or another library that got it by DLPack and may write it unseen.
+
+    Looks at all objects that Python knows, which takes a tenth of a second; where it cannot tell
+    (`gc.freeze` hides objects), it says so.
+    """
+    found: dict[int, dict[int, Tensor]] = {memory_of(tensor): {} for tensor in tensors}
+    with torch._C.DisableTorchFunctionSubclass():
+        for known in gc.get_objects():
+            if Tensor not in type(known).__mro__:
+                continue
+            try:
+                held = found.get(torch._C._storage_address(known))  # type: ignore[attr-defined]
+            except (RuntimeError, NotImplementedError):  # it has no memory
+                continue
+            if held is not None:
+                held[id(known)] = known
+                if known._base is not None:
+                    held[id(known._base)] = known._base
+        return [_is_held_beside(tensor, found[memory_of(tensor)]) for tensor in tensors]
+
+
+def _is_held_beside(tensor: Tensor, known: Mapping[int, Any]) -> bool:
+    """Whether more holds the memory of `tensor` than the tensors `known`, by their ids."""
+    storage = tensor.untyped_storage()  # which counts too
+    if torch._C._storage_Use_Count(storage._cdata) - 1 > len(known):
+        return True
+    views = Counter(id(other._base) for other in known.values())
+    return any(other._use_count() > 1 + views[key] for key, other in known.items())
 
 
 def watch_memory(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from zcompile.runtime.data_check import DataReader
 from zcompile.runtime.directory import Directory
 from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.index import Index, Resting
+from zcompile.runtime.sources import before_write
 from zcompile.runtime.store import Entry
 from zcompile.runtime.tiers import Extent
 from zcompile.runtime.versions import Versions
@@ -87,6 +88,7 @@ def _extent(kept: Resting) -> Extent:
 def _move_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
     """`entry` rests in `extent` of its tier from here on, where `written` ranges hold a value."""
     entry.store.drain()
+    before_write(entry)
     place, old = entry.place, entry.place.extent
     place.extent = extent
     place.written.clear()

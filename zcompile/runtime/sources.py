@@ -17,6 +17,7 @@ from zcompile.errors import ParameterChanged
 from zcompile.specs import Layout
 from zcompile.ties import Tie
 from zcompile.torch_private import (
+    held_outside_python,
     holders_of_memory,
     is_untouched,
     materialised,
@@ -24,8 +25,15 @@ from zcompile.torch_private import (
     raw_bytes,
     watch_memory,
 )
+from zcompile.units import KiB
 
 AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"
+KEPT = (
+    "to go on with the values of the parameter, drop what else holds that memory (as a state_dict "
+    "from before); for what was written, assign that (p.data = x); or write to a copy (x.clone())"
+)
+SMALL = 64 * KiB
+"""So many bytes of the host are compared each time: that takes less than to ask who holds them."""
 
 
 class Held(Protocol):
@@ -51,6 +59,9 @@ class Source(Protocol):
         raises  ParameterChanged, if somebody did
         """
 
+    def before_write(self, entry: Held) -> None:
+        """The entry is about to be written, and has the values that were taken no longer."""
+
     def dissolve(self) -> None:
         """The entry has other values now."""
 
@@ -59,23 +70,30 @@ _SOURCES: dict[int, set[Tie]] = {}
 """Memory -> the sources that hold it: parts of one vector are the `.data` of many parameters."""
 _GONE: deque[Tie] = deque()
 """Of sources that have died."""
+_NEW: deque["weakref.ref[MemorySource]"] = deque()
+"""Those of whose memory nobody has asked yet who else holds it."""
 
 
 class MemorySource:
     """The memory of a plain tensor, held until nobody holds it but sources.
 
     Torch's count of its writes says much, and costs nothing, but `x.data` and storages count
-    elsewhere. So bytes are looked at too: always (`summed`), or once torch says that the memory was
-    touched, and always from then on. Of memory that is not torch's own it cannot say that.
+    elsewhere. So torch is made to tell of any write (`watch_memory`), and once the memory was
+    touched, which a reader may do too, bytes are compared at each use with what was taken. They are
+    from the beginning, where torch cannot tell: of memory that is not its own, or that somebody
+    holds outside Python. What was taken is in the entry, until that is written; then in a checksum.
 
     raises  ParameterChanged, if an entry took its values from there before, and was written since
     """
 
-    def __init__(self, entry: Held, value: Tensor, *, summed: bool) -> None:
+    def __init__(self, entry: Held, value: Tensor) -> None:
         self._value = value.detach()
         self._writes = _writes_of(self._value)
-        self._sum = _sum_of(self._value) if summed else None
-        self._watched = not summed and watch_memory(self._value)
+        small = self._value.is_cpu and self._value.nbytes <= SMALL
+        self._watched = not small and watch_memory(self._value)
+        self._sum = None if self._watched else _sum_of(self._value)
+        if self._watched:
+            _NEW.append(weakref.ref(self))
         self._entry, self._version = weakref.ref(entry), entry.version
         self._told = False
         """Of a write, which is told once even if who wrote has let go of the memory."""
@@ -97,30 +115,48 @@ class MemorySource:
         EntrySource(entry, mine)
 
     def holds(self, entry: Held) -> bool:
-        others = holders_of_memory(self._value) > len(_sources_of(self._value))
+        others = self._is_held_by_others()
         if (others or not self._told) and not self.is_current(entry):
             self._told = True
             raise ParameterChanged(
                 entry.name,
                 "took the values of a plain tensor, and that tensor, or one that shares its "
-                "memory, was written since (or its address was taken, and the parameter trained)",
-                AGAIN,
+                "memory, was written since",
+                KEPT,
             )
         return others
 
+    def _is_held_by_others(self) -> bool:
+        return holders_of_memory(self._value) > len(_sources_of(self._value))
+
     def is_current(self, entry: Held) -> bool:
         """Whether the memory has the values that were taken."""
-        if self._watched and not is_untouched(self._value):
-            self._watched = False
-            if entry.version != self._version:
-                self._writes = -1  # nobody knows any more what was taken
-            else:
-                self._sum = self._sum_of_entry(entry)
         if _writes_of(self._value) != self._writes:
             return False
-        return self._sum is None or _sum_of(self._value) == self._sum
+        if self._is_untouched():
+            return True
+        if self._sum is None:
+            self._sum = self._sum_of_entry(entry)
+        return _sum_of(self._value) == self._sum
 
-    def _sum_of_entry(self, entry: Held) -> int:
+    def _is_untouched(self) -> bool:
+        """Whether torch says that nobody wrote; if not, it cannot say so any more."""
+        _ask_for_holders()
+        if self._watched and not is_untouched(self._value):
+            self._watched = False
+        return self._watched
+
+    def before_write(self, entry: Held) -> None:
+        if self._sum is not None or entry.version != self._version:
+            return
+        if not self._is_untouched():
+            self._sum = self._sum_of_entry(entry)
+        elif self._is_held_by_others():
+            self._sum = _sum_of(self._value)
+
+    def _sum_of_entry(self, entry: Held) -> int | None:
+        if entry.version != self._version:
+            return None  # nobody knows any more what was taken
         sources, entry.sources = entry.sources, ()  # who reads looks at these first
         try:
             bytes_ = entry.store.read_all(entry)
@@ -139,6 +175,21 @@ class MemorySource:
         """Nothing of the other side knows of it."""
 
 
+def _ask_for_holders() -> None:
+    """Of memory that others may write unseen torch cannot tell: ask for all new sources at once."""
+    found = []
+    while _NEW:
+        try:
+            source = _NEW.popleft()()
+        except IndexError:  # another thread was here
+            break
+        if source is not None and source._is_held_by_others():
+            found.append(source)
+    values = [source._value for source in found]
+    for source, outside in zip(found, held_outside_python(values), strict=True) if found else ():
+        source._watched = source._watched and not outside
+
+
 class EntrySource:
     """Between two entries with the values of one memory, as those of two stores: neither may be
     used after the other was written."""
@@ -154,6 +205,9 @@ class EntrySource:
         if found is not None and found.version != version:
             raise _written_apart(entry, found)
         return found is not None
+
+    def before_write(self, entry: Held) -> None:
+        """Versions tell."""
 
     def dissolve(self) -> None:
         for side, _ in self._sides:
@@ -176,6 +230,12 @@ def taken_from(value: Tensor) -> Iterator[Held]:
 def check_sources(entry: Held) -> None:
     """raises  ParameterChanged, if what the entry took its values from has others now"""
     entry.sources = tuple(s for s in entry.sources if s.holds(entry))
+
+
+def before_write(entry: Held) -> None:
+    """Sources keep of the entry what they compare with."""
+    for source in entry.sources:
+        source.before_write(entry)
 
 
 def drop_sources(entry: Held) -> None:

@@ -28,7 +28,7 @@ from zcompile.runtime.mover import Backlog, marks_of
 from zcompile.runtime.pages import check_memory
 from zcompile.runtime.place import Place
 from zcompile.runtime.plant import Opening, closed_error, forked_error, open_plant, shut
-from zcompile.runtime.sources import Source, check_sources
+from zcompile.runtime.sources import Source, before_write, check_sources
 from zcompile.runtime.sums import Add
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.tier_device import DeviceTier
@@ -205,6 +205,8 @@ class Store:
         """
         self.enter(entry.name)
         self._settle(entry, ahead)
+        if writes:
+            before_write(entry)
         ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
         self._mover.borrow(entry.place, begin, memory, writes, overwrites)
         entry.version += int(writes)
@@ -248,6 +250,7 @@ class Store:
     def zero(self, entry: Entry) -> None:
         """Make it blank again; moves nothing."""
         self.enter(entry.name)
+        before_write(entry)
         self._mover.blank(entry.place)
         entry.deferred = ()
         entry.unset = False
@@ -336,6 +339,7 @@ class Store:
 
     def _submit_write(self, entry: Entry, transfer: Transfer, source: Tensor,
                       after: Sequence[Ticket]) -> Transfer:  # fmt: skip
+        before_write(entry)
         nbytes = 0 if self.arena.holds(source) else source.numel()
         self._backlog.enter(nbytes)
         try:

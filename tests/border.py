@@ -10,6 +10,7 @@ they are submitted; for these `go()` submits, and what is returned or raised is 
 
 import errno
 import inspect
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from zcompile.runtime.plant import open_plant
 from zcompile.runtime.ring import Outcome, Request, Ring
 from zcompile.runtime.system_calls import SystemCalls
 
+NAMELESS = "zinf-trial-0"
+"""What we call a file without a name."""
 HELPERS = ("write_all", "read_all")
 """Made of other calls."""
 CALLS = tuple(
@@ -80,6 +83,8 @@ class Border(SystemCalls):
         """What a call is about."""
         fd = arguments.get("fd", arguments.get("dir_fd"))
         below = self.paths.get(fd) if isinstance(fd, int) else None
+        if arguments.get("flags", 0) & os.O_TMPFILE == os.O_TMPFILE and below is not None:
+            return below / NAMELESS
         name = arguments.get("name", arguments.get("of", arguments.get("one")))
         if name is None or isinstance(name, int):
             return self.paths.get(name) if isinstance(name, int) else below

@@ -14,6 +14,7 @@ from zcompile.errors import ZinfError
 from zcompile.runtime.data_header import HEADER_BYTES
 from zcompile.runtime.session import Session
 from zcompile.runtime.tier_durable import DurableTier
+from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import Extent
 from zcompile.tiered import TieredTensor
 
@@ -36,7 +37,7 @@ def lost_of(session: Session, tensors: Iterable[Tensor]) -> dict[str, object]:
     found: dict[str, object] = {
         "entries": [e.name for e in session._entries.values() if e.key not in wanted],
         "host": _lost_on_host(session),
-        "disk": list(_lost_on_disk(session)),
+        "disk": [*_lost_on_disk(session), *_lost_in_scratch(session)],
         "staging": session._means.staging._ranges.used_bytes,
         "backlog": session._backlog._now,
         "arena": session.arena.used_bytes,
@@ -74,6 +75,19 @@ def _lost_on_disk(session: Session) -> Iterator[str]:
         here = sum(nbytes for (of, _), nbytes in taken.items() if of == number)
         if file.extents.used_bytes != HEADER_BYTES + here:
             yield f"{file.path}: {file.extents.used_bytes} taken, {HEADER_BYTES + here} held"
+
+
+def _lost_in_scratch(session: Session) -> Iterator[str]:
+    """Of a disk tier that is not durable: every extent, or its parts, is of an entry."""
+    for tier in session.homes._tiers:
+        if not isinstance(tier, DiskTier):
+            continue
+        held = [e.place.extent for e in session._entries.values() if e.place.tier is tier]
+        parts = [part for extent in held for part in tier._parts.get(extent.file, (extent,))]
+        for number, file in enumerate(tier._files):
+            here = sum(part.nbytes for part in parts if part.file == number)
+            if file.extents.used_bytes != here:
+                yield f"{file.path}: {file.extents.used_bytes} taken, {here} held"
 
 
 def tensors_of(model: Any, optimizer: Any) -> Iterator[Tensor]:

@@ -49,6 +49,12 @@ FAULTS = {
 }
 """What each call can do. EINTR of calls that Python makes itself never comes to us (PEP 475)."""
 
+CHECKPOINTS_ONLY = frozenset((
+    "clone", "exchange", "rmdir", "readlink", "symlink", "chmod", "utime",
+    "attributes", "attribute", "set_attribute",
+))  # fmt: skip
+"""Calls that the disk tier does not make; each of the others it does, and is failed there."""
+
 Spot = tuple[str, str, int]
 """Name of a call, the file below the test's directory, and the how manyth of these it is."""
 
@@ -66,7 +72,8 @@ class Once:
     def __call__(self, call, go):
         with self.lock:
             where = str(call.of).replace(str(self.root), "")
-            named = call.name, re.sub(r"(partial|trial)-[0-9a-f]+", r"\1", where)
+            where = re.sub(r"(partial|trial)-[0-9a-f]+", r"\1", where)
+            named = call.name, re.sub(r"zinf-[0-9]+-[0-9]+\.tier", "scratch.tier", where)
             spot = (*named, self.counts[named])
             self.counts[named] += 1
             self.seen.append(spot)

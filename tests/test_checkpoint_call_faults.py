@@ -14,7 +14,7 @@ import pytest
 import torch
 from border import Border, offloaded
 from extents_held import forget_frames, lost_of
-from failed_calls import FAULTS, Once, ended, kernel_threads, open_below
+from failed_calls import CHECKPOINTS_ONLY, FAULTS, Once, ended, kernel_threads, open_below
 from torch import nn
 
 import zcompile
@@ -107,6 +107,7 @@ def recorded(request, tmp_path_factory):
         run(root, Border(once), told := [], lost := [])
         assert (told, lost) == (["saved", "replaced", "resumed", "loaded"], [{}])
     assert len(once.seen) > 150
+    assert {name for name, _, _ in once.seen} >= CHECKPOINTS_ONLY
     return list(dict.fromkeys(once.seen)), request.param
 
 

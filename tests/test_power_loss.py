@@ -418,7 +418,7 @@ def without_exchange(call: Call, go: Callable[[], Any]) -> Any:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("most", "tried"), [
     (8, 60),
-    pytest.param(64, 2000, marks=pytest.mark.slow),
+    pytest.param(64, 1800, marks=pytest.mark.slow),
 ])  # fmt: skip
 @pytest.mark.parametrize("weak", [False, True], ids=["ordered", "weak"])
 @pytest.mark.parametrize("mutate", [lambda call, go: go(), without_exchange],

@@ -1,29 +1,34 @@
 """Every system call of the disk tier fails once, in every way that it can.
 
 A durable run (offload, two steps with a commit each, save, close, resume, a step, close) is
-recorded. Then each of its calls is failed, one call a run. Either the run raises an error of ours
-that names the file, or the tensor, and leaves the last commit that was told, or the one that was
-being made; or it goes on, with the same bits. Nothing stays open, nothing runs on, and no extent
-or buffer is taken that nobody has.
+recorded; one with `zinf disk gc` and `verify` between, where reads past the page cache are refused;
+and one that is not durable, over two directories. Then each call is failed, one a run. Either the
+run raises an error of ours that names the file, or the tensor, and leaves the last commit that was
+told, or the one that was being made; or it goes on, with the same bits. Nothing stays open, nothing
+runs on, and no extent or buffer is taken that nobody has.
 """
 
 import errno
 import gc
 import os
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 from border import CALLS, Border, offloaded
 from extents_held import forget_frames, lost_of, tensors_of
-from failed_calls import FAULTS, Once, ended, kernel_threads, open_below, running
+from failed_calls import CHECKPOINTS_ONLY, FAULTS, Once, ended, kernel_threads, open_below, running
 from torch import nn
 
 import zcompile
+from zcompile.cli import disk
 from zcompile.errors import CommitFailed, NothingCommitted, ZinfError
 from zcompile.offloading import session_behind
-from zcompile.runtime import ring_choice
+from zcompile.runtime import ring_choice, stripes, tier_nvme
 from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.data_header import HEADER_BYTES
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB", "durable": True}
 INPUT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
@@ -73,6 +78,66 @@ def run(root, system, told, lost):
         counted(model, work, lost)
 
 
+def tended(root, system, told, lost):
+    """As `run`; what no commit names is given back between, and all checksums are read."""
+
+    def first(model, optimizer):
+        for _ in range(2):
+            step(model, optimizer, told)
+
+    def second(model, optimizer):
+        zcompile.resume(root / "disk", model, optimizer)
+        step(model, optimizer, told)
+
+    model = offloaded(model_of(0), system, disk=root / "disk", **FIELDS)
+    counted(model, first, lost)
+    disk.gc(root / "disk", everything=False, system=system)
+    if (answer := disk.verify(root / "disk", system)).code:
+        raise ZinfError(answer.text)
+    model = offloaded(model_of(1), system, disk=root / "disk", **FIELDS)
+    counted(model, second, lost)
+
+
+def striped(root, system, told, lost):
+    """Entries lie over two directories."""
+
+    def work(model, optimizer):
+        for _ in range(2):
+            step(model, optimizer, told)
+
+    fields = {**FIELDS, "durable": False, "disk": (root / "disk", root / "other")}
+    counted(offloaded(model_of(0), system, **fields), work, lost)
+
+
+class Unaligned(Once):
+    """Reads past the page cache are refused, as where a file was copied to another sort of disk."""
+
+    through_cache = False
+
+    def __call__(self, call, go):
+        def made():
+            data = call.name == "pread" and call.of.name == "zinf.tier"
+            if data and len(call.arguments["into"]) > HEADER_BYTES and not self.through_cache:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            result = go()
+            self.through_cache = self.through_cache or call.name == "dup2"
+            return result
+
+        return super().__call__(call, made)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """run     takes root, system, and the lists `told` and `lost`
+    once       the sort of `Once`
+    least      calls
+    """
+
+    run: Callable[..., None]
+    once: type[Once]
+    least: int
+
+
 def counted(model, work, lost):
     """`work` with the model, which is closed then; `lost` as `run` has it."""
     optimizer, failure = optimizer_of(model), None
@@ -105,24 +170,42 @@ def committed(root):
         zcompile.close(model)
 
 
+KINDS = {
+    "durable": Kind(run, Once, 300),
+    "tended": Kind(tended, Unaligned, 300),
+    "striped": Kind(striped, Once, 100),
+}
+
+
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """The calls of a run in which nothing fails, and the values after each step."""
-    for _ in range(2):  # what is made once, at the first
-        root = tmp_path_factory.mktemp("recorded")
-        told, once = [], Once(root)
-        run(root, Border(once), told, lost := [])
-        assert lost == [{}, {}]
-    assert len(once.seen) > 300
-    return list(dict.fromkeys(once.seen)), told
+def recorded(tmp_path_factory, small_stripes):
+    """By kind: the calls of a run in which nothing fails, and the values after each step."""
+    found = {}
+    for name, kind in KINDS.items():
+        for _ in range(2):  # what is made once, at the first
+            root = tmp_path_factory.mktemp("recorded")
+            told, once = [], kind.once(root)
+            kind.run(root, Border(once), told, lost := [])
+            assert not any(lost)
+        assert len(once.seen) > kind.least
+        found[name] = list(dict.fromkeys(once.seen)), told
+    return found
 
 
-def check(root, at, fault, want):
+@pytest.fixture(scope="module")
+def small_stripes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "STRIPE_BYTES", 8192)
+        patch.setattr(tier_nvme, "STRIPE_BYTES", 8192)
+        yield
+
+
+def check(root, kind, at, fault, want):
     """One run in which `at` fails."""
-    threads, tasks, told, once = running(), len(kernel_threads()), [], Once(root, at, fault)
+    threads, tasks, told, once = running(), len(kernel_threads()), [], kind.once(root, at, fault)
     where, named, lost = f"{at} {fault}", None, []
     try:
-        run(root, Border(once), told, lost)
+        kind.run(root, Border(once), told, lost)
     except ZinfError as error:
         forget_frames(error)
         said = str(error)
@@ -134,12 +217,17 @@ def check(root, at, fault, want):
     else:
         assert all(map(same, told, want)), where
         assert len(told) == len(want), where
+    assert once.hit, where
     assert not any(lost), f"{where}: {lost}"
     gc.collect()
     wait_for_the_dead()
     assert running() == threads, where
     assert ended(tasks), f"{where}: {kernel_threads()}"
     assert open_below(root) == [], where
+    if kind.run is striped:
+        kind.run(root, Border(), [], [])  # which clears up what could not be removed
+        assert [name for place in root.iterdir() for name in place.iterdir()] == [], where
+        return
     held = committed(root)
     steps = [n for n, one in enumerate(want, 1) if held is not None and same(held, one)]
     unsure = once.commits > len(told)
@@ -156,16 +244,28 @@ def test_the_table_knows_every_call():
 def chosen(spots, name):
     """The first and the last call of a name, on the data file if there are such."""
     found = [spot for spot in spots if spot[0] == name]
-    found = [spot for spot in found if spot[1].endswith("zinf.tier")] or found
+    found = [spot for spot in found if spot[1].endswith(".tier")] or found
     return dict.fromkeys((found[0], found[-1])) if found else ()
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", sorted(FAULTS.keys() - CHECKPOINTS_ONLY))
 def test_a_call_that_fails_is_told_and_loses_nothing(tmp_path, recorded, name):
-    spots, want = recorded
-    for number, at in enumerate(chosen(spots, name)):
+    cases = [(kind, at) for kind in KINDS for at in chosen(recorded[kind][0], name)]
+    assert cases
+    for number, (kind, at) in enumerate(cases):
         (root := tmp_path / str(number)).mkdir()
-        check(root, at, FAULTS[name][0], want)
+        check(root, KINDS[kind], at, FAULTS[name][0], recorded[kind][1])
+
+
+def test_a_part_of_a_stripe_that_cannot_be_had_is_told_and_the_others_are_given_back(
+    tmp_path, recorded
+):
+    spots, want = recorded["striped"]
+    found = [spot for spot in spots if spot[0] == "allocate" and spot[1].startswith("/other/")]
+    assert found
+    for number, at in enumerate(found):
+        (root := tmp_path / str(number)).mkdir()
+        check(root, KINDS["striped"], at, "EIO", want)
 
 
 @pytest.mark.parametrize(("name", "of", "fault"), [
@@ -178,12 +278,12 @@ def test_a_call_that_fails_is_told_and_loses_nothing(tmp_path, recorded, name):
     ("flock", "/kept.zinf-partial", "ENOLCK"),
 ])  # fmt: skip
 def test_calls_that_a_commit_hangs_on(tmp_path, recorded, name, of, fault):
-    spots, want = recorded
+    spots, want = recorded["durable"]
     found = [spot for spot in spots if spot[:2] == (name, of)]
     assert found
     for number, at in enumerate(found):
         (root := tmp_path / f"{number}").mkdir()
-        check(root, at, fault, want)
+        check(root, KINDS["durable"], at, fault, want)
 
 
 @pytest.mark.parametrize(("own", "name", "file"), [
@@ -217,19 +317,20 @@ def test_a_commit_that_cannot_be_opened_is_told(tmp_path, own, name, file):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ring", ring_choice.DIRECT)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", sorted(FAULTS.keys() - CHECKPOINTS_ONLY))
 def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
-    tmp_path, monkeypatch, recorded, name, ring
+    tmp_path, monkeypatch, recorded, name, kind, ring
 ):
     if not opens(ring):
         pytest.skip(f"this machine has no {ring}")
     others = {kind: refused for kind in ring_choice.DIRECT if kind != ring}
     monkeypatch.setattr(ring_choice, "RINGS", {**ring_choice.RINGS, **others})
-    spots, want = recorded
+    spots, want = recorded[kind]
     for number, at in enumerate(spot for spot in spots if spot[0] == name):
         for fault in FAULTS[name]:
             (root := tmp_path / f"{number}{fault}").mkdir()
-            check(root, at, fault, want)
+            check(root, KINDS[kind], at, fault, want)
 
 
 def opens(ring):

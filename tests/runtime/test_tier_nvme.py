@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from border import Border
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.runtime import claim, tier_file
-from zcompile.runtime.claim import LOCK_NAME
+from zcompile.runtime.claim import LOCK_NAME, TRIAL_FILE
+from zcompile.runtime.directory import Directory
+from zcompile.runtime.disk_trial import takes_blocks, takes_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.pages import host_pages
 from zcompile.runtime.tier_nvme import DiskTier
@@ -305,3 +308,41 @@ def test_a_forked_child_does_not_own_the_directory(open_tier):
         for fd in (release, held, ready, forked):
             os.close(fd)
         os.waitpid(pid, 0)
+
+
+def open_and_named(tmp_path, refused=()):
+    """A trial in which some flags are refused: what bore a name after any of its calls."""
+    seen = set()
+
+    def around(call, go):
+        flags = call.arguments.get("flags", 0)
+        if any(flags & flag == flag for flag in refused):
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        result = go()
+        seen.update(tmp_path.iterdir())
+        return result
+
+    with Directory(tmp_path, Border(around)) as directory:
+        takes_blocks(directory)
+        works = takes_direct(directory)
+    assert list(tmp_path.iterdir()) == []
+    return works, seen
+
+
+def test_the_file_of_a_trial_never_has_a_name(tmp_path):
+    assert open_and_named(tmp_path) == (True, set())
+
+
+def test_a_trial_goes_on_where_every_file_has_a_name(tmp_path):
+    works, seen = open_and_named(tmp_path, [os.O_TMPFILE])
+    assert works
+    assert len(seen) == 2
+    assert all(TRIAL_FILE.match(path.name) for path in seen)
+
+
+def test_a_trial_that_was_killed_leaves_nothing_for_long(open_tier, tmp_path, caplog):
+    left = tmp_path / "zinf-trial-0123456789abcdef"
+    left.write_bytes(bytes(4096))
+    open_tier()
+    assert not left.exists()
+    assert "was left when it was tried" in caplog.text

@@ -18,6 +18,8 @@ from zcompile.runtime.directory import Directory
 LOCK_NAME = "zinf.lock"
 TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")
 """A scratch file, and the process that made it."""
+TRIAL_FILE = re.compile(r"zinf-trial-[0-9a-f]{16}\Z")
+"""Of `disk_trial`, whose process was killed before it could remove it."""
 _LOCK = re.compile(r"([0-9]{1,10}) since ([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\n")
 """What a lock says. Whatever else is in it came from elsewhere, and is not passed on."""
 _MOST_LOCK_BYTES = 64
@@ -118,8 +120,8 @@ class Claim:
 
 
 def scratch_files(directory: Directory) -> list[str]:
-    """What stores without `durable` keep there while they run."""
-    return [name for name in directory.names() if TIER_FILE.match(name)]
+    """What stores without `durable` keep there while they run, and what was left of a trial."""
+    return [name for name in directory.names() if TIER_FILE.match(name) or TRIAL_FILE.match(name)]
 
 
 def reclaim(directory: Directory) -> int:
@@ -127,12 +129,15 @@ def reclaim(directory: Directory) -> int:
     freed = 0
     for name in scratch_files(directory):
         found = TIER_FILE.match(name)
-        assert found is not None
         if (left := directory.stat(name)) is None:
             continue
         when = time.strftime("%F %T", time.localtime(left.st_mtime))
         directory.unlink(name)
         freed += left.st_blocks * 512
+        if found is None:
+            logger.warning("%s: %s was left when it was tried what the disk takes, and is removed",
+                           directory.path, name)  # fmt: skip
+            continue
         logger.warning("%s: process %s, which last wrote at %s, ended without closing its "
                        "model; what it kept there is lost, %s is removed",
                        directory.path, found[1], when, name)  # fmt: skip

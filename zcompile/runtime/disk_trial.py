@@ -1,8 +1,9 @@
 """What a directory takes: tried there rather than looked up.
 
 A filesystem may accept the O_DIRECT flag and refuse the write; a container may have the system
-call and forbid it. The file of a trial has no name from its first moment on, so that nothing is
-left behind if we are killed.
+call and forbid it. The file of a trial has no name, so that nothing is left behind if we are
+killed; where the filesystem knows no such files it has one for a moment, which `reclaim` in
+`claim.py` knows.
 """
 
 import errno
@@ -21,6 +22,8 @@ from zcompile.runtime.system_calls import SystemCalls
 BLOCK_BYTES = 4096
 """Extents of the disk tier begin and end at multiples of this; every disk takes such blocks."""
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_NOT_NAMELESS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT)
+"""Of O_TMPFILE; the last two of kernels that do not know it. The first may be of O_DIRECT."""
 
 
 @contextmanager
@@ -29,13 +32,31 @@ def nameless_file(directory: Directory, direct: bool) -> Iterator[int]:
 
     raises  OSError
     """
+    flags, system = os.O_RDWR | (os.O_DIRECT if direct else 0), directory.system
+    try:
+        fd = directory.open(".", flags | os.O_TMPFILE | os.O_EXCL)
+    except OSError as error:
+        if error.errno not in _NOT_NAMELESS:
+            raise
+    else:
+        try:
+            yield fd
+        finally:
+            system.close(fd)
+        return
+    with _named_for_a_moment(directory, flags) as fd:
+        yield fd
+
+
+@contextmanager
+def _named_for_a_moment(directory: Directory, flags: int) -> Iterator[int]:
     name, system = f"zinf-trial-{secrets.token_hex(8)}", directory.system
     with ExitStack() as opened:  # all of it is undone, also where undoing some of it fails
         made = directory.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         opened.callback(system.close, made)
         with ExitStack() as named:
             named.callback(directory.unlink, name)
-            fd = directory.open(name, os.O_RDWR | (os.O_DIRECT if direct else 0))
+            fd = directory.open(name, flags)
             opened.callback(system.close, fd)
         yield fd
 

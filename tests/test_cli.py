@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import small_run
+from border import Border
+from failed_calls import Once, open_below
 
 from zcompile import run_format as rf
-from zcompile.cli import main
+from zcompile.cli import disk_probe, main
 from zcompile.cli.disk_probe import probe_disk
+from zcompile.errors import DiskUnusable
 from zcompile.machine_file import find
 from zcompile.runtime import ring_choice
 from zcompile.runtime.hardware import mount_type
@@ -197,6 +200,21 @@ def test_doctor_says_which_ways_to_the_disk_are_open(zinf, tmp_path, installed, 
     monkeypatch.setitem(ring_choice.RINGS, "aio", refused)
     _, out, _ = zinf("doctor", "--disk", tmp_path)
     assert "aio: refused (Operation not permitted), threads: used, buffered: works" in out
+
+
+def test_the_probe_of_a_disk_passes_the_border_and_tells_what_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_probe, "PROBE_BYTES", 4096)
+    monkeypatch.setattr(disk_probe, "REQUEST_BYTES", 4096)
+    once = Once(tmp_path)
+    probe_disk(tmp_path, Border(once))
+    spots = dict.fromkeys(once.seen)
+    assert {name for name, _, _ in spots} >= {"stat", "statvfs", "pwrite", "pread", "fdatasync"}
+    for at in spots:
+        if at[0] in ("stat", "statvfs", "fdatasync"):
+            with pytest.raises(DiskUnusable, match=f"{tmp_path}.*Input/output error"):
+                probe_disk(tmp_path, Border(Once(tmp_path, at, "EIO")))
+    assert open_below(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_deepest_mount_decides_the_filesystem():

@@ -39,6 +39,8 @@ BEHIND = (
     "checkpoint_directory.py",
     "checkpoint_file.py",
     "checkpoint_source.py",
+    "cli/disk.py",
+    "cli/disk_probe.py",
     "durable.py",
     "safetensors_file.py",
     "shards.py",

@@ -5,14 +5,15 @@ Tried rather than looked up, in the way that the disk tier itself does at its st
 
 import mmap
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.errors import DiskUnusable
-from zcompile.runtime.hardware import filesystem
+from zcompile.runtime.hardware import filesystem, free_disk_bytes
+from zcompile.runtime.regular_file import found_at, is_directory
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.units import MiB
 
 PROBE_BYTES = 64 * MiB
@@ -50,26 +51,28 @@ class Disk:
     write_bytes_per_s: float | None
 
 
-def probe_disk(path: Path) -> Disk:
+def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
     """raises  DiskUnusable, if one cannot write there"""
     from zcompile.runtime import disk_trial, ring_choice  # torch comes along
     from zcompile.runtime.directory import Directory
 
-    if not path.is_dir():
-        why = "is not a directory" if path.exists() else "does not exist"
-        raise DiskUnusable(path, why, "create it or give another directory")
     try:
-        free_bytes = shutil.disk_usage(path).free
-        with Directory(path) as directory:
+        if not is_directory(found := found_at(system, path)):
+            why = "does not exist" if found is None else "is not a directory"
+            raise DiskUnusable(path, why, "create it or give another directory")
+        free_bytes = free_disk_bytes([path], system)
+        with Directory(path, system) as directory:
             direct = disk_trial.takes_direct(directory)
             trials = ring_choice.try_all(directory, direct)
             used = next((trial for trial in trials if trial.refused is None), None)
             ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
             read = write = None
             with disk_trial.nameless_file(directory, direct) as file:
-                granule = disk_trial.direct_granule(directory.system, file) if direct else 1
+                granule = disk_trial.direct_granule(system, file) if direct else 1
                 if free_bytes > 2 * PROBE_BYTES:
-                    write, read = _bandwidth(file, direct)
+                    write, read = _bandwidth(system, file, direct)
+    except DiskUnusable:
+        raise
     except OSError as error:
         todo = "give a directory that one may write to, with 64 MiB free"
         raise DiskUnusable(path, f"cannot be probed: {error.strerror}", todo) from error
@@ -80,29 +83,30 @@ def _way(name: str, refused: str | None, used: bool) -> Way:
     return Way(name, "refused" if refused else "used" if used else "works", refused)
 
 
-def _bandwidth(file: int, direct: bool) -> tuple[float, float | None]:
+def _bandwidth(system: SystemCalls, file: int, direct: bool) -> tuple[float, float | None]:
     """Bytes per second of writing and, if it would not come from memory, of reading."""
     buffer = mmap.mmap(-1, REQUEST_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)  # 4 KiB pages halve the bandwidth
     buffer.write(os.urandom(4096) * (REQUEST_BYTES // 4096))
+    view = memoryview(buffer)
 
     def write(offset: int) -> None:
-        os.pwritev(file, [buffer], offset)
+        system.pwrite(file, view, offset)
 
     def read(offset: int) -> None:
-        os.preadv(file, [buffer], offset)
+        system.pread(file, view, offset)
 
     # The first write also allocates; a store writes each place many times.
-    _seconds(write, file)
-    writes = [_seconds(write, file) for _ in range(ROUNDS)]
-    reads = [_seconds(read, file) for _ in range(ROUNDS)] if direct else []
+    _seconds(write, system, file)
+    writes = [_seconds(write, system, file) for _ in range(ROUNDS)]
+    reads = [_seconds(read, system, file) for _ in range(ROUNDS)] if direct else []
     return PROBE_BYTES / min(writes), PROBE_BYTES / min(reads) if reads else None
 
 
-def _seconds(move: Callable[[int], None], file: int) -> float:
+def _seconds(move: Callable[[int], None], system: SystemCalls, file: int) -> float:
     started = time.perf_counter()
     for offset in range(0, PROBE_BYTES, REQUEST_BYTES):
         move(offset)
-    os.fdatasync(file)
+    system.fdatasync(file)
     return time.perf_counter() - started

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.units import KiB
 
 
@@ -26,12 +27,12 @@ def available_bytes(total_bytes: int) -> int:
     return total_bytes
 
 
-def free_disk_bytes(directories: Iterable[Path]) -> int:
+def free_disk_bytes(directories: Iterable[Path], system: SystemCalls = KERNEL) -> int:
     """Room on the filesystems of `directories`, each counted once. raises  OSError"""
     free = {}
     for directory in directories:
-        told = os.statvfs(directory)
-        free[os.stat(directory).st_dev] = told.f_bavail * told.f_frsize
+        told = system.statvfs(directory)
+        free[system.stat(directory, follow=True).st_dev] = told.f_bavail * told.f_frsize
     return sum(free.values())
 
 

@@ -50,7 +50,7 @@ FAULTS = {
 """What each call can do. EINTR of calls that Python makes itself never comes to us (PEP 475)."""
 
 CHECKPOINTS_ONLY = frozenset((
-    "clone", "exchange", "rmdir", "readlink", "symlink", "chmod", "utime",
+    "exchange", "rmdir", "readlink", "symlink", "chmod", "utime",
     "attributes", "attribute", "set_attribute",
 ))  # fmt: skip
 """Calls that the disk tier does not make; each of the others it does, and is failed there."""

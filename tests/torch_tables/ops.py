@@ -73,7 +73,8 @@ class Case:
             asked = self._arguments(None) if outcome.kind == "refused" else expected
             if why := list(self._changes(asked, found)):
                 return Outcome("different", f"{outcome.kind} ({outcome.why}), then {why}")
-        if "other values" in outcome.why or outcome.kind == "rounded":
+        values = outcome.kind == "different" and "other values" in outcome.why
+        if values or outcome.kind == "rounded":
             again = self._call(None)
             if list(self._differences(expected, again)):
                 return Outcome("random", outcome.why)

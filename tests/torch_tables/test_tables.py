@@ -149,6 +149,19 @@ def test_an_op_that_does_nothing_is_seen_in_every_table(monkeypatch, tmp_path):
     assert [outcome.kind for outcome in found] == ["different"] * 3, found
 
 
+def test_what_is_refused_is_not_called_random(monkeypatch, tmp_path):
+    """Though torch itself gives other values each time."""
+    monkeypatch.setattr(ops.Case, "_differences", lambda *sides: iter(["result: other values"]))
+    tier = Tier("host", tmp_path)
+    (op,) = ops.ops_named(["mul"])
+    kinds = {}
+    for case in ops.cases(op, torch.float32, 1):
+        kinds.setdefault(case.way, set()).add(case.run(tier).kind)
+    tier.close()
+    assert kinds["out-resized"] == {"refused"}
+    assert kinds["function"] == {"random"}
+
+
 def test_a_report_that_was_broken_off_is_taken_up(tmp_path):
     told = pool.Told({"table": "ops", "name": "add", "skip": 0}, Counter(equal=2), 2, 0.5, [])
     report = tmp_path / "report"

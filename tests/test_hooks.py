@@ -237,6 +237,23 @@ def test_a_hook_that_was_removed_is_not_called(mode, tmp_path):
 
 
 @MODES
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_hooks_at_a_node_that_a_list_op_leads_to(place, mode, tmp_path):
+    def through_a_list(log, model, kept):
+        params = [model.first.weight, model.shared.weight, model.last.bias]
+        with torch.enable_grad():
+            made = torch._foreach_mul(params, 2.0)
+        node = made[2].grad_fn
+        kept.append(node := node.next_functions[place if len(node.next_functions) > 1 else 0][0])
+        node.register_prehook(lambda grads: log.saw("pre", *grads))
+        node.register_hook(lambda inputs, outputs: log.saw("node", *outputs))
+
+    for number, program in enumerate((once, accumulated)):
+        (disk := tmp_path / str(number)).mkdir()
+        assert both(program, through_a_list, mode, disk)
+
+
+@MODES
 @pytest.mark.parametrize("kind", ["all", "any"])
 def test_hooks_of_several_tensors(kind, mode, tmp_path):
     def several(log, model, kept):

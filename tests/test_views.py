@@ -313,6 +313,29 @@ def test_what_out_names_is_not_resized(size, tmp_path):
     assert_equal(plain, tiered)
 
 
+LIKE = {
+    "rows": (lambda: torch.randn(6, 8), {}),
+    "columns": (lambda: torch.randn(6, 8).t(), {}),
+    "channels last": (
+        lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        {"memory_format": torch.preserve_format},
+    ),
+}
+
+
+@pytest.mark.parametrize("like", LIKE)
+def test_a_plain_tensor_takes_the_size_of_a_tiered_one(like, tmp_path):
+    make, how = LIKE[like]
+    sizes = []
+    for param in parameter_pair(make, tmp_path):
+        plain = torch.zeros(2)
+        assert plain.resize_as_(param.detach(), **how) is plain
+        sizes.append((plain.size(), plain.stride()))
+    assert sizes[0] == sizes[1]
+    with pytest.raises(Unsupported, match="changes the shape"):
+        param.detach().resize_as_(torch.zeros(2))
+
+
 INPUTS = {
     "transposed": lambda p: p.t(),
     "row": lambda p: p[1],

@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from zcompile import torch_private as private
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, ParameterChanged
 from zcompile.fresh_results import fresh
 from zcompile.offloading import session_behind
 from zcompile.units import KiB
@@ -100,6 +100,33 @@ def test_an_op_that_needs_more_is_refused_before_it_gathers():
     adamw.zero_grad()
     compiled(x).square().mean().backward()
     assert not torch.equal(model[0].weight.on_host(), before[0])
+
+
+class Product(torch.optim.Optimizer):
+    """Adds a product of plain matrices, so that a weight is gathered whole."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        plain = torch.ones(WIDE, WIDE)
+        for p in self.param_groups[0]["params"]:
+            p.addmm_(plain, plain)
+
+
+def test_an_op_that_fails_before_it_runs_leaves_nothing_counted():
+    model = nn.Linear(WIDE, WIDE, bias=False)
+    zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="64MiB")
+    optimizer, holding = Product(model.parameters()), session_behind(model).holding
+    for _ in range(3):
+        value = torch.eye(WIDE)
+        other = value.view(-1)
+        model.weight.data = value
+        other.mul_(2)
+        with pytest.raises(ParameterChanged):
+            optimizer.step()
+        assert holding.nbytes == 0
 
 
 def test_results_without_elements_are_made_by_an_op_and_memory_stays_watched():

@@ -71,6 +71,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if torch.Tag.inplace_view in func.tags or func._schema.name in RELAID:
         if func is aten.detach_.default or _keeps_size(func, args, kwargs):
             return args[0]
+        if func is aten.resize_as_.default and not isinstance(args[0], cls):
+            lies: Layout = args[1].lies
+            template = torch.empty_strided(lies.size, lies.stride, device="meta")
+            return func(args[0], template, **kwargs)
         raise _reshapes(func)
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
@@ -330,8 +334,8 @@ def _whole(cls: type, app: Application) -> Any:
                 held[entry.key][1].zero_()  # what is between the elements goes home too
         return tiered.lies.view(held[entry.key][1])
 
-    args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
     try:
+        args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
         result = app.func(*args, **kwargs)
     except RuntimeError as error:
         if not says_not_resizable(error):

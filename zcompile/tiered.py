@@ -187,11 +187,17 @@ class TieredTensor(Unbacked):
     grad = property(grad_of, _give_gradient, _take_gradient)
 
     def _reach(self, node: Any) -> None:
-        while node is not None:
+        """From `node` one gets to the nodes of these parameters: a list op has one for all."""
+        seen, ahead = set(), [node]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
             param = getattr(node, "variable", None)
             if isinstance(param, TieredTensor):
                 param.reached = True
-            node = next((before for before, _ in node.next_functions), None)
+            ahead.extend(before for before, _ in node.next_functions)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As for any tensor. A compiled graph brings gradients home itself and leaves None to

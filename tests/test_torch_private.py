@@ -307,30 +307,22 @@ def set_by() -> None:
 
 @contract
 def others_hold_gradient() -> None:
-    """By a name, or by its memory: a part of a buffer. Not what autograd made."""
-    flat, seen, given = torch.zeros(8), [], [True]
+    """By a name, or by its memory: a part of a buffer, or of what autograd gives to several."""
+    flat, seen = torch.zeros(8), []
     param = torch.nn.Parameter(torch.ones(4))
-    param.register_post_accumulate_grad_hook(
-        lambda p: seen.append(private.others_hold_gradient(p, given[-1]))
-    )
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(private.others_hold_gradient(p)))
     mine = torch.zeros(4)
     for grad in (mine, flat[:4], flat[4:].detach()):
         param.grad = grad
         del grad
-        assert private.others_hold_gradient(param, True)
+        assert private.others_hold_gradient(param)
         (param * param).sum().backward()
+    param.grad = None
+    torch.cat([param, torch.ones(4, requires_grad=True)]).square().sum().backward()
     param.grad = torch.zeros(4)
     param.sum().backward()
-    assert not private.others_hold_gradient(param, True)
-    given.append(False)
-    param.grad = None
-    torch.cat([param, param * 2]).square().sum().backward()
-    param.grad = None
-    both = torch.cat([param, torch.ones(4, requires_grad=True)])
-    (both[1:] - both[:-1]).square().sum().backward()  # autograd adds in place, then splits
-    assert seen == [True, True, True, False, False, False]
-    assert param.grad._version > 0
-    assert private.others_hold_gradient(param, False)  # the pass is over, and the other has a part
+    assert seen == [True, True, True, True, False]
+    assert not private.others_hold_gradient(param)
 
 
 class Hiding(torch.nn.Parameter):
@@ -355,6 +347,16 @@ def set_grad() -> None:
     assert given.tolist() == [4, 4]
     private.set_grad(leaf, None)
     assert private.grad_of(leaf) is None
+
+
+@contract
+def is_gradient_named() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = torch.zeros(4)
+    assert not private.is_gradient_named(param)
+    named = param.grad
+    assert private.is_gradient_named(param)
+    del named
 
 
 PUBLIC = {

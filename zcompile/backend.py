@@ -320,7 +320,9 @@ def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., An
         since = next_sequence_number()
         results = compiled(*args)
         if (alive := session()) is not None:
-            alive.gradients.come_by(lambda: node_of_call(results, since))
+            alive.gradients.come_by(
+                lambda: node_of_call(results, since) or node_of_call(args, since)
+            )
         return results
 
     return call

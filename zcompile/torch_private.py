@@ -357,13 +357,13 @@ def next_sequence_number() -> int:
     return number
 
 
-def node_of_call(results: Sequence[Any], since: int) -> Any | None:
+def node_of_call(values: Sequence[Any], since: int) -> Any | None:
     """The node by which autograd will run the backward of a compiled call; None without one.
 
-    results  what the call gave
-    since    `next_sequence_number()` before the call: older nodes are those of its inputs
+    values  what the call gave, or was called with and wrote
+    since   `next_sequence_number()` before the call: older nodes are those of its inputs
     """
-    seen = [grad_fn_of(result) for result in results if isinstance(result, Tensor)]
+    seen = [grad_fn_of(value) for value in values if isinstance(value, Tensor)]
     while seen:
         node = seen.pop()
         if node is None or node.name() == "torch::autograd::AccumulateGrad":
@@ -484,17 +484,17 @@ def _references_to_own_attribute() -> int:
     return _references_to_attribute(SimpleNamespace(value=torch.zeros(())), "value")
 
 
-def others_hold_gradient(param: Tensor, given: bool) -> bool:
-    """Whether somebody else holds the gradient of `param`, or memory of it.
-
-    given  somebody assigned it, or it may be so; else autograd has made it
-    """
-    if _references_to_gradient(param) > _references_to_own_gradient():
+def others_hold_gradient(param: Tensor) -> bool:
+    """Whether somebody else holds the gradient of `param`, or memory of it: who gave it, the
+    gradient of another parameter, or autograd, as long as it runs."""
+    if is_gradient_named(param):  # asked first: a name here would count
         return True
-    if holders_of_memory(param.grad) == 1:  # type: ignore[arg-type]  # there is one
-        return False
-    # While autograd runs, it holds what it has not given away yet of that from which it took this.
-    return given or current_pass() < 0
+    return holders_of_memory(param.grad) > 1  # type: ignore[arg-type]  # there is one
+
+
+def is_gradient_named(param: Tensor) -> bool:
+    """Whether somebody has the tensor that is the gradient of `param` by another name."""
+    return _references_to_gradient(param) > _references_to_own_gradient()
 
 
 def _references_to_gradient(param: Tensor) -> int:

@@ -31,6 +31,7 @@ from zcompile.runtime.leaves import (
 )
 from zcompile.runtime.near_gradients import NearGradients
 from zcompile.runtime.norms import Norms
+from zcompile.runtime.shared_gradients import SharedGradients
 from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.specs import Kind, Layout
@@ -39,6 +40,7 @@ from zcompile.torch_private import (
     after_backward,
     current_pass,
     hooks_of,
+    is_gradient_named,
     is_lazy,
     materialised,
     others_hold_gradient,
@@ -72,6 +74,8 @@ class Gradients:
         self._expected: tuple[int, ...] = ()
         self._calls: dict[int, tuple[Tie, tuple[int, ...]]] = {}
         """Of a call that was made: to its node, and the parameter's id of each contribution."""
+        self._unforeseen: set[int] = set()
+        """Ids of parameters to which a call contributes whose node was not found."""
         self._numbers = count()
         self._over: deque[Tie] = deque()
         """To nodes that have died."""
@@ -85,6 +89,7 @@ class Gradients:
         self._late: list[Callable[[], None]] | None = None
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
+        self._shared = SharedGradients(self._take_home)
         self.near = NearGradients(store, wrap, norms, self._lone, self._came)
 
     @uninterrupted
@@ -92,6 +97,7 @@ class Gradients:
         if current_pass() < 0:  # no backward is running, so a pass that left sums has failed
             self._sums.clear()
             self._arriving.clear()
+            self._shared.clear()
         self._expected = tuple(
             id(param) for leaf in leaves if (param := owner_of(leaf)) is not None
         )
@@ -107,14 +113,16 @@ class Gradients:
             job()
 
     def come_by(self, node: Callable[[], Any | None]) -> None:
-        """What is expected since the last call will come when autograd runs this node; never, if
-        there is none."""
+        """What is expected since the last call will come when autograd runs this node. Without one
+        nobody knows when: what comes for those parameters is always collected."""
         if self._expected:
             while self._over:
                 self._calls.pop(self._over.popleft().mark, None)
             if (found := node()) is not None:
                 number = next(self._numbers)
                 self._calls[number] = Tie(found, self._over, number), self._expected
+            else:
+                self._unforeseen.update(self._expected)
             self._expected = ()
 
     def count(self) -> None:
@@ -126,9 +134,11 @@ class Gradients:
             self._brings = number, Counter(chain.from_iterable(runs))
 
     def _brought(self, param: Tensor) -> int:
-        """How many contributions to a gradient the pass that is running brings in all."""
+        """How many contributions to a gradient the pass that is running brings in all; 0, if that
+        is not known."""
         number, brings = self._brings
-        return brings[id(param)] if number == current_pass() else 0
+        known = number == current_pass() and id(param) not in self._unforeseen
+        return brings[id(param)] if known else 0
 
     @uninterrupted
     def take(
@@ -263,9 +273,16 @@ class Gradients:
             return
         if param.grad.layout is not torch.strided:
             return  # sparse: small, and of no fixed size
-        if others_hold_gradient(param, tiered.grad_given):
+        if others_hold_gradient(param):
+            if key[0] >= 0 and not (tiered.grad_given or is_gradient_named(param)):
+                self._shared.put(key[0], leaf_of(tiered._handle))
             return
+        self._take_home(param)
+
+    @uninterrupted
+    def _take_home(self, param: Tensor) -> None:
         grad = param.grad
+        assert grad is not None
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
         param.grad = None
         try:

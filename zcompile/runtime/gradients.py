@@ -274,9 +274,11 @@ class Gradients:
         if param.grad.layout is not torch.strided:
             return  # sparse: small, and of no fixed size
         if others_hold_gradient(param):
-            if key[0] >= 0 and not (tiered.grad_given or is_gradient_named(param)):
-                self._shared.put(key[0], leaf_of(tiered._handle))
-            return
+            if key[0] < 0 or tiered.grad_given or is_gradient_named(param):
+                return
+            if param.grad.untyped_storage().nbytes() == param.grad.nbytes:
+                self._shared.put(key[0], leaf_of(tiered._handle), param)
+                return  # a part of more is what autograd splits
         self._take_home(param)
 
     @uninterrupted

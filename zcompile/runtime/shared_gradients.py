@@ -1,8 +1,8 @@
 """Gradients of a pass over memory that others hold too: of whom, shows when autograd is through.
 
-Autograd gives the parts of one memory to several parameters (`torch.cat`), and holds what it has
-not given away yet: such gradients go home when nobody but their parameters holds them. Or it passes
-on what `backward(g)` was called with, as through a view: that memory is the user's, and stays.
+Autograd may hold it for a while: such gradients go home when nobody but their parameters holds
+them. Or it passes on what `backward(g)` was called with, as through a view: that memory is the
+user's, and stays.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,42 +25,49 @@ from zcompile.torch_private import (
 
 
 class SharedGradients:
-    """What is not decided yet, by pass."""
+    """What is not decided yet."""
 
     def __init__(self, take_home: Callable[[Tensor], None]) -> None:
         self._take_home = take_home
-        self._waiting: dict[int, list[Leaf]] = {}
+        self._waiting: dict[int, dict[int, list[Leaf]]] = {}
+        """A pass -> a memory -> whose gradients lie in it."""
 
     def clear(self) -> None:
         """No pass is running: one that left something here has failed."""
         self._waiting.clear()
 
-    def put(self, number: int, leaf: Leaf) -> None:
-        """The pass of this number made a gradient over memory that others hold as well."""
+    def put(self, number: int, leaf: Leaf, param: Tensor) -> None:
+        """The pass of this number made the gradient of `param`, the owner of `leaf`, over memory
+        that others hold as well."""
         if number not in self._waiting:
-            self._waiting[number] = []
+            self._waiting[number] = {}
             after_backward(partial(self._end, number))
-        self._waiting[number].append(leaf)
-        self._decide(number)
+        memory = memory_of(_gradient(param))
+        leaves = self._waiting[number].setdefault(memory, [])
+        leaves.append(leaf)
+        if holders_of_memory(_gradient(param)) == len(leaves):
+            self._decide(memory, leaves)
 
     def _end(self, number: int) -> None:
-        if number in self._waiting:
-            self._decide(number)
-            del self._waiting[number]
+        for memory, leaves in self._waiting.pop(number, {}).items():
+            self._decide(memory, leaves)
 
-    def _decide(self, number: int) -> None:
-        """Those go home whose memory nobody holds but parameters that wait here."""
-        alike: dict[int, list[tuple[Leaf, Tensor]]] = {}
-        for leaf in self._waiting[number]:
-            param = owner_of(leaf)
-            if param is not None and _is_plain(param.grad) and not is_gradient_named(param):
-                alike.setdefault(memory_of(_gradient(param)), []).append((leaf, param))
-        for found in alike.values():
-            if not _are_all_there_is([param for _, param in found]):
-                continue
-            for leaf, param in found:
-                self._waiting[number].remove(leaf)
+    def _decide(self, memory: int, leaves: list[Leaf]) -> None:
+        """They go home, if nobody holds that memory but their gradients."""
+        params = [p for leaf in leaves if (p := owner_of(leaf)) is not None and _lies_in(memory, p)]
+        if params and _are_all_there_is(params):
+            leaves.clear()
+            for param in params:
                 self._take_home(param)
+
+
+def _lies_in(memory: int, param: Tensor) -> bool:
+    """Whether its gradient does still, and nobody has that by name."""
+    return (
+        _is_plain(param.grad)
+        and not is_gradient_named(param)
+        and memory_of(_gradient(param)) == memory
+    )
 
 
 def _is_plain(grad: Tensor | None) -> bool:

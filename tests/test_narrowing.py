@@ -9,6 +9,9 @@ from torch.nn.utils import clip_grad_norm_
 import zcompile
 from zcompile.errors import ConfigInvalid, ParameterChanged
 from zcompile.offloading import session_behind
+from zcompile.runtime import foresight
+from zcompile.schedule import Fetch
+from zcompile.verify_schedule import verify_handover
 
 BF16 = torch.bfloat16
 
@@ -190,3 +193,24 @@ def test_copies_die_with_their_model(tmp_path):
 def test_only_narrow_floats_can_be_asked_for(dtype):
     with pytest.raises(ConfigInvalid, match="param_dtype"):
         zcompile.Config(param_dtype=dtype)
+
+
+def test_the_proof_of_what_is_handed_over_knows_which_copy_a_fetch_brings(tmp_path, monkeypatch):
+    proven = []
+
+    def verify(now, then, made):
+        proven.append((then, made))
+        verify_handover(now, then, made)
+
+    monkeypatch.setattr(foresight, "verify_handover", verify)
+    spare = zcompile.offload(mlp(), device="cpu")  # so that keys of entries are no indices
+    tiered = twins(tmp_path)
+    keys = {copy.key for p in tiered.parameters() for copy, _ in p.entry.copies.values()}
+    brought = {
+        span.entry
+        for then, made in proven
+        for x, span in zip(then.schedule.instructions, then.spans(), strict=True)
+        if isinstance(x, Fetch) and x.cast and any(x in fetches for fetches in made.starts.values())
+    }
+    assert brought == keys, "each fetch of a copy is proven about the entry that holds it"
+    assert next(spare.parameters()).entry.key not in keys

@@ -54,8 +54,8 @@ class Call:
     def called(self) -> Called:
         """For the proof of what is handed over."""
         copies: Copies = {
-            (index, narrow): copy.key
-            for index, entry in enumerate(self.entries)
+            (entry.key, narrow): copy.key
+            for entry in self.entries
             for narrow, (copy, _) in entry.copies.items()
         }
         return Called(self.schedule, [entry.key for entry in self.entries], copies)

@@ -149,7 +149,7 @@ def test_a_process_of_the_gpt_says_its_sentence_and_no_more() -> None:
     (("--throttle", "disk_read"), "'disk_read' is not LINK=RATE, as in disk_read=300MB/s"),
     (("--throttle", "disk=1GB/s"), "throttle does not know 'disk'; did you mean 'disk_read'?"),
     (("--save-every", "3"), "--save-every says when, and nothing says where; give --save DIR too"),
-    (("--resume", "no_such_directory"), "no_such_directory/training.json does not exist"),
+    (("--resume", "no_such_directory"), "no_such_directory does not exist; name one that does"),
     (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
     (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
     (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),

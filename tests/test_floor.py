@@ -87,7 +87,7 @@ def test_no_split_of_the_budgets_has_its_least_below_the_floor(compute_s, arena,
     split = Room({"device": arena, "host": host, **far}, held_bytes=held)
     least = bound(demand, ways, split).seconds
     whole = Room({"device": arena + held, "host": host, **far})
-    assert floor_of(compute_s, whole, ways).seconds <= least * (1 + 1e-6)
+    assert floor_of(compute_s, whole, ways).seconds <= least * (1 + 1e-6) + 1e-9, "but for rounding"
 
 
 @pytest.mark.parametrize("choice", sampled(["keep", "recompute"], "recompute"))

@@ -38,6 +38,7 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
     assert least == [report.bound_seconds]
 
 
+@pytest.mark.slow
 def test_the_example_is_planned_as_the_readme_does(capsys):
     said = "plan examples.train_gpt:model --machine h200-node --batch 32 --seq 128"
     assert f"\nzinf {said}\n" in README.read_text()

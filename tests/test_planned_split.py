@@ -76,7 +76,6 @@ def session_of_run(choice, micro_batches=1):
 @pytest.mark.parametrize(
     ("choice", "micro_batches"),
     [
-        ("recompute", 1),
         ("offload", 2),
         *(
             pytest.param(*how, marks=pytest.mark.slow)

@@ -129,7 +129,13 @@ def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, ter
     assert report.bottleneck == report.bound_by == "compute"
 
 
-@pytest.mark.parametrize(("device", "host"), crossed((MiB, 2 * MiB, 256 * KiB), (MiB, 4 * MiB)))
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [
+        *crossed((MiB, 2 * MiB), (MiB, 4 * MiB)),
+        *(pytest.param(256 * KiB, host, marks=pytest.mark.slow) for host in (MiB, 4 * MiB)),
+    ],
+)
 def test_no_plan_is_below_its_bound(terms, device, host):
     small = with_tier(with_tier(SMALL, "device", device), "host", host)
     report = planning.report_of(*within(terms, small), prices=False)
@@ -163,6 +169,7 @@ def test_activations_that_fill_the_device_are_what_it_lacks(terms):
     assert set(report.missing_bytes) == {"device"}
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, terms):
     small = with_tier(SMALL, "device", 512 * KiB)
     report = planning.report_of(*within(terms, small), prices=False)

@@ -213,6 +213,7 @@ def test_a_plan_of_another_model_in_the_process_changes_nothing_here():
     assert same(other, expected())
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_uses_what_rests_on_the_device():
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     with torch.no_grad():
@@ -266,6 +267,7 @@ def test_a_run_is_planned_anew_where_that_pays_and_says_so(monkeypatch, caplog):
     assert same(model, expected(end=9))
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
     model, windows, said = steps_planned(monkeypatch, caplog, first_window=0)
     assert len(windows) > 1, "it was looked at again"

@@ -83,6 +83,7 @@ def test_a_gradient_that_stays_is_read_changed_and_clipped_as_any():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_where_gradients_live_on_none_is_planned_to_stay():
     def loop(model, forward, optimizer):
         for number in range(STEPS):

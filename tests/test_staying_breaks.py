@@ -75,6 +75,7 @@ def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(caplog):
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_an_evaluation_now_and_then_does_not_stop_it(caplog):
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
@@ -122,6 +123,7 @@ def test_a_forward_that_finds_no_room_for_them_elsewhere_is_refused_and_nothing_
     assert same(model, plainly_trained())
 
 
+@pytest.mark.slow
 def test_accumulation_under_a_plan_without_it_is_eagers():
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
@@ -164,6 +166,7 @@ def test_an_optimizer_within_backward_reads_them_where_they_are(drops):
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_two_optimizers_that_take_turns_within_a_step():
     def loop(model, forward):
         params = list(model.parameters())

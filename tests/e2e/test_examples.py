@@ -42,6 +42,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_mlp_learns_within_its_budget() -> None:
     done = run("train_mlp.py")
     assert done.returncode == 0, done.stderr

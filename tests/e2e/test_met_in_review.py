@@ -236,6 +236,7 @@ def test_a_list_op_may_write_what_an_earlier_row_reads(tmp_path):
         assert torch.equal(ours.on_host(), theirs)
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_while_a_graph_is_traced(tmp_path, monkeypatch):
     """Where nothing was measured before, the first compilation does; it never ended."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -114,6 +114,7 @@ def test_what_fits_without_slices_is_not_sliced():
             assert torch.equal(torch.as_tensor(value), other)
 
 
+@pytest.mark.slow
 def test_a_gpt_trains_in_slices_with_the_rest_of_it_whole():
     def build() -> nn.Module:
         config = hf.GPT2Config(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=4,

@@ -53,6 +53,7 @@ def test_two_processes_end_up_with_one_machine(tmp_path):
     assert "device = 99\n" in first  # of rank 1, which has less
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_two_processes_that_differ_both_say_so(tmp_path):
     first, second = two_ranks(tmp_path, 0.3)

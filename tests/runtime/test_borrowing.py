@@ -95,7 +95,7 @@ def test_what_rests_on_the_device_is_touched_after_what_it_follows(open_store):
     memory.zero_()
     near.add(store, entry, memory, 0, [Behind()])
     assert store.read_all(entry).view(torch.float32).tolist() == [10.0] * 64
-    near.fetch(store, entry, memory.view(torch.uint8), 0, [Behind()])
+    near.fetch(store, entry, memory.view(torch.uint8), 0, [Behind()], False)
     assert memory.tolist() == [10.0] * 64
     assert len(joined) == 3
 

@@ -221,6 +221,7 @@ sys.stdout.write(tier.rings[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls differ")
 @pytest.mark.parametrize(("numbers", "used"), [

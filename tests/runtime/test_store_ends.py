@@ -69,7 +69,7 @@ Workers.stop = interrupted
     (INTERRUPTED, 0),
     pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
     pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
-    ("raise ValueError", 1),
+    pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
     pytest.param(
         "import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0,
         marks=pytest.mark.slow,

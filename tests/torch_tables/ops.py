@@ -38,6 +38,12 @@ class Side:
     result: Any = None
     error: BaseException | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    seeds: set[int] = field(default_factory=set)  # addresses of what backward was given
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; 0 for a tensor without, as the gradient of `sgn`."""
+    return 0 if torch._is_zerotensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,7 @@ class Case:
             made = torch.randn(root.size(), generator=generator, dtype=torch.float64)
             seeds.append(made.to(root.dtype))
         side.more["roots"] = len(results)
+        side.seeds = {_address(seed) for seed in seeds}
         torch.autograd.backward(roots, seeds)
 
     def _differences(self, expected: Side, found: Side) -> Iterator[str]:
@@ -197,7 +204,15 @@ class Case:
                 yield f"gradient {n}: {'missing' if b is None else 'came'}"
             elif a is not None:
                 yield from gradient_differences(a, b, f"gradient {n}")
-                if is_tiered(found.params[n]) and not is_tiered(b) and a.layout is torch.strided:
+                goes_home = (
+                    is_tiered(found.params[n])
+                    and a.layout is torch.strided
+                    # What backward was given is the caller's memory, and stays so. `prod` over one
+                    # element passes it on for a subclass alone, where torch has another formula.
+                    and _address(a) not in expected.seeds
+                    and (is_tiered(b) or _address(b) not in found.seeds)
+                )
+                if goes_home and not is_tiered(b):
                     yield f"gradient {n}: stays in memory"
         if expected.more != found.more:
             yield f"{found.more}, not {expected.more}"

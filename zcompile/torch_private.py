@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
-from torch import Tensor, fx
+from torch import Tensor, fx, library
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
@@ -534,7 +534,7 @@ def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
                 continue
             try:
                 held = found.get(torch._C._storage_address(known))  # type: ignore[attr-defined]
-            except (RuntimeError, NotImplementedError):  # it has no memory
+            except (RuntimeError, NotImplementedError):  # on purpose: it has no memory to be held
                 continue
             if held is not None:
                 held[id(known)] = known
@@ -593,7 +593,7 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
         mark(tensor, *lazy)  # which torch leaves as it was
 
 
-_ATEN = torch.library.Library("aten", "IMPL")
+_ATEN = library.Library("aten", "IMPL")
 _ASKED_FIRST = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 

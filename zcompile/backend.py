@@ -82,6 +82,7 @@ def zinf(
     watch = Watcher(f"graph{number}", dumped)
     if session is not None and dumped is not None:
         dump_steps(session, dumped.path)
+        session.executor.listeners[watch.name] = watch
     graph = _Graph(specs, _weakly(session), config, watch)
     if session is not None:
         session.meter.count("graphs")
@@ -199,7 +200,7 @@ class _Graph:
         count = partial(self._holds, gm.graph, schedule)
         schedule = replace(schedule, holds=count(hint))
         verify_schedule(schedule)
-        self.watch.lowered(schedule, told_as)
+        self.watch.lowered(schedule)
         if session is None:
             return boxed(partial(compute_only, schedule))
         meter = session.meter

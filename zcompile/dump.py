@@ -79,6 +79,9 @@ class Watcher:
         self._passes: list[form.PassRecord] = []
         self._counts: Counter[str] = Counter()
         self._peak = 0
+        self._placement = 0
+        self._arrangements: dict[str, list[int]] = {}
+        """Phase -> serials of the schedules that stand in the dump, in the order of its files."""
 
     @property
     def _idle(self) -> bool:
@@ -105,12 +108,36 @@ class Watcher:
         if self._dir is not None:
             form.plan_file(self._dir).write_text(records.encode(_plan(self.name, graph, plan)))
 
-    def lowered(self, schedule: Schedule, phase: str) -> None:
+    def lowered(self, schedule: Schedule) -> None:
+        """Write what the passes made of one phase; no call has walked it yet."""
         if self._dir is not None:
-            rows = [_instruction(i, x) for i, x in enumerate(schedule.instructions)]
-            form.schedule_file(self._dir, phase).write_text(records.encode(rows))
-            text = form.schedule_text_file(self._dir, phase)
-            text.write_text(printer.schedule_text(schedule))
+            self._write(schedule, [])
+
+    def walked(self, schedule: Schedule, placement: int) -> None:
+        """Write the schedule that a call walks, if the dump lacks it.
+
+        placement  a number per placement of entries: a new one takes the files of the one before
+        """
+        if self._dir is None:
+            return
+        if placement != self._placement:
+            self._placement = placement
+            self._arrangements.clear()
+        known = self._arrangements.setdefault(schedule.call_kind, [])
+        if schedule.serial not in known:
+            self._write(schedule, known)
+
+    def _write(self, schedule: Schedule, known: list[int]) -> None:
+        """Write one more arrangement of a phase beside those `known`; stale files go first."""
+        assert self._dir is not None
+        phase = schedule.call_kind
+        if not known:
+            form.remove_schedules(self._dir, phase)
+        known.append(schedule.serial)
+        rows = [_instruction(i, x) for i, x in enumerate(schedule.instructions)]
+        form.schedule_file(self._dir, phase, len(known)).write_text(records.encode(rows))
+        text = form.schedule_text_file(self._dir, phase, len(known))
+        text.write_text(printer.schedule_text(schedule))
 
     def _record(self, row: form.PassRecord, graph: fx.Graph, plan: Plan) -> None:
         log.debug("%s %s", self.name, form.pass_line(row))

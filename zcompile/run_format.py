@@ -9,6 +9,9 @@
     DIR/run-<n>/graph<k>/schedule-<phase>.json   list of InstructionRecord
     DIR/run-<n>/graph<k>/schedule-<phase>.txt    the same as text
 
+A schedule is the one that the last call walked. Calls whose parameters rest on different tiers
+walk different arrangements of one phase: the second stands in schedule-<phase>-2, and so on.
+
 Step 0, `captured`, is the graph before the first pass. The records are the format: a writer fills
 them and calls `records.encode`, so that a key is spelled once. Sizes and addresses are bytes; names
 of nodes and parameters are for people. A reader ignores keys it does not know.
@@ -239,12 +242,26 @@ def plan_file(graph: Path) -> Path:
     return graph / "plan.json"
 
 
-def schedule_file(graph: Path, phase: str) -> Path:
-    return graph / f"schedule-{phase}.json"
+def schedule_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
+    """Of one phase; arrangements count from 1."""
+    return graph / f"{_schedule_name(phase, arrangement)}.json"
 
 
-def schedule_text_file(graph: Path, phase: str) -> Path:
-    return graph / f"schedule-{phase}.txt"
+def schedule_text_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
+    return graph / f"{_schedule_name(phase, arrangement)}.txt"
+
+
+def remove_schedules(graph: Path, phase: str) -> None:
+    """Remove what stands there of one phase: every arrangement."""
+    arrangement = 1
+    while schedule_file(graph, phase, arrangement).exists():
+        schedule_file(graph, phase, arrangement).unlink()
+        schedule_text_file(graph, phase, arrangement).unlink(missing_ok=True)
+        arrangement += 1
+
+
+def _schedule_name(phase: str, arrangement: int) -> str:
+    return f"schedule-{phase}" if arrangement == 1 else f"schedule-{phase}-{arrangement}"
 
 
 def new_run(root: Path) -> Path:

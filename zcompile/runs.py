@@ -1,5 +1,6 @@
 """Reading a dump back: runs, their graphs, and the records of `run_format`."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,19 @@ class Graph:
         """The phases that have a schedule."""
         return tuple(phase for phase in PHASES if schedule_file(self.path, phase).exists())
 
-    def schedule(self, phase: str) -> tuple[InstructionRecord, ...]:
-        return _read(tuple[InstructionRecord, ...], schedule_file(self.path, phase))
+    def arrangements(self, phase: str) -> tuple[int, ...]:
+        """Numbers of the schedules of a phase, from 1; several under a plan that keeps the
+        parameters of some calls on the device, and of others not."""
+        numbers = itertools.count(1)
+        there = itertools.takewhile(lambda n: schedule_file(self.path, phase, n).exists(), numbers)
+        return tuple(there)
 
-    def schedule_text(self, phase: str) -> str:
-        return _text(schedule_text_file(self.path, phase))
+    def schedule(self, phase: str, arrangement: int = 1) -> tuple[InstructionRecord, ...]:
+        path = schedule_file(self.path, phase, arrangement)
+        return _read(tuple[InstructionRecord, ...], path)
+
+    def schedule_text(self, phase: str, arrangement: int = 1) -> str:
+        return _text(schedule_text_file(self.path, phase, arrangement))
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,12 @@ class Schedule:
     least_bytes: int = 0
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
 
+    @property
+    def call_kind(self) -> str:
+        """The value of its phase, but "inference" for a forward that no backward follows."""
+        infers = self.phase is Phase.FORWARD and not self.trains
+        return "inference" if infers else self.phase.value
+
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
 

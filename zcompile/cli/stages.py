@@ -53,6 +53,7 @@ class Scheduled:
     graph: int
     phase: str
     instructions: tuple[InstructionRecord, ...]
+    arrangement: int = 1
 
 
 def show(path: Path, graph: int | None, stage: str | None) -> Answer:
@@ -112,17 +113,27 @@ def _difference(graph: Graph, a: str, b: str) -> Difference:
 
 
 def schedule(path: Path, graph: int | None, phase: str | None) -> Answer:
-    """The instructions of every phase, or of one.
+    """The instructions that calls of every phase, or of one, walked last.
 
     raises  RunUnreadable, NotInRun if no graph asked about has such a phase
     """
     run = open_run(path, graph)
-    found = [(g, p) for g in run.graphs for p in g.phases() if phase in (None, p)]
+    found = [
+        (g, p, n)
+        for g in run.graphs
+        for p in g.phases()
+        if phase in (None, p)
+        for n in g.arrangements(p)
+    ]
     if not found:
         known = sorted({p for g in run.graphs for p in g.phases()})
         raise NotInRun(run.path, "schedule of phase", phase or "any", known)
-    texts = [(f"graph{g.index} {p}", g.schedule_text(p)) for g, p in found]
-    return Answer(_titled(texts), [Scheduled(g.index, p, g.schedule(p)) for g, p in found])
+    texts = [
+        (f"graph{g.index} {p}" + (f", arrangement {n}" if n > 1 else ""), g.schedule_text(p, n))
+        for g, p, n in found
+    ]
+    rows = [Scheduled(g.index, p, g.schedule(p, n), n) for g, p, n in found]
+    return Answer(_titled(texts), rows)
 
 
 def _titled(texts: list[tuple[str, str]]) -> str:

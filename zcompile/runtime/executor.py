@@ -8,7 +8,7 @@ before the call, since the slots may have served an earlier schedule.
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -53,6 +53,13 @@ MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which is remembered what they take."""
 
 
+class Listener(Protocol):
+    """Hears of the schedules that calls of one graph walk."""
+
+    def walked(self, schedule: Schedule, placement: int) -> None:
+        """A call walks it; `placement` is another number when entries rest elsewhere."""
+
+
 class Executor:
     """Runs the schedules of one store; of none, if nothing is tiered."""
 
@@ -76,6 +83,9 @@ class Executor:
         self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
+        self.listeners: dict[str, Listener] = {}
+        """Graph -> who hears of each schedule that a call of it walks."""
+        self._placement = 0
         self.fit: Fit = as_it_is
         self.make_room: Callable[[int, Schedule], None] = has_room
         """Told what will be held beside the arena by a call of this, before it is."""
@@ -128,6 +138,8 @@ class Executor:
             freshen(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
+        if self.listeners and (listener := self.listeners.get(schedule.name)) is not None:
+            listener.walked(schedule, self._placement)
         self._foretell(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
@@ -149,6 +161,10 @@ class Executor:
             self.recorder.made(walk.made)
             self.clocks.made(walk.made)
         return walk.results()
+
+    def placed_anew(self) -> None:
+        """Entries rest elsewhere from here on: what is walked may be arranged anew."""
+        self._placement += 1
 
     @uninterrupted
     def join_departures(self, most_bytes: int = 0) -> None:

@@ -126,6 +126,7 @@ class Session(Store):
         """Where entries rest will change: step schedules are built anew."""
         self.steps.clear()
         self.repeats.clear()
+        self.executor.placed_anew()
 
     def entries(self) -> list[Entry]:
         """All that are alive."""

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from random import Random
 
-from zcompile.packing import Block, aligned, fits, live_peak, pack, packed_bytes
+from zcompile.packing import Block, fits, live_peak, pack, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
+from zcompile.specs import aligned
 from zcompile.units import KiB
 
 LAYER = (2, 24, 8, 2, 32, 32, 1)

@@ -16,10 +16,9 @@ from zcompile.handover import handover
 from zcompile.journeys import Journey
 from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
 from zcompile.offloading import session_behind
-from zcompile.packing import ALIGNMENT
 from zcompile.runtime.annex import Annex
 from zcompile.schedule import EntryIndex, Slot
-from zcompile.specs import Phase
+from zcompile.specs import ALIGNMENT, Phase
 from zcompile.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
 from zcompile.units import KiB, MiB
 from zcompile.verify_schedule import verify_schedule

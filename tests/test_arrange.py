@@ -9,8 +9,8 @@ from small_models import SMALL_MODELS, UNALIKE, small
 
 import zcompile
 from zcompile.arrange import arrange
-from zcompile.packing import aligned
 from zcompile.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
+from zcompile.specs import aligned
 from zcompile.stages import take_apart
 from zcompile.verify_schedule import verify_schedule
 

@@ -9,8 +9,8 @@ from sampled import sampled
 import zcompile
 from zcompile import step_plan
 from zcompile.offloading import session_behind
-from zcompile.packing import ALIGNMENT
 from zcompile.passes.place_states import place
+from zcompile.specs import ALIGNMENT
 from zcompile.units import KiB
 
 BUDGETS = {"keep": 112 * KiB, "recompute": 64 * KiB, "offload": 64 * KiB}

@@ -94,7 +94,7 @@ FLOORS = (
         "zcompile.user_code",
     },
     {"zcompile.journeys", "zcompile.sound_json"},
-    {"zcompile.machine", "zcompile.curve", "zcompile.sliced_region"},
+    {"zcompile.machine", "zcompile.curve", "zcompile.sliced_region", "zcompile.staging_size"},
     {
         "zcompile.errors",
         "zcompile.units",

@@ -13,19 +13,11 @@ from small_models import SMALL_MODELS
 from zcompile import ops
 from zcompile.config import Config
 from zcompile.graph import find
-from zcompile.packing import (
-    ALIGNMENT,
-    Block,
-    aligned,
-    fits,
-    live_peak,
-    pack,
-    pack_quickly,
-    packed_bytes,
-)
+from zcompile.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
 from zcompile.pipeline import pipeline
+from zcompile.specs import ALIGNMENT, aligned
 
 BEFORE = tuple(
     takewhile(lambda p: not isinstance(p, SchedulePrefetch), pipeline(Config(device="cpu")))

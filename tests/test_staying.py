@@ -22,9 +22,8 @@ from zcompile import step_plan
 from zcompile.held_walk import held_in_steps
 from zcompile.machine import Compute, Link, Machine
 from zcompile.offloading import session_behind
-from zcompile.packing import ALIGNMENT
 from zcompile.printer import schedule_text
-from zcompile.specs import Phase
+from zcompile.specs import ALIGNMENT, Phase
 from zcompile.step_plan import stay_and_annex
 from zcompile.units import MiB, show_size
 

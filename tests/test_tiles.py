@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zcompile.packing import aligned
+from zcompile.specs import aligned
 from zcompile.tiles import MOST_TILES, Held, choose_cuts, choose_tiles
 
 K = 1024

@@ -16,7 +16,7 @@ from written import fetch, free, run, schedule, wait
 import zcompile
 from zcompile.errors import BudgetExceeded, ScheduleInvalid
 from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
-from zcompile.packing import Block, aligned, pack
+from zcompile.packing import Block, pack
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
     EntryIndex,
@@ -24,7 +24,7 @@ from zcompile.schedule import (
     Schedule,
     Slot,
 )
-from zcompile.specs import Layout, Phase
+from zcompile.specs import Layout, Phase, aligned
 from zcompile.step_chunks import DEPTH, StepRoom
 from zcompile.units import MiB
 from zcompile.verify_schedule import verify_schedule

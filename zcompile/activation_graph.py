@@ -12,9 +12,8 @@ from zcompile.cost import predicted_seconds
 from zcompile.graph import aliases_of, find, is_compute, phase_of
 from zcompile.graph_plan import Plan
 from zcompile.machine import Machine
-from zcompile.packing import aligned
 from zcompile.saved_values import SavedValues, family_of, is_value, storage_bytes
-from zcompile.specs import Layout, NodeName, Phase
+from zcompile.specs import Layout, NodeName, Phase, aligned
 from zcompile.torch_private import gradient_of, is_tangent, wish_of
 from zcompile.work import work_of
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.device_peaks import peak_of
 from zcompile.lower_step import lower_step
-from zcompile.packing import Block, aligned, fits, live_peak, pack_quickly, packed_bytes
+from zcompile.packing import Block, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 from zcompile.schedule import (
     SERIALS,
@@ -32,7 +32,7 @@ from zcompile.schedule import (
     Slot,
     Ticket,
 )
-from zcompile.specs import HELD, ON_DEVICE, Phase
+from zcompile.specs import HELD, ON_DEVICE, Phase, aligned
 from zcompile.stages import Stages, Value, take_apart
 from zcompile.step_chunks import DEPTH, NO_ROOM, StepRoom
 from zcompile.step_rows import Column

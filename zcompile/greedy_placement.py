@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from zcompile.loads import TIERS, Group, Loads, Room, lanes_of, totals
 from zcompile.machine import Link, Machine
-from zcompile.packing import aligned
-from zcompile.specs import Phase
+from zcompile.specs import Phase, aligned
 
 
 def greedy(

@@ -18,8 +18,7 @@ from typing import Any
 
 from zcompile.loads import Group, Loads
 from zcompile.machine import Link
-from zcompile.packing import aligned
-from zcompile.specs import Phase
+from zcompile.specs import Phase, aligned
 
 TIE = 1e-3
 """Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the

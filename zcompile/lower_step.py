@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zcompile.errors import BudgetExceeded
-from zcompile.packing import aligned
 from zcompile.schedule import (
     SERIALS,
     Borrow,
@@ -26,7 +25,7 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.specs import Layout, Phase
+from zcompile.specs import Layout, Phase, aligned
 from zcompile.step_chunks import CHUNK_ELEMENTS, StepRoom, chunk_elements, set_bytes
 from zcompile.step_rows import (
     ChunkFunction,

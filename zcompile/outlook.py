@@ -13,11 +13,10 @@ from zcompile.demand import Demand, demand_of
 from zcompile.floor import Floor, floor
 from zcompile.loads import Room, group, totals
 from zcompile.machine import TIERS, Machine
-from zcompile.packing import aligned
 from zcompile.passes.place_states import Placement, place
-from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.simulate import simulate, step_seconds
-from zcompile.specs import HELD, Phase
+from zcompile.specs import HELD, Phase, aligned
+from zcompile.staging_size import backlog_bytes, staging_size
 from zcompile.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_annex
 from zcompile.steps import Step
 from zcompile.timeline import Timeline

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from zcompile.first_fit import ORDERS, best_fit, first_fit, ordered
 from zcompile.sections import Sections, sections
+from zcompile.specs import ALIGNMENT, aligned
 from zcompile.time_sweep import Work, time_sweep
-
-ALIGNMENT = 512
-"""Bytes. What CUDA's own allocator aligns to; enough for every vector width."""
 
 NEAR = 1.005
 """Of the largest live sum: so close, a packing is not worth another search through time."""
@@ -38,10 +36,6 @@ class Block:
     first: int
     last: int
     nbytes: int
-
-
-def aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def live_peak(blocks: Sequence[Block]) -> int:

@@ -22,7 +22,6 @@ from zcompile.byte_ranges import ByteRanges
 from zcompile.happens_before import BEGUN, start
 from zcompile.holds import Level
 from zcompile.home_bytes import HomeBytes, Span
-from zcompile.packing import ALIGNMENT, aligned
 from zcompile.schedule import (
     Borrow,
     Fetch,
@@ -36,6 +35,7 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
+from zcompile.specs import ALIGNMENT, aligned
 from zcompile.walks import Called, Use, Walk
 
 

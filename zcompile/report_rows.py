@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from zcompile.curve import Memory
 from zcompile.outlook import Outlook, Terms
-from zcompile.packing import aligned
-from zcompile.specs import Kind
+from zcompile.specs import Kind, aligned
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
 _COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",

@@ -9,7 +9,6 @@ from zcompile.cost import Costs
 from zcompile.flying import Departing, Flying
 from zcompile.held_walk import HeldWalk
 from zcompile.journeys import Journey
-from zcompile.packing import aligned
 from zcompile.routes import Routes
 from zcompile.schedule import (
     Borrow,
@@ -23,7 +22,7 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.specs import Phase
+from zcompile.specs import Phase, aligned
 from zcompile.steps import Step, StepCall
 from zcompile.timeline import Timeline
 from zcompile.told import NOTHING_STARTED, Done, Task, Told, idle, later

@@ -17,10 +17,17 @@ NodeName = NewType("NodeName", str)
 SMALL_BYTES = 64 * KiB
 """An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
 costs several times that. So small ones rest near, even in room that is kept for others."""
+ALIGNMENT = 512
+"""Bytes. What CUDA's own allocator aligns to; enough for every vector width."""
 HELD = "held"
 """Where a gradient rests that stays in the memory that compute made it in, beside the arena."""
 ON_DEVICE = frozenset({"device", HELD})
 """Where entries rest that compute uses as they are."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to whole `ALIGNMENT`, and at least one."""
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def row_major(size: Sequence[int]) -> tuple[int, ...]:

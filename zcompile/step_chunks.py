@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zcompile.packing import aligned
+from zcompile.specs import aligned
 from zcompile.step_rows import Row
 from zcompile.units import KiB, MiB
 

@@ -14,10 +14,9 @@ from zcompile.errors import BudgetExceeded
 from zcompile.held_walk import held_in_steps
 from zcompile.loads import Room
 from zcompile.machine import Machine
-from zcompile.packing import ALIGNMENT, aligned
 from zcompile.passes.place_states import Placement, place
 from zcompile.schedule import EntryIndex, Fetch, Offload, Store
-from zcompile.specs import ON_DEVICE, Phase
+from zcompile.specs import ALIGNMENT, ON_DEVICE, Phase, aligned
 from zcompile.staying import staying, staying_bytes
 from zcompile.step_chunks import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.steps import Step

@@ -11,13 +11,13 @@ from zcompile.cost import Costs
 from zcompile.demand import demand_of
 from zcompile.floor import floor
 from zcompile.loads import Room
-from zcompile.packing import ALIGNMENT
 from zcompile.prediction import predicted
 from zcompile.refitting import lead_of
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.simulate import step_seconds
+from zcompile.specs import ALIGNMENT
 from zcompile.step_plan import Seconds, StepPlan, plan_step, stay_and_annex
 from zcompile.steps import Step
 

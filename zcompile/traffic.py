@@ -13,6 +13,7 @@ from typing import Any
 
 from zcompile.journeys import Journey
 from zcompile.machine import Link
+from zcompile.staging_size import lane_bytes
 from zcompile.units import KiB
 
 RING_BLOCK = 4 * KiB
@@ -20,11 +21,6 @@ RING_BLOCK = 4 * KiB
 MOST_PIECES = 4
 """Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
 link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
-
-
-def lane_bytes(ring_bytes: int) -> int:
-    """Of the staging ring, what reads hold at most, and what writes do."""
-    return ring_bytes - ring_bytes // 4
 
 
 class _Piece:

@@ -11,7 +11,6 @@ from typing import Any
 
 from races import allocations, recounted
 
-from zcompile.packing import ALIGNMENT
 from zcompile.schedule import (
     Fetch,
     Free,
@@ -24,6 +23,7 @@ from zcompile.schedule import (
     Store,
     Wait,
 )
+from zcompile.specs import ALIGNMENT
 
 Mutant = tuple[str, Callable[[], Schedule]]
 """What is done to which instruction, for people; and what comes of it."""

@@ -17,9 +17,8 @@ import zcompile
 from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
 from zcompile.lower_step import lower_step
-from zcompile.packing import aligned
 from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
-from zcompile.specs import Phase
+from zcompile.specs import Phase, aligned
 from zcompile.step_chunks import StepRoom
 from zcompile.step_rows import Column, Row
 from zcompile.units import KiB, MiB

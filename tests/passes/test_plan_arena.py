@@ -11,9 +11,10 @@ from zcompile import ops
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.liveness import LiveRange, live_ranges
-from zcompile.packing import ALIGNMENT, Block, live_peak
+from zcompile.packing import Block, live_peak
 from zcompile.passes.plan_arena import PlanArena
 from zcompile.pipeline import pipeline
+from zcompile.specs import ALIGNMENT
 
 PASSES = pipeline(Config(device="cpu"))
 

@@ -13,9 +13,10 @@ from zcompile import ops, printer
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, positions, region_of
-from zcompile.packing import ALIGNMENT, Block, pack, packed_bytes
+from zcompile.packing import Block, pack, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
 from zcompile.pipeline import pipeline
+from zcompile.specs import ALIGNMENT
 
 KB = 2 * ALIGNMENT
 BEFORE = tuple(

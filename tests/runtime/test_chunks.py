@@ -12,7 +12,7 @@ from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.transfer import Transfer
 from zcompile.runtime.transfers import Fetch, Put
 from zcompile.specs import Kind
-from zcompile.traffic import lane_bytes
+from zcompile.staging_size import lane_bytes
 from zcompile.units import KiB
 
 RING = 256 * KiB

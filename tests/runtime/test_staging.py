@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.staging import Staging, StagingSize
+from zcompile.runtime.staging import Staging
+from zcompile.staging_size import StagingSize
 from zcompile.traffic import RING_BLOCK
 from zcompile.units import KiB
 

@@ -8,9 +8,9 @@ import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
 from zcompile.runtime import mover
-from zcompile.runtime.staging import backlog_bytes, staging_size
 from zcompile.runtime.ticket import Promise
 from zcompile.specs import Kind
+from zcompile.staging_size import backlog_bytes, staging_size
 from zcompile.units import GiB, KiB, MiB
 
 SMALL = 256 * KiB

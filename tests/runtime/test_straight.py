@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from zcompile.packing import ALIGNMENT
-from zcompile.specs import Kind
+from zcompile.specs import ALIGNMENT, Kind
 from zcompile.units import KiB
 
 SMALL = 256 * KiB

@@ -19,10 +19,9 @@ from zcompile.greedy_placement import greedy
 from zcompile.linear_program import fractions
 from zcompile.loads import TIERS, Group, Room, evaluate, group
 from zcompile.machine import Machine
-from zcompile.packing import aligned
-from zcompile.specs import HELD, SMALL_BYTES, Phase
+from zcompile.specs import HELD, SMALL_BYTES, Phase, aligned
+from zcompile.staging_size import lane_bytes
 from zcompile.steps import Step
-from zcompile.traffic import lane_bytes
 
 SMALL_SHARE = 8
 """Small entries rest on the device as long as all take no more than this part of it."""

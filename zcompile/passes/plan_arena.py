@@ -10,10 +10,10 @@ from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, positions
 from zcompile.graph_plan import Plan, fetched
-from zcompile.packing import Block, aligned, pack, packed_bytes
+from zcompile.packing import Block, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 from zcompile.schedule import Slot
-from zcompile.specs import NodeName, Phase
+from zcompile.specs import NodeName, Phase, aligned
 
 
 @dataclass(frozen=True)

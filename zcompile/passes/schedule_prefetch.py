@@ -10,9 +10,9 @@ from zcompile import ops
 from zcompile.errors import BudgetExceeded
 from zcompile.graph import find, phase_of, region_of
 from zcompile.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
-from zcompile.packing import Block, aligned, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
-from zcompile.specs import Phase
+from zcompile.specs import Phase, aligned
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
-from zcompile.packing import ALIGNMENT, aligned
 from zcompile.runtime.annex import Annex, lies_in
 from zcompile.runtime.device import Device
 from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.meter import Gauge
-from zcompile.specs import Layout
+from zcompile.specs import ALIGNMENT, Layout, aligned
 from zcompile.ties import Tie
 from zcompile.units import show_size
 

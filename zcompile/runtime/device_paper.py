@@ -21,11 +21,12 @@ from zcompile.runtime.device import Direction, Landing
 from zcompile.runtime.meter import Gauge, Meter, Stamp
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.plant import Plant
-from zcompile.runtime.staging import Staging, staging_size
+from zcompile.runtime.staging import Staging
 from zcompile.runtime.ticket import Promise, Ready, Ticket
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.workers import Workers
+from zcompile.staging_size import staging_size
 from zcompile.ties import Watch
 from zcompile.units import GiB, KiB, TiB, show_size
 

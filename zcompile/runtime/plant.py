@@ -21,7 +21,7 @@ from zcompile.runtime.durable_files import DurableFiles
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.mover import Mover
 from zcompile.runtime.pages import machine_bytes
-from zcompile.runtime.staging import Staging, backlog_bytes, staging_size
+from zcompile.runtime.staging import Staging
 from zcompile.runtime.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tier_durable import DurableTier
 from zcompile.runtime.tier_host import HostTier
@@ -29,6 +29,7 @@ from zcompile.runtime.tier_nvme import DiskTier
 from zcompile.runtime.tiers import TierIO
 from zcompile.runtime.transfer import Means
 from zcompile.runtime.workers import Workers
+from zcompile.staging_size import backlog_bytes, staging_size
 
 SHARE_OF_MACHINE = 8
 """A budget that is not given is this part of the machine's memory (`Config`)."""

@@ -20,7 +20,6 @@ from zcompile.cost import Ways
 from zcompile.curve import Memory
 from zcompile.errors import Unsupported
 from zcompile.handles import entry_of
-from zcompile.packing import aligned
 from zcompile.runtime import activations, near
 from zcompile.runtime.annex_use import AnnexUse
 from zcompile.runtime.commit import Ledger
@@ -36,7 +35,7 @@ from zcompile.runtime.store import Entry, Store
 from zcompile.runtime.ticket import Ticket
 from zcompile.runtime.transfer import read_out
 from zcompile.schedule import Schedule
-from zcompile.specs import Layout, Region
+from zcompile.specs import Layout, Region, aligned
 from zcompile.step_chunks import DEPTH, StepRoom
 from zcompile.steps import Step
 from zcompile.torch_private import current_pass

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.packing import aligned
 from zcompile.runtime.arena import Arena
 from zcompile.runtime.tier_near import NearTier
 from zcompile.runtime.tiers import Extent
-from zcompile.specs import Layout
+from zcompile.specs import Layout, aligned
 
 
 class DeviceTier(NearTier):

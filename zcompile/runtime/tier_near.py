@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from zcompile.packing import ALIGNMENT
 from zcompile.runtime.ticket import Promise
 from zcompile.runtime.tiers import Buffer, Extent, Stretch
+from zcompile.specs import ALIGNMENT
 
 
 class NearTier:

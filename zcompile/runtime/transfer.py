@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zcompile.packing import ALIGNMENT
 from zcompile.runtime.device import Device, Direction
 from zcompile.runtime.disk_trial import BLOCK_BYTES
 from zcompile.runtime.extents import Written
@@ -21,6 +20,7 @@ from zcompile.runtime.staging import Staging
 from zcompile.runtime.ticket import Countdown, Ticket
 from zcompile.runtime.tiers import Buffer
 from zcompile.runtime.workers import Workers
+from zcompile.specs import ALIGNMENT
 
 
 @dataclass(frozen=True)

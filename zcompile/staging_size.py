@@ -1,4 +1,4 @@
-"""How large the staging ring between disk and device is, and how much of it each direction takes."""
+"""How large the staging ring between disk and device is, and how much each direction takes of it."""
 
 from typing import NamedTuple
 

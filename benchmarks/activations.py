@@ -28,8 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from examples.train_gpt import Block, Shape
-from zcompile.offloading import session_behind
-from zcompile.units import show_size
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import show_size
 
 WARM_UP = 7
 """Steps: compiled, seen, planned as a whole, and planned once more at the costs found by then."""

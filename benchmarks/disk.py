@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
+from zcompile.ir.units import MiB, show_size
+from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.units import MiB, show_size
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 MODES = ("read", "write", "mixed")
 WINDOW_BYTES = 256 * MiB

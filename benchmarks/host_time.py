@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import zcompile
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
-from zcompile.offloading import session_behind
-from zcompile.units import MiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import MiB
 
 WARM_UP = 12
 """Two steps as the passes planned them, some under the first plan, some after its review; walks

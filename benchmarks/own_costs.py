@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zcompile.residency import Residency
+from zcompile.frontend.residency import Residency
 from zcompile.runtime.clocks import Clocks, Walked
 from zcompile.runtime.session import Session
 

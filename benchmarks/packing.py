@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from random import Random
 
-from zcompile.packing import Block, fits, live_peak, pack, packed_bytes
+from zcompile.ir.specs import aligned
+from zcompile.ir.units import KiB
+from zcompile.memory.packing import Block, fits, live_peak, pack, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
-from zcompile.specs import aligned
-from zcompile.units import KiB
 
 LAYER = (2, 24, 8, 2, 32, 32, 1)
 """Weights of a block of a transformer, relative to each other, in the order they are read."""

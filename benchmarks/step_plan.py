@@ -8,10 +8,10 @@ where everything fits down to a twelfth of it. The least, and what is predicted,
 twice: before the steps that count, and of each of them by itself, at what its regions took in it;
 the speed of a shared machine changes in between. Beside what a step stalls stands what the least
 must: an optimizer that is called after backward has nothing to hide its transfers behind. Beside
-the least, which takes for granted what plans of this kind have in common (`zcompile/bounds.py`),
-stands the floor, which does not (`zcompile/floor.py`). A second
-table turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an LRU in
-its place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
+the least, which takes for granted what plans of this kind have in common
+(`zcompile/planner/bounds.py`), stands the floor, which does not (`zcompile/planner/floor.py`). A
+second table turns off, at one budget, prefetch, residency, and the plan's choice of what stays (an
+LRU in its place, counted, not run). A third runs beside eager what fits, step by step, interleaved.
 """
 
 import argparse
@@ -30,12 +30,12 @@ import zcompile
 from benchmarks.own_costs import at_own_costs, walks_of
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
-from zcompile.machine import Machine
-from zcompile.machine_file import find
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.steps import Step
+from zcompile.ir.units import GiB, MiB, show_rate, show_size
+from zcompile.machine.files import find
+from zcompile.machine.model import Machine
 from zcompile.runtime.probe import probed
-from zcompile.steps import Step
-from zcompile.units import GiB, MiB, show_rate, show_size
 
 FRACTIONS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 12)
 SHARES: Mapping[str, Mapping[str, float]] = {

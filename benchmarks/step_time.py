@@ -3,9 +3,9 @@
     python -m benchmarks.step_time --layers 8 --width 512 --device-memory 24MiB --host-memory 16MiB
 
 Nothing is kept on the device between its uses (`residency=False`): what is measured is streaming;
-`step_plan.py` measures planned steps. Every round runs one step of every variant, so a slow moment
-of the machine hits all of them. What counts are the ratios to eager, and the bytes, which the
-meters of each variant report.
+`planner/step_plan.py` measures planned steps. Every round runs one step of every variant, so a slow
+moment of the machine hits all of them. What counts are the ratios to eager, and the bytes, which
+the meters of each variant report.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import zcompile
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
-from zcompile.units import show_size
+from zcompile.ir.units import show_size
 
 Step = Callable[[Tensor, Tensor], None]
 

@@ -17,7 +17,7 @@ import torch
 
 import zcompile
 from examples.train_gpt import Block, Shape
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 HEADS, TOKENS = 4, 8
 ROOM = 1 << 30

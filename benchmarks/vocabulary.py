@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.units import show_size
+from zcompile.ir.units import show_size
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Result = tuple[Tensor, Tensor, Tensor]

@@ -10,7 +10,7 @@ from torch import nn
 
 import zcompile
 from examples.loop import Comparison
-from zcompile.units import show_size
+from zcompile.ir.units import show_size
 
 LINES = 12
 """Lines of progress where a line cannot be overwritten, as in a file or a pipe."""

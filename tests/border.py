@@ -21,10 +21,10 @@ from typing import Any
 from torch import nn
 
 from zcompile.config import build
-from zcompile.offloading import move_in, open_session
-from zcompile.runtime.plant import open_plant
-from zcompile.runtime.ring import Outcome, Request, Ring
-from zcompile.runtime.system_calls import SystemCalls
+from zcompile.frontend.offload import move_in, open_session
+from zcompile.runtime.io.ring import Outcome, Request, Ring
+from zcompile.runtime.io.system_calls import SystemCalls
+from zcompile.runtime.open import open_plant
 
 NAMELESS = "zinf-trial-0"
 """What we call a file without a name."""

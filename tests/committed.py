@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from zcompile.runtime import data_check, data_header, index
-from zcompile.runtime.directory import Directory
+from zcompile.runtime.durable import data_check, data_header, index
+from zcompile.runtime.io.directory import Directory
 
 
 def read_index(path: Path) -> tuple[index.Index, bytes] | None:

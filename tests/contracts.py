@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from zcompile import torch_private as private
 from zcompile.errors import Unsupported
+from zcompile.ir import torch_private as private
 
 CONTRACTS: dict[str, Callable[[], None]] = {}
 """Name in `torch_private` -> a function that says what we rely on."""

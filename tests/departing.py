@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from written import HIGH, borrow, fetch, run, schedule, wait
 
-from zcompile.schedule import Instruction, Left, Offload, Register, Schedule, Ticket
-from zcompile.specs import Layout
+from zcompile.ir.schedule import Instruction, Left, Offload, Register, Schedule, Ticket
+from zcompile.ir.specs import Layout
 
 ROW = Layout((16,), (1,), 0, torch.float32)
 

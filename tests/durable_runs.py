@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.offloading import session_behind
-from zcompile.runtime.commit import Ledger
+from zcompile.frontend.offload import session_behind
+from zcompile.runtime.durable.commit import Ledger
 
 ON_DISK = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB", "durable": True}
 ON_HOST = {**ON_DISK, "host_memory": "64MiB"}

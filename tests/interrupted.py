@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import zcompile
-from zcompile.runtime.store import Store
+from zcompile.runtime.store.store import Store
 
 OURS = f"{Path(zcompile.__file__).parent}/"
 BELOW = ("contextlib.py", "weakref.py", "_weakrefset.py", "threading.py", "queue.py")

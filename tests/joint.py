@@ -16,17 +16,19 @@ from small_models import small
 from torch import Tensor, fx, nn
 
 import zcompile
-from zcompile import backend, ops, streaming
-from zcompile.dump import Watcher
-from zcompile.graph import assign_phases, output_of
-from zcompile.graph_plan import Plan
-from zcompile.offloading import session_behind
-from zcompile.pipeline import SILENT, Silence, Watch, pipeline, run
+from zcompile.frontend import backend
+from zcompile.frontend.offload import session_behind
+from zcompile.ir import ops
+from zcompile.ir.graph import assign_phases, output_of
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.specs import Phase
+from zcompile.ir.torch_private import aot_backend, boxed, gradient_of, handle_input, hint
+from zcompile.ir.units import MiB
+from zcompile.passes.instrument import Watcher
+from zcompile.passes.pipeline import SILENT, Silence, Watch, pipeline, run
+from zcompile.runtime.eager import streaming
 from zcompile.runtime.session import Session
-from zcompile.schedule import Schedule
-from zcompile.specs import Phase
-from zcompile.torch_private import aot_backend, boxed, gradient_of, handle_input, hint
-from zcompile.units import MiB
 
 DEVICE_BYTES = 64 * MiB
 
@@ -128,7 +130,9 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
         made = aot_backend(catcher.forward, catcher.backward, catcher.inference, catcher.partition)
         return made(gm, list(example_inputs))
 
-    if not any(isinstance(p, zcompile.tiered.TieredTensor) for p in model.parameters()):
+    if not any(
+        isinstance(p, zcompile.runtime.eager.tiered.TieredTensor) for p in model.parameters()
+    ):
         zcompile.offload(model, **{"device": "cpu", "device_memory": DEVICE_BYTES,
                                    "host_memory": DEVICE_BYTES, **config})  # fmt: skip
     torch._dynamo.reset()

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from zcompile.runtime import plant
-from zcompile.runtime.device import Landing
-from zcompile.runtime.device_cpu import CpuDevice
-from zcompile.runtime.mover import Mover
-from zcompile.runtime.pages import copy_bytes
-from zcompile.runtime.ticket import Promise
+from zcompile.runtime import open
+from zcompile.runtime.device.base import Landing
+from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.pages import copy_bytes
+from zcompile.runtime.transfer.queue import Mover
+from zcompile.runtime.transfer.ticket import Promise
 
 
 class _Copy:
@@ -103,7 +103,7 @@ def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
             transfers[0].home.settle()
         drain(mover)
 
-    patch.setattr(plant, "CpuDevice", make)
+    patch.setattr(open, "CpuDevice", make)
     patch.setattr(Promise, "settle", wait_for_it)
     patch.setattr(Mover, "drain", wait_for_all)
     return made

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile import backend
-from zcompile.graph_plan import Plan
+from zcompile.frontend import backend
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.saved_values import SavedValues
 from zcompile.passes.base import Fact, Pass
-from zcompile.saved_rewriting import Borders, Rewriting, moved, sink_views
-from zcompile.saved_values import SavedValues
+from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, moved, sink_views
 
 WAYS = ("host", "disk", "again", "host or again")
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
-from zcompile import backend
-from zcompile.offloading import session_behind
+from zcompile.frontend import backend
+from zcompile.frontend.offload import session_behind
 from zcompile.runtime.session import Session
 
 SMALL = {"device": "cpu", "device_memory": "1MiB", "host_memory": "16MiB"}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.offloading import session_behind
-from zcompile.specs import Kind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
 
 ON_DISK = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB"}
 """The host budget is the least there is, and all of it staging: every entry rests on disk."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from written import NOTHING, run, schedule
 
-from zcompile.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
+from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
 
 PLACED = replace(NOTHING, placed=(0,))
 MADE = (replace(run(0, out=(2,), ticket=0), region=PLACED, into=(EntryIndex(0),)),

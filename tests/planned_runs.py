@@ -9,7 +9,7 @@ from small_models import GPT
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 WIDTH, VOCABULARY = 32, 64
 STEPS = 5

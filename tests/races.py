@@ -9,7 +9,7 @@ instruction stands earlier in the list orders compute with compute, and nothing 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     Borrow,
     Fetch,
     Free,
@@ -24,7 +24,7 @@ from zcompile.schedule import (
     Store,
     Wait,
 )
-from zcompile.specs import Phase
+from zcompile.ir.specs import Phase
 
 Transfer = Fetch | Store | Reduce | Offload
 

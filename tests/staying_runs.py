@@ -7,7 +7,7 @@ import torch
 from planned_runs import VOCABULARY, adamw, gpt, values
 
 import zcompile
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 STEPS = 7
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile import activation_bound
-from zcompile.activation_choice import choose
-from zcompile.activation_problem import AGAIN, KEEP, Away, Maker, Problem, Value, answer
+from zcompile.passes.plan_activations import activation_bound
+from zcompile.passes.plan_activations.activation_choice import choose
+from zcompile.passes.plan_activations.activation_problem import (
+    AGAIN,
+    KEEP,
+    Away,
+    Maker,
+    Problem,
+    Value,
+    answer,
+)
 
 TIERS = {"host": Away(1.0, 1.0, 1000), "disk": Away(5.0, 5.0, 1000)}
 

@@ -11,8 +11,8 @@ from small_models import SMALL_MODELS, small
 
 import zcompile
 from zcompile.errors import TierFull
-from zcompile.offloading import session_behind
-from zcompile.specs import Kind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
 
 
 def offloaded(name, tmp_path, **config):

@@ -9,19 +9,19 @@ from planned_runs import VOCABULARY, WEIGHT_BYTES, adamw, gpt, loss_of, made_on,
 from sampled import crossed
 
 import zcompile
-from zcompile import step_plan
 from zcompile.errors import DeviceTooSmall, ScheduleInvalid
-from zcompile.flying import Departing
-from zcompile.handover import handover
-from zcompile.journeys import Journey
-from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
-from zcompile.offloading import session_behind
-from zcompile.runtime.annex import Annex
-from zcompile.schedule import EntryIndex, Slot
-from zcompile.specs import ALIGNMENT, Phase
-from zcompile.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
-from zcompile.units import KiB, MiB
-from zcompile.verify_schedule import verify_schedule
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.handover import handover
+from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.schedule import EntryIndex, Slot
+from zcompile.ir.specs import ALIGNMENT, Phase
+from zcompile.ir.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
+from zcompile.ir.units import KiB, MiB
+from zcompile.planner import step_plan
+from zcompile.planner.flying import Departing
+from zcompile.planner.journeys import Journey
+from zcompile.runtime.device.annex import Annex
+from zcompile.verify.verify_schedule import verify_schedule
 
 STEPS = 6
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}

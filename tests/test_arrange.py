@@ -8,11 +8,11 @@ from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE, small
 
 import zcompile
-from zcompile.arrange import arrange
-from zcompile.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
-from zcompile.specs import aligned
-from zcompile.stages import take_apart
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.program import take_apart
+from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
+from zcompile.ir.specs import aligned
+from zcompile.passes.arrange import arrange
+from zcompile.verify.verify_schedule import verify_schedule
 
 NONE: frozenset[EntryIndex] = frozenset()
 

@@ -9,9 +9,9 @@ from small_models import mlp
 from torch import library, nn
 
 import zcompile
-from zcompile import backend
 from zcompile.errors import BudgetExceeded, ConfigInvalid, UnknownOption, Unsupported, ZinfError
-from zcompile.offloading import session_behind
+from zcompile.frontend import backend
+from zcompile.frontend.offload import session_behind
 
 ROWS = torch.ones(2, 8)
 

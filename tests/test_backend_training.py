@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zcompile
-from zcompile.torch_private import node_of_call
+from zcompile.ir.torch_private import node_of_call
 
 
 @pytest.fixture(autouse=True)
@@ -284,7 +284,7 @@ class InPlace(nn.Module):
 def test_a_call_that_only_writes_an_input_counts_in_the_sum_of_a_pass(found, monkeypatch):
     if not found:  # nor does it, if nobody knows when it comes
         asked = count()  # the first call's results and arguments, then the second one's results
-        monkeypatch.setattr("zcompile.backend.node_of_call", lambda values, since: (
+        monkeypatch.setattr("zcompile.frontend.backend.node_of_call", lambda values, since: (
             node_of_call(values, since) if next(asked) % 3 == 2 else None))  # fmt: skip
     gradients = []
     for name in ("aot_eager", "zinf"):

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile import least_program
-from zcompile.bounds import bound
-from zcompile.demand import Demand, Segment, demand_of
-from zcompile.linear_program import is_available
-from zcompile.loads import Room
-from zcompile.machine import Link
-from zcompile.schedule import SERIALS, Fetch, Reduce, Run, Schedule, Slot, Store
-from zcompile.specs import Kind, Phase, Region
-from zcompile.steps import EntryFact, Step, StepCall
+from zcompile.ir.schedule import SERIALS, Fetch, Reduce, Run, Schedule, Slot, Store
+from zcompile.ir.specs import Kind, Phase, Region
+from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.machine.model import Link
+from zcompile.planner import least_program
+from zcompile.planner.bounds import bound
+from zcompile.planner.demand import Demand, Segment, demand_of
+from zcompile.planner.linear_program import is_available
+from zcompile.planner.loads import Room
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 P = 1_000
@@ -35,7 +35,7 @@ def training(compute_s=(1.0, 2.0, 0.0), micro_batches=1):
 
 
 def plain(demand, links_, room, monkeypatch):
-    monkeypatch.setattr("zcompile.least_program.is_available", lambda: False)
+    monkeypatch.setattr("zcompile.planner.least_program.is_available", lambda: False)
     return bound(demand, links_, room)
 
 

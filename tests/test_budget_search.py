@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from zcompile.budget_search import FAR, STRIDE, BudgetSearch, between
 from zcompile.errors import BudgetExceeded
+from zcompile.passes.trial import FAR, STRIDE, BudgetSearch, between
 
 
 def search(needs, tried=None):

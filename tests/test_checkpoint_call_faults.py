@@ -19,7 +19,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import ZinfError
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"}
 KEPT = "runs/kept"

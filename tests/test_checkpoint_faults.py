@@ -19,7 +19,7 @@ from small_models import mlp
 from torch import nn
 
 import zcompile
-from zcompile import block_files, checkpoint, checkpoint_directory
+from zcompile.checkpoint import block_files, checkpoint, directory
 from zcompile.errors import (
     CheckpointInvalid,
     CheckpointUnwritable,
@@ -224,7 +224,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint(instant, tmp_path, capl
 
 
 def test_where_two_directories_cannot_be_exchanged_they_are_renamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_directory, "exchange", lambda *_: False)
+    monkeypatch.setattr(directory, "exchange", lambda *_: False)
     zcompile.save(tmp_path / "c", mlp(), n=1)
     zcompile.save(tmp_path / "c", mlp(), n=2)
     assert zcompile.resume(tmp_path / "c", mlp()) == {"n": 2}
@@ -247,7 +247,7 @@ def test_a_backup_of_the_users_own_beside_a_checkpoint_stays(
     tmp_path, monkeypatch, exchanged, backup
 ):
     if not exchanged:
-        monkeypatch.setattr(checkpoint_directory, "exchange", lambda *_: False)
+        monkeypatch.setattr(directory, "exchange", lambda *_: False)
     zcompile.save(tmp_path / "c", mlp(), n=1)
     shutil.copytree(tmp_path / "c", tmp_path / backup)
     for n in (2, 3):

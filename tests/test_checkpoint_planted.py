@@ -14,7 +14,7 @@ from small_models import mlp
 from torch import nn
 
 import zcompile
-from zcompile import checkpoint_directory
+from zcompile.checkpoint import directory as checkpoint_directory
 from zcompile.errors import CheckpointInvalid, CheckpointUnwritable
 
 pytestmark = pytest.mark.timeout(60)

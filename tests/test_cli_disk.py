@@ -19,8 +19,8 @@ from torch import nn
 import zcompile
 from zcompile.cli import disk as cli_disk
 from zcompile.errors import DiskOwned, DiskUnusable
-from zcompile.offloading import session_behind
-from zcompile.runtime.data_header import DataHeader
+from zcompile.frontend.offload import session_behind
+from zcompile.runtime.durable.data_header import DataHeader
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import zcompile
-from zcompile import planning
 from zcompile.cli.machines import rows
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
-from zcompile.machine_file import find, names
-from zcompile.offloading import session_behind
+from zcompile.frontend.dry_run import plan
+from zcompile.frontend.offload import session_behind
+from zcompile.machine.files import find, names
 from zcompile.runtime import probe
 
 
@@ -103,7 +103,7 @@ def test_a_machine_that_is_not_there_is_one_sentence(zinf):
 def test_doctor_shows_the_tiers_that_a_run_and_a_plan_take_by_default(zinf, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     shown = json.loads(zinf("doctor", "--json")[1])["machine"]["tiers"]
-    assert planning.terms_of(Config(device="cpu")).machine.tiers == shown
+    assert plan.terms_of(Config(device="cpu")).machine.tiers == shown
     model = zcompile.offload(torch.nn.Linear(2, 2), device="cpu")
     session = session_behind(model)
     assert (session.device_budget, session.host_budget) == (shown["device"], shown["host"])

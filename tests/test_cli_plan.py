@@ -10,7 +10,7 @@ from zcompile.cli.model_source import example_inputs, find_model
 from zcompile.cli.plots import bars, svg
 from zcompile.cli.sweeps import read_sweep
 from zcompile.errors import ConfigInvalid
-from zcompile.units import GiB, MiB
+from zcompile.ir.units import GiB, MiB
 
 MODELS = """
 import torch

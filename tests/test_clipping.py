@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zcompile
-from zcompile import streaming
+from zcompile.runtime.eager import streaming
 
 
 def plain(value):

@@ -8,8 +8,8 @@ import torch
 
 from zcompile.config import LINKS, PLAN_FIELDS, Config, build, with_plan_options
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
-from zcompile.machine_file import MachineUnknown, find, write
-from zcompile.units import GiB, MiB
+from zcompile.ir.units import GiB, MiB
+from zcompile.machine.files import MachineUnknown, find, write
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written import LOW, fetch, free, run, schedule
 
-from zcompile.cost import (
+from zcompile.ir.schedule import Fetch
+from zcompile.ir.specs import NO_WORK, Phase, Region, Work
+from zcompile.machine.cost import (
     LEAST_MEASURED_BYTES,
     Costs,
     call_name,
@@ -17,9 +19,7 @@ from zcompile.cost import (
     remeasured,
     replan_pays,
 )
-from zcompile.machine import Compute, Link, Machine
-from zcompile.schedule import Fetch
-from zcompile.specs import NO_WORK, Phase, Region, Work
+from zcompile.machine.model import Compute, Link, Machine
 
 COMPUTE = Compute({"float32": 100.0, "bfloat16": 400.0}, 10.0, 0.5)
 MACHINE = Machine("paper", {}, {"h2d": Link("h2d", 1e6), "d2h": Link("d2h", 1e6)}, COMPUTE)

@@ -7,11 +7,11 @@ from planned_runs import STEPS, begun, ids, train
 from sampled import sampled
 
 import zcompile
-from zcompile import step_plan
-from zcompile.offloading import session_behind
-from zcompile.passes.place_states import place
-from zcompile.specs import ALIGNMENT
-from zcompile.units import KiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.units import KiB
+from zcompile.planner import step_plan
+from zcompile.planner.place_states import place
 
 BUDGETS = {"keep": 112 * KiB, "recompute": 64 * KiB, "offload": 64 * KiB}
 """Of the device; where all is kept, little less would be refused."""

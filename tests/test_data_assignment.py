@@ -24,10 +24,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zcompile
-from zcompile import handles
 from zcompile.errors import ParameterChanged, Unsupported
-from zcompile.runtime import sources
-from zcompile.unbacked import Unbacked
+from zcompile.ir import handles
+from zcompile.runtime.eager.unbacked import Unbacked
+from zcompile.runtime.store import sources
 
 
 def same_program(program, tmp_path, mode="eager", make=mlp, **fields):
@@ -767,7 +767,7 @@ def test_memory_that_nobody_touched_is_not_read_at_each_use(tmp_path, monkeypatc
 def test_a_line_says_that_others_hold_memory_that_offload_moved(held, tmp_path, caplog):
     model = mlp()
     state = model.state_dict() if held else {}
-    with caplog.at_level(logging.INFO, "zcompile.offloading"):
+    with caplog.at_level(logging.INFO, "zcompile.frontend.offload"):
         on_disk(model, tmp_path)
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "left memory that others hold" in line] == [

@@ -13,14 +13,14 @@ from offloaded import SMALL
 from small_models import mlp
 
 import zcompile
-from zcompile import dump
-from zcompile import run_format as form
 from zcompile.cli import main
 from zcompile.config import Config
-from zcompile.dump import Watcher
 from zcompile.errors import DiskUnusable
-from zcompile.pipeline import pipeline
-from zcompile.runs import Graph, open_run
+from zcompile.ir import run_format as form
+from zcompile.ir.runs import Graph, open_run
+from zcompile.passes import instrument
+from zcompile.passes.instrument import Watcher
+from zcompile.passes.pipeline import pipeline
 
 PASSES = [form.CAPTURED, *(p.name for p in pipeline(Config(device="cpu")))]
 ROOT = Path(__file__).parent.parent
@@ -167,7 +167,7 @@ def test_off_nothing_is_computed_and_nothing_is_written(tmp_path, monkeypatch):
         raise AssertionError("somebody looks although nobody is told")
 
     for name in ("_census", "_nodes", "_plan", "_instruction", "profile"):
-        monkeypatch.setattr(dump, name, forbidden)
+        monkeypatch.setattr(instrument, name, forbidden)
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
     model = zcompile.offload(mlp(), **SMALL)
@@ -187,7 +187,7 @@ def test_the_environment_asks_for_a_dump_too(tmp_path, monkeypatch):
 def test_a_dump_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(DiskUnusable, match="cannot take a dump"):
-        dump.open_run(Config(device="cpu", dump=tmp_path / "file"), {})
+        instrument.open_run(Config(device="cpu", dump=tmp_path / "file"), {})
 
 
 def test_the_log_has_one_line_per_pass(caplog):

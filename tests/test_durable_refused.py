@@ -19,7 +19,7 @@ from zcompile.errors import (
     TierFull,
     Unsupported,
 )
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 
 def test_a_commit_that_nobody_resumed_is_not_lost_by_a_step(tmp_path):
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_grow_ends_the_step_and_nothing_hangs(tmp_path, monke
 def test_resuming_is_told(tmp_path, caplog):
     Run(tmp_path).train(0, 1).close()
     run = after_a_crash(tmp_path)
-    with caplog.at_level(logging.INFO, "zcompile.durable"):
+    with caplog.at_level(logging.INFO, "zcompile.checkpoint.durable"):
         run.resume()
     assert "resumed at step 1" in caplog.text
     run.close()

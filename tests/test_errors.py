@@ -8,7 +8,7 @@ import pytest
 
 from zcompile import errors
 from zcompile.errors import ZinfError
-from zcompile.units import GiB, MiB
+from zcompile.ir.units import GiB, MiB
 
 DISK = Path("/data")
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zcompile
-from zcompile import torch_private
 from zcompile.errors import (
     BudgetExceeded,
     ConfigInvalid,
@@ -27,6 +26,7 @@ from zcompile.errors import (
     ValueUnset,
     ZinfError,
 )
+from zcompile.ir import torch_private
 
 
 def met(kind, sentence, act):

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile import run_format as form
 from zcompile.cli.explain_slices import SLICES, slices_of, slices_text
-from zcompile.records import encode
-from zcompile.run_format import PassRecord, PlanRecord
-from zcompile.runs import open_run
-from zcompile.sliced_region import SlicedRegion
-from zcompile.units import KiB, MiB
+from zcompile.ir import run_format as form
+from zcompile.ir.records import encode
+from zcompile.ir.run_format import PassRecord, PlanRecord
+from zcompile.ir.runs import open_run
+from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir.units import KiB, MiB
 
 UP = SlicedRegion("blocks.0.up", 4, 192, 24 * KiB, 72 * KiB, 18 * KiB)
 GATE = SlicedRegion("blocks.1.gate", 2, 192, 48 * KiB, 96 * KiB, 48 * KiB)

@@ -10,16 +10,16 @@ from sampled import sampled
 from test_bounds import B, F, P, S, links, schedule, training
 
 import zcompile
-from zcompile.bounds import bound
-from zcompile.cost import Costs, Ways
-from zcompile.floor import floor, traced_compute
-from zcompile.loads import Room
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
-from zcompile.schedule import Run
-from zcompile.specs import Region, Work
-from zcompile.steps import Step, StepCall
-from zcompile.units import KiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Run
+from zcompile.ir.specs import Region, Work
+from zcompile.ir.steps import Step, StepCall
+from zcompile.ir.units import KiB
+from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner.bounds import bound
+from zcompile.planner.floor import floor, traced_compute
+from zcompile.planner.loads import Room
 
 MACHINE = Machine("fake", {}, {}, Compute({"float32": 1.0}, 1.0))
 TWICE = Region("twice", "", lambda: (), Work(dense_nbytes=8, nbytes=12, ops=5))

@@ -17,14 +17,14 @@ from small_models import SMALL_MODELS, small
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zcompile import backend
-from zcompile.footprint import Footprint, Given, footprint
-from zcompile.graph import assign_phases, is_compute, output_of, region_of
-from zcompile.graph_plan import Plan
+from zcompile.frontend import backend
+from zcompile.ir.graph import assign_phases, is_compute, output_of, region_of
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.schedule import Run
+from zcompile.ir.specs import Phase
+from zcompile.ir.torch_private import is_tangent
+from zcompile.memory.footprint import Footprint, Given, footprint
 from zcompile.runtime import executor
-from zcompile.schedule import Run
-from zcompile.specs import Phase
-from zcompile.torch_private import is_tangent
 
 aten = torch.ops.aten
 

@@ -16,15 +16,16 @@ from small_models import GPT, SMALL_MODELS, mlp
 from torch import Tensor, nn
 
 import zcompile
-from zcompile import printer, residency
-from zcompile.cost import Costs, Ways
-from zcompile.offloading import session_behind
-from zcompile.runs import open_run
+from zcompile.frontend import residency
+from zcompile.frontend.offload import session_behind
+from zcompile.ir import printer
+from zcompile.ir.runs import open_run
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.specs import Phase
+from zcompile.machine.cost import Costs, Ways
 from zcompile.runtime import probe
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.session import Session
-from zcompile.schedule import Schedule
-from zcompile.specs import Phase
 
 SEEN = 2
 """Steps before a whole step is planned."""

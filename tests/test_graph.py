@@ -8,8 +8,8 @@ from joint import captured, catch
 from small_models import SMALL_MODELS, dropout, small
 from torch import fx, nn
 
-from zcompile import ops
-from zcompile.graph import (
+from zcompile.ir import ops
+from zcompile.ir.graph import (
     aliases_of,
     assign_phases,
     bases_of,
@@ -23,7 +23,7 @@ from zcompile.graph import (
     positions,
     readers_of,
 )
-from zcompile.specs import Phase
+from zcompile.ir.specs import Phase
 
 aten = torch.ops.aten
 

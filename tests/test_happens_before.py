@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.happens_before import BEGUN, Transfer, start
+from zcompile.verify.happens_before import BEGUN, Transfer, start
 
 
 @dataclass

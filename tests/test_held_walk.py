@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from written import schedule
 
-from zcompile.held_walk import HeldWalk
-from zcompile.holds import Holds, Level
-from zcompile.schedule import EntryIndex, Reduce, Register, Schedule
-from zcompile.specs import Phase
-from zcompile.under_way import Leaving, plan_joins
+from zcompile.ir.holds import Holds, Level
+from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule
+from zcompile.ir.specs import Phase
+from zcompile.memory.held_walk import HeldWalk
+from zcompile.memory.under_way import Leaving, plan_joins
 
 
 def backward(*sizes: int) -> Schedule:

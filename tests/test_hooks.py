@@ -17,8 +17,8 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.ir.torch_private import current_pass
 from zcompile.runtime import gradients
-from zcompile.torch_private import current_pass
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

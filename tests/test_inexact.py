@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zcompile
-from zcompile.units import KiB
+from zcompile.ir.units import KiB
 
 SUMMED = "added up one after the other"
 
@@ -53,7 +53,7 @@ def compared(model, x, caplog, **fields):
     zcompile.offload(model, device="cpu", host_memory="64MiB", **fields)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="zinf")
-    with caplog.at_level(logging.INFO, logger="zcompile.backend"):
+    with caplog.at_level(logging.INFO, logger="zcompile.frontend.backend"):
         found, expected = compiled(x), twin(x)
         found.square().sum().backward()
         expected.square().sum().backward()

@@ -14,15 +14,19 @@ from interrupted import check_everywhere, nothing_swallowed, spots_of, strike
 from torch import nn
 
 import zcompile
-from zcompile import offloading
-from zcompile.offloading import session_behind
+from zcompile.checkpoint.tensor_writer import NewFile
+from zcompile.frontend import offload
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import KiB
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.interrupts import deferred_interrupts, deliver_interrupts, uninterrupted
-from zcompile.runtime.ticket import Promise
-from zcompile.specs import Kind
-from zcompile.tensor_writer import NewFile
-from zcompile.tiered import TieredTensor
-from zcompile.units import KiB
+from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.transfer.interrupts import (
+    deferred_interrupts,
+    deliver_interrupts,
+    uninterrupted,
+)
+from zcompile.runtime.transfer.ticket import Promise
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "4MiB"}
 
@@ -217,7 +221,7 @@ CHILD = """
 import os, signal, sys, threading
 import torch, zcompile
 from torch import nn
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 model = zcompile.offload(nn.Linear(64, 64), device="cpu", device_memory="1MiB", host_memory="2MiB")
 session = session_behind(model)
@@ -327,13 +331,13 @@ def test_a_parameter_keeps_its_gradient_if_offloading_breaks_off(monkeypatch):
     model = nn.Linear(8, 8)
     model(torch.ones(1, 8)).sum().backward()
     before = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
-    become, threads = offloading._become_tiered, threading.active_count()
+    become, threads = offload._become_tiered, threading.active_count()
 
     def pressing(*args):
         become(*args)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(offloading, "_become_tiered", pressing)
+    monkeypatch.setattr(offload, "_become_tiered", pressing)
     with pytest.raises(KeyboardInterrupt):
         zcompile.offload(model, **FIELDS)
     for param, (value, grad) in zip(model.parameters(), before, strict=True):

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from zcompile.errors import Unsupported
-from zcompile.runtime.pages import address_of, clear_bytes, copy_bytes
+from zcompile.runtime.device.pages import address_of, clear_bytes, copy_bytes
 
 ROWS = torch.arange(96.0).reshape(12, 8)
 ZEROS = torch._efficientzerotensor  # what autograd makes of a gradient that is zero everywhere

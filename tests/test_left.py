@@ -6,8 +6,8 @@ from moved import forced
 from planned_runs import begun, expected, same, train
 
 import zcompile
-from zcompile.offloading import session_behind
-from zcompile.units import KiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import KiB
 
 BUDGET = 128 * KiB
 

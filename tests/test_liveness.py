@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from joint import captured
 from torch import fx
 
-from zcompile import ops
 from zcompile.config import Config
-from zcompile.graph import aliases_of, find, positions, readers_of
-from zcompile.liveness import live_ranges, nbytes_of, profile
-from zcompile.pipeline import pipeline
+from zcompile.ir import ops
+from zcompile.ir.graph import aliases_of, find, positions, readers_of
+from zcompile.ir.liveness import live_ranges, nbytes_of, profile
+from zcompile.passes.pipeline import pipeline
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from passes.test_tile_loss import TOLERANCE, assert_close
 from torch import Tensor, nn
 from vocabularies import Head, Pattern, flat
 
-from zcompile.graph import find
-from zcompile.loss_match import SOFTMAX
-from zcompile.passes.tile_loss import TileLoss
+from zcompile.ir.graph import find
+from zcompile.passes.tile_loss.match import SOFTMAX
+from zcompile.passes.tile_loss.tile_loss import TileLoss
 
 CLASSES = 37
 

@@ -9,7 +9,7 @@ from small_models import GPT, SMALL_MODELS, UNALIKE, mlp, small
 from torch import nn
 
 import zcompile
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     CHANGE_HOLDING,
     Fetch,
     Free,
@@ -20,7 +20,7 @@ from zcompile.schedule import (
     Schedule,
     Wait,
 )
-from zcompile.specs import Phase
+from zcompile.ir.specs import Phase
 
 
 def compiled(model: nn.Module, *inputs: object, **how: object) -> list[Schedule]:

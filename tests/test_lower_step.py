@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded
-from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
-from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
-from zcompile.specs import Phase
-from zcompile.step_chunks import CHUNK_BYTES, StepRoom
-from zcompile.units import GiB, MiB
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
+from zcompile.ir.specs import Phase
+from zcompile.ir.step_chunks import CHUNK_BYTES, StepRoom
+from zcompile.ir.units import GiB, MiB
+from zcompile.verify.verify_schedule import verify_schedule
 
 
 def nothing(first: int, last: int, values: Any) -> None:

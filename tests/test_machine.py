@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile import machine_file
-from zcompile.machine import (
+from zcompile.ir.units import GiB, TiB
+from zcompile.machine import files
+from zcompile.machine.files import MachineUnknown, MachineUnreadable, find, names, read, write
+from zcompile.machine.model import (
     DTYPES,
     RANK_LINKS,
     TIER_LINKS,
@@ -24,8 +26,6 @@ from zcompile.machine import (
     throttled,
     with_tier,
 )
-from zcompile.machine_file import MachineUnknown, MachineUnreadable, find, names, read, write
-from zcompile.units import GiB, TiB
 
 ROOT = Path(__file__).parent.parent
 
@@ -218,15 +218,15 @@ def test_every_machine_that_comes_along_is_sound(name):
     assert machine.name == name
     assert {"device", "host", "disk"} == set(machine.tiers)
     assert set(TIER_LINKS) <= set(machine.links)
-    lines = (machine_file.FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    lines = (files.FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= 120 for line in lines)
 
 
 def test_every_machine_is_part_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["zcompile"]
-    assert "machines/*.toml" in data
-    assert sorted(path.stem for path in (ROOT / "zcompile").glob("machines/*.toml")) == [*names()]
+    assert "machine/*.toml" in data
+    assert sorted(path.stem for path in (ROOT / "zcompile").glob("machine/*.toml")) == [*names()]
 
 
 def test_the_dgx_2_has_the_figures_of_the_paper():

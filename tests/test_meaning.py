@@ -4,12 +4,12 @@ import pytest
 from joint import Joint, assert_same, captured, catch, least_budget, results
 from small_models import SMALL_MODELS, small
 
-from zcompile import ops
 from zcompile.config import Config
-from zcompile.graph import find
+from zcompile.ir import ops
+from zcompile.ir.graph import find
 from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.pipeline import pipeline
 from zcompile.passes.release_params import ReleaseParams
-from zcompile.pipeline import pipeline
 
 PASSES = pipeline(Config(device="cpu"))
 

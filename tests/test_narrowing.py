@@ -8,10 +8,10 @@ from torch.nn.utils import clip_grad_norm_
 
 import zcompile
 from zcompile.errors import ConfigInvalid, ParameterChanged
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Fetch
 from zcompile.runtime import foresight
-from zcompile.schedule import Fetch
-from zcompile.verify_schedule import verify_handover
+from zcompile.verify.verify_schedule import verify_handover
 
 BF16 = torch.bfloat16
 

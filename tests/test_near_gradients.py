@@ -9,14 +9,14 @@ from planned_runs import adamw, begun, expected, ids, offloaded, same, train
 from torch import nn
 
 import zcompile
-from zcompile import step_plan
 from zcompile.errors import Unsupported
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import MiB
+from zcompile.planner import step_plan
 from zcompile.runtime import near_gradients
 from zcompile.runtime.gradients import Gradients
 from zcompile.runtime.near_gradients import NearGradients
-from zcompile.specs import Kind
-from zcompile.units import MiB
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""

@@ -23,9 +23,9 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.specs import Kind
 
 
 def test_the_objects_stay_the_same(tmp_path):

@@ -8,10 +8,10 @@ import small_models
 import torch
 
 import zcompile
-from zcompile import outlook
 from zcompile.cli import main
-from zcompile.machine import Compute, Link, Machine
-from zcompile.units import GiB, MiB
+from zcompile.ir.units import GiB, MiB
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner import outlook
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from zcompile.config import Config
 from zcompile.errors import TorchUnsupported
-from zcompile.torch_private import TESTED, check_torch
+from zcompile.ir.torch_private import TESTED, check_torch
 from zcompile.version import VERSION
 
 ROOT = Path(__file__).parent.parent
@@ -127,7 +127,7 @@ def installed() -> bool:
 @pytest.mark.skipif(not installed(), reason="zcompile is not installed here")
 def test_an_installed_zcompile_is_known_to_torch_compile():
     backends = importlib.metadata.entry_points(group="torch_dynamo_backends")
-    assert backends["zinf"].value == "zcompile.backend:zinf"
+    assert backends["zinf"].value == "zcompile.frontend.backend:zinf"
     assert callable(backends["zinf"].load())
     assert "zinf" in torch.compiler.list_backends(exclude_tags=())
     version = Version(importlib.metadata.version("zcompile"))

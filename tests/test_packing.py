@@ -10,14 +10,14 @@ from joint import captured, least_budget
 from sampled import crossed
 from small_models import SMALL_MODELS
 
-from zcompile import ops
 from zcompile.config import Config
-from zcompile.graph import find
-from zcompile.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
-from zcompile.passes.plan_arena import PlanArena
+from zcompile.ir import ops
+from zcompile.ir.graph import find
+from zcompile.ir.specs import ALIGNMENT, aligned
+from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.pipeline import pipeline
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
-from zcompile.pipeline import pipeline
-from zcompile.specs import ALIGNMENT, aligned
 
 BEFORE = tuple(
     takewhile(lambda p: not isinstance(p, SchedulePrefetch), pipeline(Config(device="cpu")))
@@ -148,7 +148,7 @@ def scheduled_blocks(model: str, lead: int, budget_bytes: int) -> list[list[Bloc
     joint = captured(model).copy(budget_bytes).through(*BEFORE, SchedulePrefetch(lead))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "zcompile.passes.plan_arena.pack", lambda blocks: met.append(blocks) or pack(blocks)
+            "zcompile.passes.allocate_arena.pack", lambda blocks: met.append(blocks) or pack(blocks)
         )
         PlanArena().rewrite(joint.graph, joint.plan)
     assert sum(len(blocks) for blocks in met) == len(list(find(joint.graph, ops.fetch)))

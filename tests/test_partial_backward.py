@@ -6,7 +6,7 @@ import torch
 from pairs import assert_equal, mlp, on_disk
 
 from zcompile.errors import Unsupported
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

@@ -7,14 +7,14 @@ from joint import captured, least_budget
 from sampled import sampled
 from small_models import SMALL_MODELS
 
-from zcompile import printer
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, GraphInvalid, PassOrder
+from zcompile.ir import printer
+from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.gather_params import GatherParams
-from zcompile.passes.plan_arena import PlanArena
+from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
-from zcompile.pipeline import pipeline, run
 
 PASSES = pipeline(Config(device="cpu"))
 

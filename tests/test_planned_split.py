@@ -9,13 +9,13 @@ from planned_runs import adamw, gpt, ids
 from torch import nn
 
 import zcompile
-from zcompile import planning
 from zcompile.cli.curves import curve_svg
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, Unsupported
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
-from zcompile.units import KiB, MiB
+from zcompile.frontend.dry_run import plan
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import KiB, MiB
+from zcompile.machine.model import Compute, Link, Machine
 
 RATES = {"h2d": 1e9, "d2h": 1e9, "disk_read": 2e8, "disk_write": 1e8}
 MACHINE = Machine(
@@ -118,10 +118,10 @@ def test_a_device_that_is_too_small_is_told_what_it_needs(choice, device):
 
 def test_a_step_is_traced_anew_for_another_device():
     torch._dynamo.reset()
-    terms = planning.terms_of(Config(device="cpu", device_memory=BUDGETS["keep"]), MACHINE)
-    traced = planning.trace(Loss(), given(0), terms)
+    terms = plan.terms_of(Config(device="cpu", device_memory=BUDGETS["keep"]), MACHINE)
+    traced = plan.trace(Loss(), given(0), terms)
     with pytest.raises(Unsupported, match="trace it anew"):
-        planning.report_of(traced, terms.on(MACHINE))
+        plan.report_of(traced, terms.on(MACHINE))
 
 
 def test_the_report_tells_both_peaks_and_gives_both_curves():

@@ -11,13 +11,14 @@ from sampled import crossed
 from torch import nn
 
 import zcompile
-from zcompile import bounds, floor, planning
-from zcompile.backend import surroundings
 from zcompile.config import Config
 from zcompile.errors import Unsupported
-from zcompile.machine import Compute, Link, Machine, with_tier
-from zcompile.specs import Kind, Phase
-from zcompile.units import GiB, KiB, MiB
+from zcompile.frontend.backend import surroundings
+from zcompile.frontend.dry_run import plan
+from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.model import Compute, Link, Machine, with_tier
+from zcompile.planner import bounds, floor
 
 LINKS = {
     "h2d": Link("h2d", 1e9),
@@ -54,23 +55,23 @@ IDS = torch.zeros(2, 16, dtype=torch.int64)
 
 @pytest.fixture(scope="module")
 def terms():
-    return planning.terms_of(Config(device="cpu"), SMALL)
+    return plan.terms_of(Config(device="cpu"), SMALL)
 
 
 @pytest.fixture(scope="module")
 def traced(terms):
-    return planning.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
+    return plan.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
 
 
 def within(terms, machine):
     """A step that was traced for the device of `machine`, which bounds all, and the terms."""
     at = replace(terms.on(machine), bounded=True)
-    return planning.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
+    return plan.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
 
 
 @pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])
 def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
-    session = planning._session(planning.terms_of(Config(device="cpu"), machine))
+    session = plan._session(plan.terms_of(Config(device="cpu"), machine))
     assert surroundings(session).beside is beside
 
 
@@ -85,7 +86,7 @@ def test_a_step_on_paper_is_about_the_entries_of_a_real_one(traced):
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     steps = []
-    session = zcompile.offloading.session_behind(model)
+    session = zcompile.frontend.offload.session_behind(model)
     session.executor.on_step = steps.append
     compiled = torch.compile(model, backend="zinf", dynamic=False)
     for _ in range(3):
@@ -122,7 +123,7 @@ def test_a_model_larger_than_this_machine_takes_no_memory():
 
 
 def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, terms):
-    report = planning.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)))
+    report = plan.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)))
     assert report.fits
     assert all(link.nbytes == 0 for link in report.links)
     assert report.gap == pytest.approx(1.0, abs=0.02)
@@ -138,7 +139,7 @@ def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, ter
 )
 def test_no_plan_is_below_its_bound(terms, device, host):
     small = with_tier(with_tier(SMALL, "device", device), "host", host)
-    report = planning.report_of(*within(terms, small), prices=False)
+    report = plan.report_of(*within(terms, small), prices=False)
     assert report.gap >= 1 - 1e-6
     assert all(link.nbytes >= link.least_nbytes for link in report.links)
     assert report.fits
@@ -146,7 +147,7 @@ def test_no_plan_is_below_its_bound(terms, device, host):
 
 
 def test_every_weight_gradient_and_state_rests_somewhere(traced, terms):
-    rows = planning.report_of(traced, terms, prices=False).tiers
+    rows = plan.report_of(traced, terms, prices=False).tiers
     weights, gradients, states = (
         sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "states")
     )
@@ -156,15 +157,15 @@ def test_every_weight_gradient_and_state_rests_somewhere(traced, terms):
 
 def test_what_does_not_fit_is_said_tier_by_tier(terms):
     without_disk = with_tier(with_tier(SMALL, "disk", 0), "host", MiB)
-    report = planning.report_of(*within(terms, with_tier(without_disk, "device", 300 * KiB)))
+    report = plan.report_of(*within(terms, with_tier(without_disk, "device", 300 * KiB)))
     assert not report.fits
     assert set(report.missing_bytes) == {"host"}
     assert "does not fit, it lacks" in str(report)
 
 
 def test_activations_that_fill_the_device_are_what_it_lacks(terms):
-    traced = planning.trace(on_meta(), (IDS.repeat(64, 4), IDS.repeat(64, 4)), terms)
-    report = planning.report_of(traced, terms)
+    traced = plan.trace(on_meta(), (IDS.repeat(64, 4), IDS.repeat(64, 4)), terms)
+    report = plan.report_of(traced, terms)
     assert report.activation_bytes > SMALL.tiers["device"]
     assert set(report.missing_bytes) == {"device"}
 
@@ -172,9 +173,9 @@ def test_activations_that_fill_the_device_are_what_it_lacks(terms):
 @pytest.mark.slow
 def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, terms):
     small = with_tier(SMALL, "device", 512 * KiB)
-    report = planning.report_of(*within(terms, small), prices=False)
+    report = plan.report_of(*within(terms, small), prices=False)
     assert report.suggested_samples > report.samples
-    fast = planning.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)), prices=False)
+    fast = plan.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)), prices=False)
     assert fast.suggested_samples == 1
 
 
@@ -188,7 +189,7 @@ def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, term
 def test_no_batch_is_suggested_whose_activations_do_not_fit(
     traced, terms, room, most, suggested, says
 ):
-    report = planning.report_of(traced, terms, prices=False)
+    report = plan.report_of(traced, terms, prices=False)
     bytes_there = None if room is None else int(room * report.activation_bytes)
     found = replace(report, activation_room=bytes_there, hiding_samples=7)
     assert (found.most_samples, found.suggested_samples) == (most, suggested)
@@ -200,7 +201,7 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
         device = SMALL.tiers["device"] if "bounded" in given else None
         found = replace(traced, activation_bytes=activations, held_bytes=activations,
                         device_bytes=device)  # fmt: skip
-        return str(planning.report_of(found, replace(terms, **given), prices=False))
+        return str(plan.report_of(found, replace(terms, **given), prices=False))
 
     assert "above is what 1.00 MiB of activations leave of its 4.00 MiB" in told(MiB)
     assert "5.00 MiB of activations leave too little of the device's 4.00 MiB" in told(5 * MiB)
@@ -212,20 +213,20 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
 
 @pytest.mark.parametrize(("device", "has"), [(MiB, True), (2 * MiB, False)])
 def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
-    report = planning.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
+    report = plan.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
     assert bool(report.annex_bytes) is has
     assert ("the optimizer streams through" in str(report)) is has
 
 
 def test_one_more_gib_is_worth_something_by_the_bound_and_by_the_plan(terms):
-    device = planning.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
+    device = plan.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
     assert device.tier == "device"
     assert device.least_s > 0
     assert device.planned_s > 0
 
 
 def test_a_report_is_a_record_and_a_text(traced, terms):
-    report = planning.report_of(traced, terms)
+    report = plan.report_of(traced, terms)
     told = json.loads(report.to_json())
     assert told["parameters"] == report.parameters
     assert told["gap"] == report.gap
@@ -243,7 +244,7 @@ def test_links_that_take_turns_are_told_together(terms):
     links = {name: replace(link, shares=turns.get(name)) for name, link in LINKS.items()}
     little = {"device": 512 * KiB, "host": MiB, "disk": GiB}
     turning = replace(SMALL, links=links, tiers=little)
-    report = planning.report_of(*within(terms, turning), prices=False)
+    report = plan.report_of(*within(terms, turning), prices=False)
     assert report.bottleneck == report.bound_by == "disk_read and disk_write"
 
 
@@ -288,8 +289,8 @@ def test_a_graph_break_is_walked_on_paper_too():
             torch._dynamo.graph_break()
             return self.two(x * 2).sum()
 
-    terms = planning.terms_of(Config(device="cpu"), SMALL)
-    found = planning.trace(Broken(), (torch.empty(4, 8, device="meta"),), terms)
+    terms = plan.terms_of(Config(device="cpu"), SMALL)
+    found = plan.trace(Broken(), (torch.empty(4, 8, device="meta"),), terms)
     assert sum(call.phase is Phase.FORWARD for call in found.step.calls) == 2
     grads = [f for f in found.step.facts.values() if f.kind is Kind.GRAD]
     assert len(grads) == 4

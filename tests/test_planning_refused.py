@@ -10,7 +10,7 @@ from torch import nn
 import zcompile
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid, Unsupported
-from zcompile.units import GiB
+from zcompile.ir.units import GiB
 
 
 @pytest.mark.parametrize(("changed", "error", "says"), [

@@ -34,11 +34,11 @@ from zcompile.errors import (
     DurableDamaged,
     NothingCommitted,
 )
-from zcompile.runtime.checksums import SUMS
-from zcompile.runtime.data_header import HEADER_BYTES
-from zcompile.runtime.index import Index, parse
-from zcompile.runtime.reclaim import free_ranges
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.durable.checksums import SUMS
+from zcompile.runtime.durable.data_header import HEADER_BYTES
+from zcompile.runtime.durable.index import Index, parse
+from zcompile.runtime.durable.reclaim import free_ranges
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB", "durable": True}
 WIDTH = 136

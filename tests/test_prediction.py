@@ -7,10 +7,10 @@ from sampled import crossed
 from torch import nn
 
 import zcompile
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
-from zcompile.prediction import predicted, told
-from zcompile.simulate import simulate
+from zcompile.frontend.offload import session_behind
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner.prediction import predicted, told
+from zcompile.planner.simulate import simulate
 
 WIDTH, LAYERS = 256, 4
 RATE = 40e6

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zcompile import quiet as module
-from zcompile.quiet import quiet
+from zcompile.ir import quiet as module
+from zcompile.ir.quiet import quiet
 
 
 class Cycle:

@@ -10,11 +10,11 @@ from planned_runs import train as train_gpt
 from sampled import crossed, sampled
 from torch import nn, optim
 
-from zcompile import eager
-from zcompile.clipping import SCALES
-from zcompile.offloading import session_behind
-from zcompile.repeats import ListCall
-from zcompile.schedule import Borrow, Run
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Borrow, Run
+from zcompile.runtime.eager import eager
+from zcompile.runtime.eager.clipping import SCALES
+from zcompile.runtime.eager.repeats import ListCall
 
 WHERE = {
     "disk": {},

@@ -25,13 +25,14 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import zcompile
-from zcompile import residency, simulate, step_plan, step_planning
 from zcompile.cli import main
 from zcompile.errors import ParameterChanged
-from zcompile.offloading import session_behind
-from zcompile.runtime.arena import Arena
-from zcompile.simulated_steps import SimulatedSteps
-from zcompile.units import KiB
+from zcompile.frontend import residency, step_planning
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import KiB
+from zcompile.planner import simulate, step_plan
+from zcompile.planner.simulated_steps import SimulatedSteps
+from zcompile.runtime.device.arena import Arena
 
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
 """So that all that moves shows: else what rests on the host is updated in place."""
@@ -254,7 +255,7 @@ def steps_planned(monkeypatch, caplog, first_window):
     costs = functools.cache(residency.Residency.costs)  # as they are first; no hour changes them
     monkeypatch.setattr(residency.Residency, "costs", costs)
     monkeypatch.setattr(residency, "perf_counter", lambda: 0.0)  # planning takes no time
-    with caplog.at_level("INFO", "zcompile.residency"):
+    with caplog.at_level("INFO", "zcompile.frontend.residency"):
         model, _, _ = begun(9, device_memory=2 * WEIGHT_BYTES + held_bytes(),
                             throttle={"h2d": "10MB/s", "d2h": "10MB/s"})  # fmt: skip
     return model, windows, [r.message for r in caplog.records if "costs have changed" in r.message]

@@ -24,15 +24,16 @@ from sampled import crossed, sampled
 from torch import nn
 
 import zcompile
-from zcompile import residency, step_plan
 from zcompile.errors import BudgetExceeded, TierFull
-from zcompile.offloading import session_behind
-from zcompile.runtime import moves
-from zcompile.runtime.homes import Homes
-from zcompile.runtime.moves import move
-from zcompile.specs import Kind, Phase
-from zcompile.step_plan import StepPlan
-from zcompile.units import KiB, MiB
+from zcompile.frontend import residency
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.units import KiB, MiB
+from zcompile.planner import step_plan
+from zcompile.planner.step_plan import StepPlan
+from zcompile.runtime import relocate
+from zcompile.runtime.relocate import move
+from zcompile.runtime.store.placement import Homes
 
 OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -103,7 +104,7 @@ def test_an_interrupt_while_entries_move_leaves_a_run_that_goes_on(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return move(session, entry, home)
 
-    monkeypatch.setattr(moves, "move", interrupted)
+    monkeypatch.setattr(relocate, "move", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(model, compiled, optimizer, 2, 3)
     monkeypatch.undo()

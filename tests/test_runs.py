@@ -6,10 +6,10 @@ import json
 import pytest
 import small_run
 
-from zcompile import run_format as rf
 from zcompile.errors import NotInRun, RunUnreadable
-from zcompile.records import decode, encode
-from zcompile.runs import open_run
+from zcompile.ir import run_format as rf
+from zcompile.ir.records import decode, encode
+from zcompile.ir.runs import open_run
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile import safetensors_file
-from zcompile.checkpoint_file import OpenFiles
+from zcompile.checkpoint import safetensors_file
+from zcompile.checkpoint.file import OpenFiles
+from zcompile.checkpoint.safetensors_file import DTYPES, PAGE_BYTES, Header, arrange
 from zcompile.errors import CheckpointInvalid, Unsupported
-from zcompile.runtime.system_calls import KERNEL
-from zcompile.safetensors_file import DTYPES, PAGE_BYTES, Header, arrange
+from zcompile.runtime.io.system_calls import KERNEL
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata=None) -> Header:

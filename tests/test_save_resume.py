@@ -16,12 +16,12 @@ from small_models import GPT, mlp
 from torch import nn
 
 import zcompile
-from zcompile import block_files, checkpoint, tensor_loader
+from zcompile.checkpoint import block_files, checkpoint, tensor_loader
+from zcompile.checkpoint.tensor_writer import Piece, cut
 from zcompile.errors import (
     CheckpointMismatch,
     ValueUnset,
 )
-from zcompile.tensor_writer import Piece, cut
 
 
 class Layouts(nn.Module):

@@ -13,7 +13,7 @@ from pairs import assert_equal, on_disk
 from torch import nn
 
 import zcompile
-from zcompile.units import MiB
+from zcompile.ir.units import MiB
 
 
 class Mixed(nn.Module):

@@ -9,8 +9,8 @@ from pairs import assert_equal, plain_of
 from torch import nn
 
 import zcompile
-from zcompile.offloading import session_behind
-from zcompile.tiered import TieredTensor
+from zcompile.frontend.offload import session_behind
+from zcompile.runtime.eager.tiered import TieredTensor
 
 
 class Three(nn.Module):

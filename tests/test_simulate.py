@@ -6,10 +6,8 @@ import pytest
 import torch
 from written import FLOATS, HIGH, LOW, schedule
 
-from zcompile.cost import Costs, Ways
 from zcompile.errors import Unsupported
-from zcompile.machine import Compute, Link, Machine
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     Borrow,
     EntryIndex,
     Fetch,
@@ -23,9 +21,11 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.simulate import simulate
-from zcompile.specs import HELD, Kind, Layout, Phase, Region, Work
-from zcompile.steps import EntryFact, Step, StepCall
+from zcompile.ir.specs import HELD, Kind, Layout, Phase, Region, Work
+from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner.simulate import simulate
 
 ONE = 1000
 """Bytes. A link of the machine below moves 1000 in a second."""

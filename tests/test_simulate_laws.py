@@ -20,12 +20,12 @@ from test_simulate import (
     waiting,
 )
 
-from zcompile.journeys import Journey
-from zcompile.machine import Link
-from zcompile.schedule import Fetch, Slot, Wait
-from zcompile.simulate import simulate, step_seconds
-from zcompile.specs import Phase
-from zcompile.traffic import MOST_PIECES, RING_BLOCK, Traffic
+from zcompile.ir.schedule import Fetch, Slot, Wait
+from zcompile.ir.specs import Phase
+from zcompile.machine.model import Link
+from zcompile.planner.journeys import Journey
+from zcompile.planner.simulate import simulate, step_seconds
+from zcompile.planner.traffic import MOST_PIECES, RING_BLOCK, Traffic
 
 LANES = 3
 """Slots of an arena that chunks take in turn."""

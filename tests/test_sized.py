@@ -6,9 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from written import schedule
 
-from zcompile import sized
-from zcompile.holds import Holds
-from zcompile.sized import SizedSchedule, SizeReader
+from zcompile.ir.holds import Holds
+from zcompile.memory import sized
+from zcompile.memory.sized import SizedSchedule, SizeReader
 
 
 def reader_of_rows() -> SizeReader:

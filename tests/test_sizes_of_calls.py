@@ -9,8 +9,8 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import BudgetExceeded
-from zcompile.offloading import session_behind
-from zcompile.units import KiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import KiB
 
 BUDGET = 320 * KiB
 GROWING = [(2, 4), (3, 5), (8, 8), (12, 12), (30, 30)]

@@ -7,7 +7,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import Unsupported
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers")
 GROUPS = {

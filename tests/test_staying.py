@@ -18,14 +18,14 @@ from staying_runs import (
 from torch import nn
 
 import zcompile
-from zcompile import step_plan
-from zcompile.held_walk import held_in_steps
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
-from zcompile.printer import schedule_text
-from zcompile.specs import ALIGNMENT, Phase
-from zcompile.step_plan import stay_and_annex
-from zcompile.units import MiB, show_size
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.printer import schedule_text
+from zcompile.ir.specs import ALIGNMENT, Phase
+from zcompile.ir.units import MiB, show_size
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.memory.held_walk import held_in_steps
+from zcompile.planner import step_plan
+from zcompile.planner.step_plan import stay_and_annex
 
 
 @pytest.mark.parametrize("share", [8, 1, 0.5])

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from written import NOTHING, schedule
 
-from zcompile.held_walk import HeldWalk, held_peak
-from zcompile.holds import Holds, Level
-from zcompile.schedule import EntryIndex, Reduce, Register, Run
-from zcompile.specs import Kind, Phase
-from zcompile.staying import staying
-from zcompile.steps import EntryFact, Step, StepCall
+from zcompile.ir.holds import Holds, Level
+from zcompile.ir.schedule import EntryIndex, Reduce, Register, Run
+from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.memory.held_walk import HeldWalk, held_peak
+from zcompile.memory.staying import staying
 
 HELD_BESIDE = (9, 8, 6, 4, 2)
-"""Beside five gradients of 2, of a peak of 11: the picture in `staying.py`."""
+"""Beside five gradients of 2, of a peak of 11: the picture in `memory/staying.py`."""
 
 
 def backward(beside=HELD_BESIDE, **of):

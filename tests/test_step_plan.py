@@ -10,21 +10,21 @@ from small_models import GPT
 from torch import nn
 
 import zcompile
-from zcompile import step_plan
-from zcompile.arrange import ArenaShare, arranged
-from zcompile.cost import Costs, Ways
-from zcompile.demand import demand_of
 from zcompile.errors import BudgetExceeded
-from zcompile.loads import Room
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
-from zcompile.schedule import Fetch, Run, Store, Wait
-from zcompile.simulate import simulate
-from zcompile.specs import Phase
-from zcompile.step_plan import NEAR, PARTS, StepPlan, plan_step
-from zcompile.steps import Step
-from zcompile.units import GiB, KiB, MiB
-from zcompile.verify_schedule import verify_schedule
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Fetch, Run, Store, Wait
+from zcompile.ir.specs import Phase
+from zcompile.ir.steps import Step
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.planner import step_plan
+from zcompile.planner.demand import demand_of
+from zcompile.planner.loads import Room
+from zcompile.planner.simulate import simulate
+from zcompile.planner.step_plan import NEAR, PARTS, StepPlan, plan_step
+from zcompile.verify.verify_schedule import verify_schedule
 
 MACHINE = Machine(
     "a slow bus",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pairs import Holder, assert_equal, assert_same, mlp, on_disk, parameter_pair, plain_of
 from torch.nn import functional as F
 
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 ROWS = torch.arange(96.0).reshape(12, 8) / 96
 SAME = {

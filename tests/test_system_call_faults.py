@@ -25,10 +25,11 @@ from torch import nn
 import zcompile
 from zcompile.cli import disk
 from zcompile.errors import CommitFailed, NothingCommitted, ZinfError
-from zcompile.offloading import session_behind
-from zcompile.runtime import ring_choice, stripes, tier_nvme
+from zcompile.frontend.offload import session_behind
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.data_header import HEADER_BYTES
+from zcompile.runtime.durable.data_header import HEADER_BYTES
+from zcompile.runtime.io import ring_choice
+from zcompile.runtime.tiers import stripes, tier_nvme
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB", "durable": True}
 INPUT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zcompile.specs import aligned
-from zcompile.tiles import MOST_TILES, Held, choose_cuts, choose_tiles
+from zcompile.ir.specs import aligned
+from zcompile.passes.tile_matmuls.sizes import MOST_TILES, Held, choose_cuts, choose_tiles
 
 K = 1024
 

@@ -5,9 +5,9 @@ from small_run import write_run
 
 from zcompile.cli import main
 from zcompile.errors import RunUnreadable
-from zcompile.records import encode
-from zcompile.run_format import MomentRecord, StepRecord, TimelineRecord, timeline_file
-from zcompile.runs import open_run
+from zcompile.ir.records import encode
+from zcompile.ir.run_format import MomentRecord, StepRecord, TimelineRecord, timeline_file
+from zcompile.ir.runs import open_run
 
 
 def moment(index, kind, begin_s, end_s, stall_s=0.0, ahead=None):

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 import zcompile
-from zcompile import torch_private as private
 from zcompile.errors import TorchUnsupported
-from zcompile.tiered import TieredTensor
+from zcompile.ir import torch_private as private
+from zcompile.runtime.eager.tiered import TieredTensor
 
 
 class Wrapped(Tensor):
@@ -399,7 +399,7 @@ def test_a_guard_does_not_look_at_the_handle():
 
     def counting(gm, inputs):
         count.append(gm)
-        return zcompile.backend.zinf(gm, inputs)
+        return zcompile.frontend.backend.zinf(gm, inputs)
 
     compiled = torch.compile(layer, backend=counting)
     rows = torch.randn(2, 8)

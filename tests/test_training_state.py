@@ -11,10 +11,10 @@ from small_models import GPT, dropout, mlp
 from torch import nn
 
 import zcompile
+from zcompile.checkpoint.model_state import Fact, fact_of
+from zcompile.checkpoint.plain_values import Packer, unpack
+from zcompile.checkpoint.training_state import TrainingState, describe, restore
 from zcompile.errors import CheckpointMismatch, Unsupported
-from zcompile.model_state import Fact, fact_of
-from zcompile.plain_values import Packer, unpack
-from zcompile.training_state import TrainingState, describe, restore
 
 
 class Kept:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile.units import (
+from zcompile.ir.units import (
     GiB,
     KiB,
     MiB,

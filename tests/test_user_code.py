@@ -7,7 +7,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import Unsupported, ZinfError
-from zcompile.torch_private import failure_of
+from zcompile.ir.torch_private import failure_of
 from zcompile.user_code import Running, UserCodeFailed
 
 ON = "desktop-24gb"
@@ -101,7 +101,7 @@ def test_an_error_of_ours_stays_what_it_is():
 def test_a_bug_of_ours_is_not_blamed_on_the_model():
     """Where the innermost line is ours, nobody's model has failed."""
     with pytest.raises(ValueError, match="is not a size"), Running("forward", "see"):
-        zcompile.units.parse_size(object())
+        zcompile.ir.units.parse_size(object())
     with (
         pytest.raises(UserCodeFailed, match=r"forward of Model failed at .*KeyError: 'x'; see"),
         Running("forward of Model", "see"),

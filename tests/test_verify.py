@@ -7,14 +7,14 @@ import torch
 from joint import Joint, captured
 from small_models import SMALL_MODELS
 
-from zcompile import ops, printer
 from zcompile.config import Config
 from zcompile.errors import GraphInvalid
-from zcompile.graph import find, insert, output_of, phase_of, positions, region_of, set_region
-from zcompile.pipeline import pipeline
-from zcompile.schedule import Slot
-from zcompile.specs import NodeName, Phase
-from zcompile.verify import RULES, verify
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find, insert, output_of, phase_of, positions, region_of, set_region
+from zcompile.ir.schedule import Slot
+from zcompile.ir.specs import NodeName, Phase
+from zcompile.passes.pipeline import pipeline
+from zcompile.verify.graph import RULES, verify
 
 PASSES = pipeline(Config(device="cpu"))
 FACTS = frozenset(fact for fact, _ in RULES if fact is not None)

@@ -6,10 +6,10 @@ import pytest
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.handover import Handover, handover, last_writes
-from zcompile.schedule import Schedule
-from zcompile.specs import Phase
-from zcompile.verify_schedule import Called, verify_handover, verify_schedule
+from zcompile.ir.handover import Handover, handover, last_writes
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.specs import Phase
+from zcompile.verify.verify_schedule import Called, verify_handover, verify_schedule
 
 STEP = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, ticket=1), store(LOW, 2, 1), free(LOW, 1),
         fetch(LOW, 3, 1, 2), wait(LOW, 3, 2), run(0, 2, ticket=4), store(LOW, 5, 4),

@@ -15,19 +15,14 @@ from written import fetch, free, run, schedule, wait
 
 import zcompile
 from zcompile.errors import BudgetExceeded, ScheduleInvalid
-from zcompile.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
-from zcompile.packing import Block, pack
+from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.schedule import EntryIndex, Instruction, Schedule, Slot
+from zcompile.ir.specs import Layout, Phase, aligned
+from zcompile.ir.step_chunks import DEPTH, StepRoom
+from zcompile.ir.units import MiB
+from zcompile.memory.packing import Block, pack
 from zcompile.passes.schedule_prefetch import Need, choose_starts
-from zcompile.schedule import (
-    EntryIndex,
-    Instruction,
-    Schedule,
-    Slot,
-)
-from zcompile.specs import Layout, Phase, aligned
-from zcompile.step_chunks import DEPTH, StepRoom
-from zcompile.units import MiB
-from zcompile.verify_schedule import verify_schedule
+from zcompile.verify.verify_schedule import verify_schedule
 
 
 def tight(name: str) -> int:

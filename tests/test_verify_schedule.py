@@ -17,11 +17,9 @@ from test_verify_staying import BROKEN_STAYING
 from test_verify_tiles import BROKEN_TILES
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 
-from zcompile import proof, walks
-from zcompile import verify_schedule as door
 from zcompile.errors import ScheduleInvalid
-from zcompile.lower_step import CHUNK_ELEMENTS, lower_step
-from zcompile.schedule import (
+from zcompile.ir.lower_step import CHUNK_ELEMENTS, lower_step
+from zcompile.ir.schedule import (
     EntryIndex,
     Instruction,
     Literal,
@@ -31,10 +29,12 @@ from zcompile.schedule import (
     Slot,
     Ticket,
 )
-from zcompile.specs import Layout, Phase
-from zcompile.step_chunks import StepRoom
-from zcompile.step_rows import Column, Row
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.specs import Layout, Phase
+from zcompile.ir.step_chunks import StepRoom
+from zcompile.ir.step_rows import Column, Row
+from zcompile.verify import proof, walks
+from zcompile.verify import verify_schedule as door
+from zcompile.verify.verify_schedule import verify_schedule
 
 SAFE = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), free(LOW, 1),
         fetch(LOW, 2, 1), wait(LOW, 2, 3), run(2, 3, out=(4,), ticket=3, drops=(2,)),

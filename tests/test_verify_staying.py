@@ -8,10 +8,10 @@ from small_models import SMALL_MODELS
 from written import run, schedule
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.holds import Holds, Level
-from zcompile.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
-from zcompile.specs import Phase
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.holds import Holds, Level
+from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
+from zcompile.ir.specs import Phase
+from zcompile.verify.verify_schedule import verify_schedule
 
 ROWS = (
     run(0, out=(1,), ticket=0),

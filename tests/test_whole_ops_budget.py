@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile import torch_private as private
 from zcompile.errors import BudgetExceeded, ParameterChanged
-from zcompile.fresh_results import fresh
-from zcompile.offloading import session_behind
-from zcompile.units import KiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir import torch_private as private
+from zcompile.ir.units import KiB
+from zcompile.runtime.eager.fresh_results import fresh
 
 WIDE = 128
 WEIGHT_BYTES = WIDE * WIDE * 4

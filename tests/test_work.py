@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zcompile.specs import NO_WORK, Work
-from zcompile.work import work_of
+from zcompile.ir.specs import NO_WORK, Work
+from zcompile.ir.work import work_of
 
 
 def counted(function, *shapes, dtype=torch.float32, mode="fake"):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from races import recounted
 
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     SERIALS,
     Borrow,
     EntryIndex,
@@ -20,7 +20,7 @@ from zcompile.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.specs import Layout, Phase, Region
+from zcompile.ir.specs import Layout, Phase, Region
 
 NOTHING = Region("key", "nothing", lambda *values: ())
 LOW, HIGH = Slot(0, 512), Slot(512, 512)

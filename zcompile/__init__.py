@@ -14,11 +14,11 @@ from zcompile.version import VERSION
 
 if TYPE_CHECKING:
     from zcompile import errors
-    from zcompile.checkpoint import load, resume, save
+    from zcompile.checkpoint.checkpoint import load, resume, save
     from zcompile.config import Config
     from zcompile.errors import ZinfError
-    from zcompile.offloading import close, init, offload, stats
-    from zcompile.planning import plan
+    from zcompile.frontend.dry_run.plan import plan
+    from zcompile.frontend.offload import close, init, offload, stats
 
 __version__ = VERSION
 __all__ = [
@@ -39,14 +39,14 @@ __all__ = [
 _HOMES = {
     "Config": "zcompile.config",
     "ZinfError": "zcompile.errors",
-    "close": "zcompile.offloading",
-    "init": "zcompile.offloading",
-    "load": "zcompile.checkpoint",
-    "offload": "zcompile.offloading",
-    "plan": "zcompile.planning",
-    "resume": "zcompile.checkpoint",
-    "save": "zcompile.checkpoint",
-    "stats": "zcompile.offloading",
+    "close": "zcompile.frontend.offload",
+    "init": "zcompile.frontend.offload",
+    "load": "zcompile.checkpoint.checkpoint",
+    "offload": "zcompile.frontend.offload",
+    "plan": "zcompile.frontend.dry_run.plan",
+    "resume": "zcompile.checkpoint.checkpoint",
+    "save": "zcompile.checkpoint.checkpoint",
+    "stats": "zcompile.frontend.offload",
 }
 
 

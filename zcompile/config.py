@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
-from zcompile.machine import TIER_LINKS, Machine
-from zcompile.machine_file import find
-from zcompile.units import parse_rate, parse_size
+from zcompile.ir.units import parse_rate, parse_size
+from zcompile.machine.files import find
+from zcompile.machine.model import TIER_LINKS, Machine
 
 LINKS = TIER_LINKS
 """The links a byte can travel; `throttle` and `stats` use the same names."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from zcompile.units import show_size
+from zcompile.ir.units import show_size
 
 
 class ZinfError(Exception):

@@ -19,7 +19,7 @@ from border import Border, Call, offloaded
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "durable": True}
 FEATURES = 192

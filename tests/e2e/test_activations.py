@@ -20,9 +20,9 @@ from torch.utils.checkpoint import (
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
-from zcompile.machine import Compute, Link, Machine
-from zcompile.runs import open_run
-from zcompile.units import KiB
+from zcompile.ir.runs import open_run
+from zcompile.ir.units import KiB
+from zcompile.machine.model import Compute, Link, Machine
 
 STEPS = 3
 LIKE_A_GPU = Machine(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.backend import zinf
+from zcompile.frontend.backend import zinf
 
 pytestmark = pytest.mark.gpu
 

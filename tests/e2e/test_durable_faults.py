@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.errors import CommitFailed, DiskUnusable, TierFull, ZinfError
-from zcompile.offloading import session_behind
-from zcompile.units import KiB, MiB
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import KiB, MiB
 
 WIDTH = 768
 FIELDS = {"device": "cpu", "device_memory": "16MiB", "host_memory": "256KiB", "durable": True}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zcompile
 from examples.train_gpt import Shape, model
-from zcompile.units import KiB, MiB, show_size
+from zcompile.ir.units import KiB, MiB, show_size
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2

@@ -14,7 +14,7 @@ from torch import library, nn
 
 import zcompile
 from zcompile.errors import Unsupported
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 from zcompile.runtime.closing import wait_for_the_dead
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from e2e.models import CASES, next_token
 from torch import nn
 
 import zcompile
-from zcompile.units import MiB
+from zcompile.ir.units import MiB
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
 

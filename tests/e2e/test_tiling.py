@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import zcompile
 from examples.train_gpt import Block, Shape
 from zcompile.errors import BudgetExceeded
-from zcompile.units import KiB
+from zcompile.ir.units import KiB
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 """Three steps in float32: input gradients are sums over tiles, and clipping has norms of norms."""

@@ -13,9 +13,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
-from zcompile.machine import Compute, Link, Machine
-from zcompile.passes.tile_tokens import TileTokens
-from zcompile.units import MiB
+from zcompile.ir.units import MiB
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.passes.tile_tokens.tile_tokens import TileTokens
 
 WIDTH, HIDDEN, BATCH, LENGTH = 16, 256, 4, 512
 ONE = BATCH * LENGTH * HIDDEN * 4

@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch
 
-from zcompile.specs import Layout
-from zcompile.tiered import TieredTensor
+from zcompile.ir.specs import Layout
+from zcompile.runtime.eager.tiered import TieredTensor
 
 
 @contextmanager

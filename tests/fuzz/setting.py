@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zcompile
-from zcompile.offloading import session_behind
-from zcompile.runtime.moves import move as move_entry
+from zcompile.frontend.offload import session_behind
 from zcompile.runtime.recorder import key_of
+from zcompile.runtime.relocate import move as move_entry
 from zcompile.runtime.session import session_of
 
 torch._functorch.config.donated_buffer = False  # else stock backends refuse retain_graph

@@ -8,7 +8,7 @@ at home follow each other. Written without a look at the verifier, whose word it
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     Borrow,
     Fetch,
     Free,

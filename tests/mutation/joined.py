@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zcompile.handover import Handover
-from zcompile.schedule import (
+from zcompile.ir.handover import Handover
+from zcompile.ir.schedule import (
     Borrow,
     EntryIndex,
     Fetch,
@@ -24,7 +24,7 @@ from zcompile.schedule import (
     Store,
     Wait,
 )
-from zcompile.specs import Region
+from zcompile.ir.specs import Region
 
 PASSED = Region("passed", "passed", lambda: ())
 Starts = Mapping[int, Sequence[Fetch]]

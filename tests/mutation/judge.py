@@ -10,8 +10,8 @@ from mutation.mutants import MUTATIONS
 from mutation.orders import ORDERS
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.schedule import Schedule
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.schedule import Schedule
+from zcompile.verify.verify_schedule import verify_schedule
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 import numpy as np
 from mutation.host import Event, Listing, Place, extent_of, home_of
 
-from zcompile.schedule import Borrow, Fetch, Left, Offload, Reduce, Run, Schedule, Store
+from zcompile.ir.schedule import Borrow, Fetch, Left, Offload, Reduce, Run, Schedule, Store
 
 Bytes = np.ndarray
 Order = Callable[[Listing], Iterator[Event]]

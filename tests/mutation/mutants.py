@@ -11,7 +11,7 @@ from typing import Any
 
 from races import allocations, recounted
 
-from zcompile.schedule import (
+from zcompile.ir.schedule import (
     Fetch,
     Free,
     Left,
@@ -23,7 +23,7 @@ from zcompile.schedule import (
     Store,
     Wait,
 )
-from zcompile.specs import ALIGNMENT
+from zcompile.ir.specs import ALIGNMENT
 
 Mutant = tuple[str, Callable[[], Schedule]]
 """What is done to which instruction, for people; and what comes of it."""

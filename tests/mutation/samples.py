@@ -14,14 +14,14 @@ from moved import forced
 from small_models import small
 
 import zcompile
-from zcompile.arrange import arrange
 from zcompile.errors import BudgetExceeded
-from zcompile.lower_step import lower_step
-from zcompile.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
-from zcompile.specs import Phase, aligned
-from zcompile.step_chunks import StepRoom
-from zcompile.step_rows import Column, Row
-from zcompile.units import KiB, MiB
+from zcompile.ir.lower_step import lower_step
+from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
+from zcompile.ir.specs import Phase, aligned
+from zcompile.ir.step_chunks import StepRoom
+from zcompile.ir.step_rows import Column, Row
+from zcompile.ir.units import KiB, MiB
+from zcompile.passes.arrange import arrange
 
 UNSEEN = "100GB/s"
 """A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""

@@ -12,10 +12,10 @@ from mutation.samples import compiled, of_step
 from small_models import SMALL_MODELS
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.handover import Handover, handover, last_writes
-from zcompile.schedule import Fetch, Schedule
-from zcompile.specs import Phase
-from zcompile.verify_schedule import Called, verify_handover
+from zcompile.ir.handover import Handover, handover, last_writes
+from zcompile.ir.schedule import Fetch, Schedule
+from zcompile.ir.specs import Phase
+from zcompile.verify.verify_schedule import Called, verify_handover
 
 Pair = tuple[Schedule, Schedule]
 

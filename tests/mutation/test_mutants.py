@@ -16,8 +16,8 @@ from races import faults
 from sampled import sampled
 from small_models import SMALL_MODELS
 
-from zcompile.schedule import Fetch, Reduce, Schedule, Store
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.schedule import Fetch, Reduce, Schedule, Store
+from zcompile.verify.verify_schedule import verify_schedule
 
 ALL = (*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS)
 LONG = ("gpt", "transformer block, moved", "momentum")

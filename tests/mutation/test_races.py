@@ -9,8 +9,8 @@ from mutation.judge import changed, meaning
 from mutation.samples import of_step
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.schedule import Fetch, Run, Schedule, Store
-from zcompile.verify_schedule import verify_schedule
+from zcompile.ir.schedule import Fetch, Run, Schedule, Store
+from zcompile.verify.verify_schedule import verify_schedule
 
 STEP = of_step("adam")["3 lanes, resident nothing"]
 COMPUTED = {x.ticket for x in STEP.instructions if isinstance(x, Run)}

@@ -8,11 +8,11 @@ from joint import captured, catch
 from small_models import SMALL_MODELS
 from torch import Tensor, nn
 
-from zcompile import ops, printer
 from zcompile.config import Config
-from zcompile.graph import aliases_of, find, is_compute, phase_of, region_of
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, region_of
 from zcompile.passes.cut_regions import CutRegions
-from zcompile.pipeline import pipeline
+from zcompile.passes.pipeline import pipeline
 
 BEFORE = tuple(takewhile(lambda p: not isinstance(p, CutRegions), pipeline(Config(device="cpu"))))
 PASSES = (*BEFORE, CutRegions())

@@ -6,10 +6,10 @@ import pytest
 import torch
 from joint import Joint, captured
 
-from zcompile import ops, printer
-from zcompile.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of
+from zcompile.ir.specs import Phase
 from zcompile.passes.gather_params import GatherParams
-from zcompile.specs import Phase
 
 aten = torch.ops.aten
 

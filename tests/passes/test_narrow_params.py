@@ -7,9 +7,9 @@ import torch
 from joint import captured
 from small_models import SMALL_MODELS
 
-from zcompile import ops
-from zcompile.graph import CASTS, find
-from zcompile.graph_plan import fetched
+from zcompile.ir import ops
+from zcompile.ir.graph import CASTS, find
+from zcompile.ir.graph_plan import fetched
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile import linear_program
-from zcompile.loads import Room, evaluate, group
-from zcompile.machine import Compute, Link, Machine
-from zcompile.passes import place_states
-from zcompile.passes.place_states import Placement, place
-from zcompile.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
-from zcompile.specs import Kind, Phase
-from zcompile.steps import EntryFact, Step, StepCall
-from zcompile.units import GiB, MiB
+from zcompile.ir.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
+from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.units import GiB, MiB
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner import linear_program, place_states
+from zcompile.planner.loads import Room, evaluate, group
+from zcompile.planner.place_states import Placement, place
 
 LAYERS = 4
 NOTHING: Mapping[Phase, float] = {}

@@ -7,14 +7,14 @@ from joint import captured, least_budget
 from small_models import SMALL_MODELS
 from torch import fx
 
-from zcompile import ops
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
-from zcompile.liveness import LiveRange, live_ranges
-from zcompile.packing import Block, live_peak
-from zcompile.passes.plan_arena import PlanArena
-from zcompile.pipeline import pipeline
-from zcompile.specs import ALIGNMENT
+from zcompile.ir import ops
+from zcompile.ir.liveness import LiveRange, live_ranges
+from zcompile.ir.specs import ALIGNMENT
+from zcompile.memory.packing import Block, live_peak
+from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.pipeline import pipeline
 
 PASSES = pipeline(Config(device="cpu"))
 

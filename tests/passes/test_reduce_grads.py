@@ -6,12 +6,12 @@ from joint import captured, catch
 from small_models import SMALL_MODELS, mlp
 from torch import nn
 
-from zcompile import ops, printer
-from zcompile.graph import TURNS, find, output_of, phase_of
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import TURNS, find, output_of, phase_of
+from zcompile.ir.specs import Phase
+from zcompile.ir.torch_private import gradient_of
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.reduce_grads import ReduceGrads
-from zcompile.specs import Phase
-from zcompile.torch_private import gradient_of
 
 
 def test_a_gradient_goes_home_right_after_it_is_made(golden):

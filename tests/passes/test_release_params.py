@@ -4,8 +4,8 @@ import pytest
 from joint import captured
 from small_models import SMALL_MODELS
 
-from zcompile import ops, printer
-from zcompile.graph import aliases_of, find, positions
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import aliases_of, find, positions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.release_params import ReleaseParams
 

@@ -6,11 +6,11 @@ from moved import WAYS, Forced
 from small_models import SMALL_MODELS
 
 import zcompile
-from zcompile import ops, printer
-from zcompile.graph import find, phase_of
-from zcompile.pipeline import pipeline
-from zcompile.saved_values import SavedValues, storage_bytes
-from zcompile.specs import Phase
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find, phase_of
+from zcompile.ir.saved_values import SavedValues, storage_bytes
+from zcompile.ir.specs import Phase
+from zcompile.passes.pipeline import pipeline
 
 PASSES = pipeline(zcompile.Config(device="cpu"))
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from joint import captured, least_budget
 from small_models import SMALL_MODELS
 
-from zcompile import ops, printer
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
-from zcompile.graph import find, phase_of, positions, region_of
-from zcompile.packing import Block, pack, packed_bytes
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find, phase_of, positions, region_of
+from zcompile.ir.specs import ALIGNMENT
+from zcompile.memory.packing import Block, pack, packed_bytes
+from zcompile.passes.pipeline import pipeline
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
-from zcompile.pipeline import pipeline
-from zcompile.specs import ALIGNMENT
 
 KB = 2 * ALIGNMENT
 BEFORE = tuple(

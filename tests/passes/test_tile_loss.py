@@ -10,13 +10,13 @@ from sampled import crossed
 from torch import Tensor, fx
 from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern, flat
 
-from zcompile import ops, printer
 from zcompile.config import Config
-from zcompile.graph import find
-from zcompile.liveness import profile
-from zcompile.loss_match import SOFTMAX, SOFTMAX_BACKWARD
-from zcompile.passes.tile_loss import TileLoss
-from zcompile.pipeline import pipeline
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find
+from zcompile.ir.liveness import profile
+from zcompile.passes.pipeline import pipeline
+from zcompile.passes.tile_loss.match import SOFTMAX, SOFTMAX_BACKWARD
+from zcompile.passes.tile_loss.tile_loss import TileLoss
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7}
 """Largest difference, in units of the largest number of a result.

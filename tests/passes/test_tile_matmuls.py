@@ -12,17 +12,17 @@ from small_models import SMALL_MODELS, Tied
 from torch import fx, nn
 
 import zcompile
-from zcompile import ops, printer
 from zcompile.errors import BudgetExceeded
-from zcompile.footprint import footprint
-from zcompile.graph import find, output_of, phase_of
-from zcompile.graph_plan import Plan, fetched
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find, output_of, phase_of
+from zcompile.ir.graph_plan import Plan, fetched
+from zcompile.ir.specs import Phase
+from zcompile.ir.tiling import VIEWS
+from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
+from zcompile.passes.pipeline import pipeline
 from zcompile.passes.split_budget import SplitBudget
-from zcompile.passes.tile_matmuls import TileMatmuls
-from zcompile.pipeline import pipeline
-from zcompile.specs import Phase
-from zcompile.tiling import VIEWS
+from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest value, or of 1, since what it is a sum of is near that. A sum over tiles rounds

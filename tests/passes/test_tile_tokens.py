@@ -11,16 +11,16 @@ from sampled import crossed
 from small_models import Block, batch_norm
 from torch import Tensor, nn
 
-from zcompile import ops, printer
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
-from zcompile.footprint import footprint
-from zcompile.graph import find
-from zcompile.passes.tile_matmuls import TileMatmuls
-from zcompile.passes.tile_tokens import TileTokens
-from zcompile.pipeline import pipeline
-from zcompile.token_regions import regions_of
-from zcompile.units import KiB
+from zcompile.ir import ops, printer
+from zcompile.ir.graph import find
+from zcompile.ir.units import KiB
+from zcompile.memory.footprint import footprint
+from zcompile.passes.pipeline import pipeline
+from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_tokens.tile_tokens import TileTokens
+from zcompile.passes.tile_tokens.token_regions import regions_of
 
 WIDTH = 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}

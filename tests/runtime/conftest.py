@@ -8,10 +8,10 @@ import pytest
 from runtime.faulty import Faults
 
 from zcompile.config import Config
+from zcompile.ir.units import KiB
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.store import Store
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.units import KiB
+from zcompile.runtime.store.store import Store
+from zcompile.runtime.tiers.tier_nvme import DiskTier
 
 OpenStore = Callable[..., Store]
 

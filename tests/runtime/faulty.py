@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from zcompile.runtime import ring_choice
-from zcompile.runtime.ring import Outcome, Request, Ring
+from zcompile.runtime.io import ring_choice
+from zcompile.runtime.io.ring import Outcome, Request, Ring
 
 Decide = Callable[[Request], Request | int | None]
 """Another request, a result without a request, or None: as it is."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zcompile.machine import Compute, Link, Machine, scaled, with_tier
+from zcompile.machine.model import Compute, Link, Machine, scaled, with_tier
 from zcompile.runtime.agree import RanksDiffer, agree, agreed
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,8 +18,8 @@ MACHINE = Machine("probed", {"device": 100, "host": 200}, {"h2d": Link("h2d", 10
 RANK = """
 import sys
 import torch.distributed as dist
-from zcompile.machine import scaled, with_tier
-from zcompile.machine_file import write
+from zcompile.machine.model import scaled, with_tier
+from zcompile.machine.files import write
 from zcompile.runtime.agree import RanksDiffer, agree
 from runtime.test_agree import MACHINE
 

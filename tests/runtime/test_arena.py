@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
-from zcompile.runtime.annex import Annex, lies_in
-from zcompile.runtime.arena import ALIGNMENT, Arena
-from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.ir.step_chunks import StepRoom
+from zcompile.ir.units import KiB, MiB
+from zcompile.runtime.device.annex import Annex, lies_in
+from zcompile.runtime.device.arena import ALIGNMENT, Arena
+from zcompile.runtime.device.device_cpu import CpuDevice
 from zcompile.runtime.meter import Gauge, Meter
-from zcompile.step_chunks import StepRoom
-from zcompile.units import KiB, MiB
 
 
 @pytest.fixture(scope="module")

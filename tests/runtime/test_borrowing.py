@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from zcompile.errors import ValueUnset
-from zcompile.runtime import near
-from zcompile.runtime.deferred import Deferred
-from zcompile.runtime.ticket import Ready
-from zcompile.schedule import Borrow, EntryIndex, Register
-from zcompile.specs import Kind, Layout
-from zcompile.units import KiB, MiB
+from zcompile.ir.schedule import Borrow, EntryIndex, Register
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.units import KiB, MiB
+from zcompile.runtime.store import near
+from zcompile.runtime.store.deferred import Deferred
+from zcompile.runtime.transfer.ticket import Ready
 
 
 def test_a_lent_entry_is_seen_after_what_was_put(open_store):

@@ -6,14 +6,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import IOFault
-from zcompile.runtime.disk_trial import BLOCK_BYTES
-from zcompile.runtime.sums import Add
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.transfer import Transfer
-from zcompile.runtime.transfers import Fetch, Put
-from zcompile.specs import Kind
-from zcompile.staging_size import lane_bytes
-from zcompile.units import KiB
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import KiB
+from zcompile.machine.staging import lane_bytes
+from zcompile.runtime.io.disk_trial import BLOCK_BYTES
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.transfer.sums import Add
+from zcompile.runtime.transfer.transfer import Transfer
+from zcompile.runtime.transfer.transfers import Fetch, Put
 
 RING = 256 * KiB
 """The least host budget: all of it is the ring, so entries rest on disk."""

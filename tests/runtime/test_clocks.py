@@ -9,12 +9,12 @@ import torch
 from pairs import mlp, on_disk, train
 from written import HIGH, LOW, fetch, free, run, schedule, wait
 
-from zcompile.cost import Ways
-from zcompile.machine import Compute, Link, Machine
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Fetch, Reduce, Run, Wait
+from zcompile.ir.specs import Phase
+from zcompile.machine.cost import Ways
+from zcompile.machine.model import Compute, Link, Machine
 from zcompile.runtime.clocks import FIRST, RECENT, Clocks
-from zcompile.schedule import Fetch, Reduce, Run, Wait
-from zcompile.specs import Phase
 
 BARE = Machine("bare", {}, {}, Compute({"float32": 1.0}, 1.0))
 

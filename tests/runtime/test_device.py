@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from zcompile.errors import DeviceTooSmall
-from zcompile.runtime.device_cpu import CpuDevice
-from zcompile.runtime.device_cuda import CudaDevice
+from zcompile.ir.ties import Tie
+from zcompile.ir.units import MiB
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.pages import HUGE_PAGE_BYTES
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import HUGE_PAGE_BYTES
-from zcompile.runtime.ticket import Countdown
-from zcompile.ties import Tie
-from zcompile.units import MiB
+from zcompile.runtime.transfer.ticket import Countdown
 
 
 def fail(error):

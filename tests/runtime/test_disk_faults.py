@@ -12,11 +12,11 @@ import torch
 from runtime.disks import mounted_ext4, mounted_tmpfs, shut_down
 
 from zcompile.errors import DiskUnusable, IOFault, TierFull
+from zcompile.ir.units import MiB
+from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.units import MiB
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,12 +11,12 @@ from committed import check_all, read_header
 
 from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
-from zcompile.runtime.commit import Ledger
-from zcompile.runtime.data_header import DataHeader
-from zcompile.runtime.data_header import read_header as header_in
-from zcompile.runtime.directory import Directory
+from zcompile.ir.specs import Kind, Layout
+from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.data_header import DataHeader
+from zcompile.runtime.durable.data_header import read_header as header_in
+from zcompile.runtime.io.directory import Directory
 from zcompile.runtime.session import Session
-from zcompile.specs import Kind, Layout
 
 
 def opened(*disks: Path) -> Session:

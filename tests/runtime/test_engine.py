@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault
-from zcompile.runtime import engine as engine_module
-from zcompile.runtime.aio import KernelAio
-from zcompile.runtime.io_threads import ThreadRing
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.runtime.uring import IoUring
+from zcompile.runtime.device.pages import host_pages
+from zcompile.runtime.io import engine as engine_module
+from zcompile.runtime.io.aio import KernelAio
+from zcompile.runtime.io.io_threads import ThreadRing
+from zcompile.runtime.io.uring import IoUring
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 UNIT = 4096
 

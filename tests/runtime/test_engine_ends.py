@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault, ParameterChanged
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.units import MiB
+from zcompile.ir.units import MiB
+from zcompile.runtime.device.pages import host_pages
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 UNIT = 4096
 

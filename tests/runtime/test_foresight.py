@@ -9,9 +9,9 @@ from pairs import Holder, on_disk, plain_of
 from torch import nn
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, wait
 
-from zcompile.handover import handover, passes_by
-from zcompile.offloading import session_behind
-from zcompile.specs import Kind, Phase
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.handover import handover, passes_by
+from zcompile.ir.specs import Kind, Phase
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from pairs import Holder, assert_equal, backward, on_disk, plain_of
 
-from zcompile import ops
-from zcompile.offloading import session_behind
-from zcompile.specs import Kind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir import ops
+from zcompile.ir.specs import Kind
 
 SHAPE = (6, 5)
 CUTS = (0, 2, 4, 6)

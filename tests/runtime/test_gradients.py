@@ -9,10 +9,10 @@ from pairs import Holder, assert_equal, backward, entries, mlp, on_disk, paramet
 from torch import nn
 
 from zcompile.errors import Unsupported
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
 from zcompile.runtime.gradients import like
 from zcompile.runtime.leaves import tells_without_gradient
-from zcompile.specs import Kind
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.errors import DurableDamaged
-from zcompile.runtime.checksums import SUMS, Piece, Pieces, Running
-from zcompile.runtime.data_header import DataHeader
-from zcompile.runtime.directory import Directory
-from zcompile.runtime.extents import Extents
-from zcompile.runtime.index import (
+from zcompile.runtime.durable.checksums import SUMS, Piece, Pieces, Running
+from zcompile.runtime.durable.data_header import DataHeader
+from zcompile.runtime.durable.index import (
     DATA_NAME,
     INDEX_NAME,
     Index,
@@ -24,6 +22,8 @@ from zcompile.runtime.index import (
     switch_index,
     write_beside,
 )
+from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.tiers.extents import Extents
 
 WEIGHT = Resting("model.a.weight", "parameter", "float32", (2, 3), (3, 1), 0, 24, 0, 4096, 4096, 7,
                  ((0, 24),), "crc32", (Piece(0, 512, 0xDEAD), Piece(512, 4096, 1)))  # fmt: skip

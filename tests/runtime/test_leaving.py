@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import MiB
 from zcompile.runtime.holding import NO_ROWS
-from zcompile.specs import Kind
-from zcompile.units import MiB
 
 NBYTES = MiB
 

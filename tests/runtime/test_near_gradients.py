@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import MiB
 from zcompile.runtime.near_gradients import NearGradients
-from zcompile.specs import Kind
-from zcompile.units import MiB
 
 SHAPE = (4, 6)
 

@@ -13,15 +13,15 @@ import torch
 
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
-from zcompile.machine import Compute, Link, Machine
-from zcompile.machine_file import write
+from zcompile.ir.units import GiB, MiB
+from zcompile.machine.files import write
+from zcompile.machine.model import Compute, Link, Machine
 from zcompile.runtime import probe, probe_cache, probe_lanes, probe_links
-from zcompile.runtime.device_cpu import CpuDevice
+from zcompile.runtime.device.device_cpu import CpuDevice
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.probe import facts, machine_for, probed
 from zcompile.runtime.probe_cache import cache_file, cached
 from zcompile.runtime.probe_compute import compute_of
-from zcompile.units import GiB, MiB
 
 CPU = torch.device("cpu")
 MACHINE = Machine(

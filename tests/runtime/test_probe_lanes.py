@@ -4,7 +4,7 @@ import pytest
 
 from zcompile.runtime import probe_lanes
 from zcompile.runtime.probe_lanes import Lane, measure_lanes
-from zcompile.runtime.ticket import Ready
+from zcompile.runtime.transfer.ticket import Ready
 
 
 @pytest.mark.parametrize(("rounds", "asked", "best"), [

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from zcompile.runtime import ring_choice, system_calls
-from zcompile.runtime.directory import Directory
-from zcompile.runtime.disk_trial import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.ir.units import MiB
+from zcompile.runtime.device.pages import host_pages
+from zcompile.runtime.io import ring_choice, system_calls
+from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.io.disk_trial import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.runtime.io.ring import Outcome, Request
+from zcompile.runtime.io.system_calls import KERNEL
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.ring import Outcome, Request
-from zcompile.runtime.system_calls import KERNEL
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.units import MiB
+from zcompile.runtime.tiers.tier_nvme import DiskTier
 
 ROOT = Path(__file__).parents[2]
 UNIT = 4096
@@ -207,9 +207,9 @@ program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8,
 if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program):
     sys.exit("skip")
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
+from zcompile.runtime.device.pages import host_pages
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 tier = DiskTier([Path(directory)], {}, Meter(), print)
 extent = tier.reserve(1 << 20, "w")
 tier.write(extent, 0, Buffer.over(host_pages(1 << 20).fill_(3))).wait()

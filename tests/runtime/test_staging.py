@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zcompile.ir.units import KiB
+from zcompile.machine.staging import StagingSize
+from zcompile.planner.traffic import RING_BLOCK
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.staging import Staging
-from zcompile.staging_size import StagingSize
-from zcompile.traffic import RING_BLOCK
-from zcompile.units import KiB
+from zcompile.runtime.transfer.staging import Staging
 
 CHUNK, CHUNKS = 64 * KiB, 4
 

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import TierFull, ValueUnset
-from zcompile.specs import Kind
-from zcompile.units import KiB, MiB
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import KiB, MiB
 
 SMALL = 256 * KiB
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
-from zcompile.runtime import mover
-from zcompile.runtime.ticket import Promise
-from zcompile.specs import Kind
-from zcompile.staging_size import backlog_bytes, staging_size
-from zcompile.units import GiB, KiB, MiB
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.staging import backlog_bytes, staging_size
+from zcompile.runtime.transfer import queue
+from zcompile.runtime.transfer.ticket import Promise
 
 SMALL = 256 * KiB
 
@@ -121,8 +121,8 @@ def test_the_backlog_takes_as_much_as_it_may_and_not_a_byte_more(monkeypatch):
             backlog.leave(4)
             super().settle()
 
-    monkeypatch.setattr(mover, "Promise", Less)
-    backlog = mover.Backlog(10)
+    monkeypatch.setattr(queue, "Promise", Less)
+    backlog = queue.Backlog(10)
     backlog.enter(4)
     backlog.enter(6)
     assert waits == []

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from zcompile.config import Config
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import MiB
 from zcompile.runtime import closing
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.store import Store
-from zcompile.runtime.transfers import Put
-from zcompile.specs import Kind
-from zcompile.units import MiB
+from zcompile.runtime.store.store import Store
+from zcompile.runtime.transfer.transfers import Put
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +27,8 @@ TRAIN = """
 import os, sys
 import torch
 from zcompile.config import Config
-from zcompile.runtime.store import Store
-from zcompile.specs import Kind
+from zcompile.runtime.store.store import Store
+from zcompile.ir.specs import Kind
 store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=sys.argv[1],
                      throttle={"disk_write": "2MB/s"}))
 entry = store.create("w", Kind.PARAM, 4 << 20)
@@ -54,7 +54,7 @@ begun.wait()
 
 INTERRUPTED = """
 import signal
-from zcompile.runtime.workers import Workers
+from zcompile.runtime.transfer.workers import Workers
 stop = Workers.stop
 def interrupted(*given):
     stop(*given)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault, ParameterChanged
-from zcompile.runtime import near
-from zcompile.specs import Kind
-from zcompile.units import KiB, MiB
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import KiB, MiB
+from zcompile.runtime.store import near
 
 SMALL = 256 * KiB
 
@@ -136,7 +136,7 @@ def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
     def defect(*args):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("zcompile.runtime.sums.Add._add", defect)
+    monkeypatch.setattr("zcompile.runtime.transfer.sums.Add._add", defect)
     ticket = store.add(entry, ones(1 * MiB))
     with pytest.raises(ZeroDivisionError):
         ticket.wait()
@@ -151,7 +151,7 @@ def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store,
     def defect(*args):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("zcompile.runtime.sums.Add._add", defect)
+    monkeypatch.setattr("zcompile.runtime.transfer.sums.Add._add", defect)
     with pytest.raises(ZeroDivisionError):
         store.add(entry, ones(1 * MiB)).wait()
     for use in (lambda: store.read_all(other), lambda: store.put(other, ones(1 * MiB)),

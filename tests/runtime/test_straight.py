@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zcompile.specs import ALIGNMENT, Kind
-from zcompile.units import KiB
+from zcompile.ir.specs import ALIGNMENT, Kind
+from zcompile.ir.units import KiB
 
 SMALL = 256 * KiB
 """The least host budget: all of it is staging, so entries rest on disk."""

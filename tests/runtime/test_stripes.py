@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import DiskUnusable, TierFull
+from zcompile.ir.specs import Kind
+from zcompile.ir.units import KiB, MiB
+from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.stripes import STRIPE_BYTES, share_of, stretches
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.specs import Kind
-from zcompile.units import KiB, MiB
+from zcompile.runtime.tiers.stripes import STRIPE_BYTES, share_of, stretches
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 
 @settings(deadline=None, derandomize=True)

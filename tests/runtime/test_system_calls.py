@@ -12,7 +12,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import CommitFailed, IOFault
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 ROOT = Path(__file__).parents[2] / "zcompile"
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB"}

@@ -9,8 +9,8 @@ import pytest
 from failed_calls import open_below
 
 from zcompile.config import Config
-from zcompile.runtime import ring_choice
-from zcompile.runtime.store import Store
+from zcompile.runtime.io import ring_choice
+from zcompile.runtime.store.store import Store
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB"}
 

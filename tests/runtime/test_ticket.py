@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zcompile.runtime.ticket import Countdown, Promise, Ready
+from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready
 
 
 def test_ready_is_done_and_waits_for_nothing():

@@ -13,15 +13,15 @@ import pytest
 from border import Border
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
-from zcompile.runtime import claim, tier_file
-from zcompile.runtime.claim import LOCK_NAME, TRIAL_FILE
-from zcompile.runtime.directory import Directory
-from zcompile.runtime.disk_trial import takes_blocks, takes_direct
+from zcompile.ir.units import MiB
+from zcompile.runtime.device.pages import host_pages
+from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.io.disk_trial import takes_blocks, takes_direct
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer
-from zcompile.units import MiB
+from zcompile.runtime.tiers import claim, tier_file
+from zcompile.runtime.tiers.claim import LOCK_NAME, TRIAL_FILE
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer
 
 UNIT = 4096
 
@@ -107,7 +107,7 @@ def test_without_o_direct_it_falls_back_with_a_note(open_tier, monkeypatch, capl
     monkeypatch.setattr(os, "open", no_direct)
     tier = open_tier()
     assert (tier.rings, tier.granule) == (("threads",), 1)
-    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tier_file"]
+    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tiers.tier_file"]
     assert len(notes) == 1
     assert "does not take O_DIRECT" in notes[0].getMessage()
     extent = tier.reserve(UNIT, "w")
@@ -144,7 +144,7 @@ import sys
 from pathlib import Path
 from zcompile.runtime import tier_file
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tier_nvme import DiskTier
 tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
 tier.reserve(4096, "w")
 sys.stdout.write("held\\n")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
+from zcompile.ir.units import KiB, MiB
+from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Gauge, Meter
-from zcompile.runtime.pages import host_pages
-from zcompile.runtime.tier_host import HostTier
-from zcompile.runtime.tier_nvme import DiskTier
-from zcompile.runtime.tiers import Buffer, TierIO
-from zcompile.units import KiB, MiB
+from zcompile.runtime.tiers.host import HostTier
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import Buffer, TierIO
 
 UNIT = 4096
 """A multiple of every tier's alignment."""
@@ -103,7 +103,7 @@ def test_closing_twice_is_closing_once(tier):
 
 
 def test_an_entry_of_the_host_tier_may_cross_blocks(monkeypatch):
-    monkeypatch.setattr("zcompile.runtime.tier_host.BLOCK_BYTES", 8 * KiB)
+    monkeypatch.setattr("zcompile.runtime.tiers.host.BLOCK_BYTES", 8 * KiB)
     blocks = []
     tier = HostTier(64 * KiB, lambda n: blocks.append(n) or host_pages(n), Gauge())
     tier.reserve(6 * KiB, "a")
@@ -121,7 +121,7 @@ def test_an_entry_of_the_host_tier_may_cross_blocks(monkeypatch):
 @pytest.mark.parametrize("block", [8 * KiB, 1 * MiB])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_rests_on_the_host_moves_together_and_stays_what_it_is(monkeypatch, block, seed):
-    monkeypatch.setattr("zcompile.runtime.tier_host.BLOCK_BYTES", block)
+    monkeypatch.setattr("zcompile.runtime.tiers.host.BLOCK_BYTES", block)
     draw, in_use = random.Random(seed), Gauge()
     tier = HostTier(256 * KiB, host_pages, in_use)
     held = {}

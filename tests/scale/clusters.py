@@ -1,6 +1,6 @@
 """Machines for tests of scale: of one speed everywhere, so that times can be worked out by hand."""
 
-from zcompile.machine import Compute, Link, Machine
+from zcompile.machine.model import Compute, Link, Machine
 
 TIERS = {"device": 10**15, "host": 10**15, "disk": 10**15}
 

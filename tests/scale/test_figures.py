@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from zcompile.cli.scale import dgx2
-from zcompile.scale import article, bandwidth
-from zcompile.scale.figures import FIGURES, TOLERANCE, Row
-from zcompile.scale.placing import use_of_job
-from zcompile.scale.shapes import Transformer
-from zcompile.scale.step import step_time
-from zcompile.scale.strategies import INFINITY_NVME, ZERO_2, use_of
+from zcompile.cli.analytic import dgx2
+from zcompile.planner.analytic import article, bandwidth
+from zcompile.planner.analytic.figures import FIGURES, TOLERANCE, Row
+from zcompile.planner.analytic.placing import use_of_job
+from zcompile.planner.analytic.shapes import Transformer
+from zcompile.planner.analytic.step import step_time
+from zcompile.planner.analytic.strategies import INFINITY_NVME, ZERO_2, use_of
 
 DIFFER = {
     ("figure-2a", "0.10T model working memory"),

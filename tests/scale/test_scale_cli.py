@@ -5,10 +5,10 @@ from argparse import Namespace
 
 import pytest
 
-from zcompile.cli.scale import dgx2, scale_answer
+from zcompile.cli.analytic import dgx2, scale_answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
-from zcompile.machine_file import find, names
-from zcompile.scale.figures import FIGURES
+from zcompile.machine.files import find, names
+from zcompile.planner.analytic.figures import FIGURES
 
 TRILLION = "transformer:layers=128,hidden=25600,heads=256,batch=7"
 

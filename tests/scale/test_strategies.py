@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from scale.clusters import machine
 
-from zcompile.machine import with_tier
-from zcompile.scale.bandwidth import flat_gather, hierarchical_gather
-from zcompile.scale.placing import PLACES, fastest, group_of, use_of_job
-from zcompile.scale.rates import Assumptions, Job
-from zcompile.scale.shapes import Transformer
-from zcompile.scale.step import step_time
-from zcompile.scale.strategies import (
+from zcompile.machine.model import with_tier
+from zcompile.planner.analytic.bandwidth import flat_gather, hierarchical_gather
+from zcompile.planner.analytic.placing import PLACES, fastest, group_of, use_of_job
+from zcompile.planner.analytic.rates import Assumptions, Job
+from zcompile.planner.analytic.shapes import Transformer
+from zcompile.planner.analytic.step import step_time
+from zcompile.planner.analytic.strategies import (
     DATA_PARALLEL,
     INFINITY_CPU,
     INFINITY_NVME,

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.offloading import _become_tiered, session_behind
-from zcompile.runtime.moves import move
+from zcompile.frontend.offload import _become_tiered, session_behind
+from zcompile.ir.units import MiB
 from zcompile.runtime.recorder import key_of
+from zcompile.runtime.relocate import move
 from zcompile.runtime.session import Session
-from zcompile.units import MiB
 
 TIERS = ("host", "disk", "device")
 DEVICE_BYTES, HOST_BYTES = 32 * MiB, 64 * MiB

@@ -21,7 +21,7 @@ from torch_tables.outcomes import Outcome, judged
 from torch_tables.tiers import DEVICE_BYTES, HOST_BYTES, is_tiered, rest_on_device
 
 import zcompile
-from zcompile.offloading import session_behind
+from zcompile.frontend.offload import session_behind
 
 STEPS = 3
 PLANNED_STEPS = 5

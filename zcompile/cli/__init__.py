@@ -13,12 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zcompile.cli import disk, doctor, explain, machines, plan, stages, timeline
+from zcompile.cli import disk, doctor, explain, machines, plan, show, timeline
 from zcompile.cli.answer import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
-from zcompile.machine import MachineInvalid
-from zcompile.machine_file import MachineUnknown, MachineUnreadable
-from zcompile.run_format import PHASES
+from zcompile.ir.run_format import PHASES
+from zcompile.machine.files import MachineUnknown, MachineUnreadable
+from zcompile.machine.model import MachineInvalid
 from zcompile.user_code import UserCodeFailed
 
 USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable,
@@ -58,14 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     asked = add("show", "one line per pass; with PASS the graph after it", "RUN")
     asked.add_argument("stage", metavar="PASS", nargs="?", help=_HELP["A"])
-    asked.set_defaults(command=lambda args: stages.show(args.run, args.graph, args.stage))
+    asked.set_defaults(command=lambda args: show.show(args.run, args.graph, args.stage))
     asked = add(
         "diff", "compare the graphs after two passes; exit 1 if they differ", "RUN", "A", "B"
     )
-    asked.set_defaults(command=lambda args: stages.diff(args.run, args.graph, args.a, args.b))
+    asked.set_defaults(command=lambda args: show.diff(args.run, args.graph, args.a, args.b))
     asked = add("schedule", "the instructions that the runtime walks", "RUN")
     asked.add_argument("--phase", choices=PHASES, help="only this phase")
-    asked.set_defaults(command=lambda args: stages.schedule(args.run, args.graph, args.phase))
+    asked.set_defaults(command=lambda args: show.schedule(args.run, args.graph, args.phase))
     asked = add("timeline", "the last step that was written: measured beside predicted", "RUN")
     asked.set_defaults(command=lambda args: timeline.timeline(args.run))
     asked = add(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zcompile.records import encode
+from zcompile.ir.records import encode
 
 
 @dataclass(frozen=True)

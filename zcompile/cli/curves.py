@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from zcompile.cli.plots import svg
-from zcompile.curve import Curve, Memory
-from zcompile.units import MiB, show_size
+from zcompile.ir.curve import Curve, Memory
+from zcompile.ir.units import MiB, show_size
 
 WIDTH, HEIGHT = 68, 9
 LABELLED = (HEIGHT, (HEIGHT + 1) // 2, 1)

@@ -10,22 +10,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec
 
-from zcompile.checkpoint_directory import STATE_FILE
+from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.cli.answer import Answer
 from zcompile.errors import DiskOwned, DiskUnusable, DurableDamaged, DurableHeld, ZinfError
-from zcompile.runtime.claim import LOCK_NAME, TIER_FILE, Claim, owner_of, reclaim, scratch_files
-from zcompile.runtime.data_check import DataReader
-from zcompile.runtime.data_header import data_bytes, is_unfinished, read_header
-from zcompile.runtime.directory import Directory, let_go, opened, unusable
-from zcompile.runtime.index import (
-    DATA_NAME,
-    INDEX_NAME,
-    Index,
-    Resting,
-    Small,
-    read_index,
-)
-from zcompile.runtime.reclaim import (
+from zcompile.ir.units import show_size
+from zcompile.runtime.durable.data_check import DataReader
+from zcompile.runtime.durable.data_header import data_bytes, is_unfinished, read_header
+from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.durable.reclaim import (
     check_data,
     committed_elsewhere,
     free_ranges,
@@ -34,9 +26,17 @@ from zcompile.runtime.reclaim import (
     remove_all,
     trim,
 )
-from zcompile.runtime.regular_file import found_at, is_directory
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
-from zcompile.units import show_size
+from zcompile.runtime.io.directory import Directory, let_go, opened, unusable
+from zcompile.runtime.io.regular_file import found_at, is_directory
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.tiers.claim import (
+    LOCK_NAME,
+    TIER_FILE,
+    Claim,
+    owner_of,
+    reclaim,
+    scratch_files,
+)
 
 P = ParamSpec("P")
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)

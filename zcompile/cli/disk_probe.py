@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.errors import DiskUnusable
+from zcompile.ir.units import MiB
 from zcompile.runtime.hardware import filesystem, free_disk_bytes
-from zcompile.runtime.regular_file import found_at, is_directory
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
-from zcompile.units import MiB
+from zcompile.runtime.io.regular_file import found_at, is_directory
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 PROBE_BYTES = 64 * MiB
 REQUEST_BYTES = 16 * MiB
@@ -53,8 +53,8 @@ class Disk:
 
 def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
     """raises  DiskUnusable, if one cannot write there"""
-    from zcompile.runtime import disk_trial, ring_choice  # torch comes along
-    from zcompile.runtime.directory import Directory
+    from zcompile.runtime.io import disk_trial, ring_choice  # torch comes along
+    from zcompile.runtime.io.directory import Directory
 
     try:
         if not is_directory(found := found_at(system, path)):

@@ -11,9 +11,9 @@ from zcompile.cli.answer import Answer
 from zcompile.cli.disk_probe import Disk, probe_disk
 from zcompile.cli.machines import rows
 from zcompile.errors import DiskUnusable, TorchUnsupported
-from zcompile.machine import Machine
+from zcompile.ir.units import show_size
+from zcompile.machine.model import Machine
 from zcompile.runtime.hardware import available_bytes, cores, cpu_model, free_disk_bytes
-from zcompile.units import show_size
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     """Look at everything once; what cannot be used becomes a finding, not an error."""
     import torch  # takes seconds; the commands that read a dump do without
 
-    from zcompile.torch_private import TESTED
+    from zcompile.ir.torch_private import TESTED
 
     findings = [*_installation(torch.cuda.is_available())]
     disks_found = []
@@ -110,7 +110,7 @@ def _rates(devices: Sequence[Device], disks: Sequence[Path],
     """
     import torch
 
-    from zcompile.runtime.plant import default_budgets
+    from zcompile.runtime.open import default_budgets
     from zcompile.runtime.probe import facts, probed
     from zcompile.runtime.probe_cache import cache_file
 
@@ -137,7 +137,7 @@ def _buffered(disk: Disk) -> Finding:
 
 
 def _installation(cuda: bool) -> Iterator[Finding]:
-    from zcompile.torch_private import check_torch
+    from zcompile.ir.torch_private import check_torch
 
     try:
         check_torch()

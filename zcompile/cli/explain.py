@@ -24,9 +24,15 @@ from zcompile.cli.explain_activations import (
 )
 from zcompile.cli.explain_slices import GraphSlices, slices_of, slices_text
 from zcompile.errors import NotInRun
-from zcompile.run_format import InstructionRecord, NodeRecord, ParamRecord, PassRecord, SlotRecord
-from zcompile.runs import Graph, open_run
-from zcompile.units import show_size
+from zcompile.ir.run_format import (
+    InstructionRecord,
+    NodeRecord,
+    ParamRecord,
+    PassRecord,
+    SlotRecord,
+)
+from zcompile.ir.runs import Graph, open_run
+from zcompile.ir.units import show_size
 
 _READ = re.compile(r"%([A-Za-z_]\w*)")
 _GRAD = "zinf.reduce_grad"

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zcompile.cli.curves import curve_lines
-from zcompile.curve import Memory
-from zcompile.run_format import ActivationCostRecord, ActivationRecord
-from zcompile.runs import Graph
-from zcompile.units import show_seconds, show_size
+from zcompile.ir.curve import Memory
+from zcompile.ir.run_format import ActivationCostRecord, ActivationRecord
+from zcompile.ir.runs import Graph
+from zcompile.ir.units import show_seconds, show_size
 
 ALL = "activations"
 """Asks for every value that backward needs, and for what is held with them."""

@@ -4,9 +4,9 @@ explain` that is about them."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zcompile.runs import Graph
-from zcompile.sliced_region import SlicedRegion
-from zcompile.units import show_size
+from zcompile.ir.runs import Graph
+from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir.units import show_size
 
 SLICES = "slices"
 """Asks for every region that runs over slices of tokens, and for what does not."""

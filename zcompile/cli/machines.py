@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from zcompile.cli.answer import Answer
-from zcompile.machine import Machine
-from zcompile.machine_file import find, names
-from zcompile.units import show_flops, show_rate, show_size
+from zcompile.ir.units import show_flops, show_rate, show_size
+from zcompile.machine.files import find, names
+from zcompile.machine.model import Machine
 
 
 def described(name_or_path: str) -> Answer:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from zcompile.cli.analytic import PREFIX, scale_answer
 from zcompile.cli.answer import Answer
 from zcompile.cli.curves import curve_svg
 from zcompile.cli.model_source import example_inputs, find_model
-from zcompile.cli.scale import PREFIX, scale_answer
 from zcompile.cli.sizes import read_size
 from zcompile.cli.sweeps import Point, check_plot, read_sweep, swept, write_plot
 from zcompile.errors import BudgetExceeded, ConfigInvalid
-from zcompile.machine import with_tier
+from zcompile.machine.model import with_tier
 
 _TIERS = {
     "device": "bytes of the device, for entries and for what graphs hold, as 24GiB; what becomes "
@@ -66,23 +66,23 @@ def plan(args: argparse.Namespace) -> Answer:
     sweep = None if args.sweep is None else read_sweep(args.sweep)
     if args.batch < 1:
         raise ConfigInvalid("batch", args.batch, "must be at least 1")
-    from zcompile import planning  # torch takes seconds; usage errors do without
     from zcompile.config import Config
-    from zcompile.report import note_of_ranks
+    from zcompile.frontend.dry_run import plan  # torch takes seconds; usage errors do without
+    from zcompile.planner.report import note_of_ranks
 
-    terms = planning.terms_of(Config(**_budgets(args)), args.machine)
+    terms = plan.terms_of(Config(**_budgets(args)), args.machine)
     if args.disk_bytes is not None:
         terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
     model = find_model(args.model)
     inputs = example_inputs(model, args.batch, args.seq, args.shape)
 
     def trace(at: Any) -> Any:
-        return planning.trace(model, inputs, at, args.optimizer, args.micro_batches)
+        return plan.trace(model, inputs, at, args.optimizer, args.micro_batches)
 
     if sweep is not None:
         points = tuple(_points(trace, terms, *sweep))
         return swept(points, args.plot, note_of_ranks(terms.machine.ranks))
-    report = planning.report_of(trace(terms), terms)
+    report = plan.report_of(trace(terms), terms)
     if args.plot is not None and report.fullest is not None:
         write_plot(args.plot, curve_svg(report.fullest))
     return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
@@ -98,13 +98,13 @@ def _points(
     trace: Callable[[Any], Any], terms: Any, tier: str, sizes: Sequence[int]
 ) -> Iterator[Point]:
     """The step planned for each size; traced once, unless what graphs hold depends on the size."""
-    from zcompile import planning
+    from zcompile.frontend.dry_run import plan
 
     traced = None if terms.bounded else trace(terms)
     for nbytes in sizes:
         at = terms.on(with_tier(terms.machine, tier, nbytes))
         try:
-            report = planning.report_of(traced or trace(at), at, prices=False)
+            report = plan.report_of(traced or trace(at), at, prices=False)
         except BudgetExceeded as error:
             why = f"{error.tier} too small for {error.where}"
             yield Point(tier, nbytes, False, None, None, why)

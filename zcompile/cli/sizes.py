@@ -1,7 +1,7 @@
 """Sizes among the arguments of a command."""
 
 from zcompile.errors import ConfigInvalid
-from zcompile.units import MiB, parse_size
+from zcompile.ir.units import MiB, parse_size
 
 
 def read_size(option: str, text: str) -> int:

@@ -9,9 +9,9 @@ from zcompile.cli.answer import Answer
 from zcompile.cli.plots import bars, svg
 from zcompile.cli.sizes import read_size
 from zcompile.errors import ConfigInvalid
-from zcompile.machine import TIERS
-from zcompile.tables import table
-from zcompile.units import show_seconds, show_size
+from zcompile.ir.tables import table
+from zcompile.ir.units import show_seconds, show_size
+from zcompile.machine.model import TIERS
 
 MOST_STEPS = 64
 STEPS = 8

@@ -5,9 +5,9 @@ from itertools import groupby
 from pathlib import Path
 
 from zcompile.cli.answer import Answer
-from zcompile.run_format import MomentRecord, StepRecord, TimelineRecord
-from zcompile.runs import open_run
-from zcompile.units import show_seconds, show_size
+from zcompile.ir.run_format import MomentRecord, StepRecord, TimelineRecord
+from zcompile.ir.runs import open_run
+from zcompile.ir.units import show_seconds, show_size
 
 MOST_STALLS = 10
 """Shown, longest first."""

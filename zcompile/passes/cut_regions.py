@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
-from zcompile.graph_plan import Plan
+from zcompile.ir import ops
+from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
+from zcompile.ir.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import (
+from zcompile.ir import ops
+from zcompile.ir.graph import (
     CASTS,
     aliases_of,
     bases_of,
@@ -18,9 +18,9 @@ from zcompile.graph import (
     set_phase,
     use_of,
 )
-from zcompile.graph_plan import Plan
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.specs import Phase
 from zcompile.passes.base import Fact, Pass
-from zcompile.specs import Phase
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import CASTS, find, output_of
-from zcompile.graph_plan import Note, Plan
+from zcompile.ir import ops
+from zcompile.ir.graph import CASTS, find, output_of
+from zcompile.ir.graph_plan import Note, Plan
 from zcompile.passes.base import Fact, Pass
 
 

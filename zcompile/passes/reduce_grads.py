@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import TURNS, insert, output_of, phase_of, root_of
-from zcompile.graph_plan import Plan
+from zcompile.ir import ops
+from zcompile.ir.graph import TURNS, insert, output_of, phase_of, root_of
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.specs import Layout, NodeName, Phase
+from zcompile.ir.torch_private import gradient_of, handle_input
 from zcompile.passes.base import Fact, Pass
-from zcompile.specs import Layout, NodeName, Phase
-from zcompile.torch_private import gradient_of, handle_input
 
 
 @dataclass(frozen=True)

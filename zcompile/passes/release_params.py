@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile import ops
-from zcompile.graph import find, insert, phase_of, readers_of
-from zcompile.graph_plan import Plan
+from zcompile.ir import ops
+from zcompile.ir.graph import find, insert, phase_of, readers_of
+from zcompile.ir.graph_plan import Plan
 from zcompile.passes.base import Fact, Pass
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile import ops
 from zcompile.errors import BudgetExceeded
-from zcompile.graph import find, phase_of, region_of
-from zcompile.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
-from zcompile.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.ir import ops
+from zcompile.ir.graph import find, phase_of, region_of
+from zcompile.ir.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
+from zcompile.ir.specs import Phase, aligned
+from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
-from zcompile.specs import Phase, aligned
 
 
 @dataclass(frozen=True)

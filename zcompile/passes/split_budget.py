@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile import ops
 from zcompile.errors import BudgetExceeded
-from zcompile.footprint import footprint
-from zcompile.graph import find
-from zcompile.graph_plan import Beside, Plan
+from zcompile.ir import ops
+from zcompile.ir.graph import find
+from zcompile.ir.graph_plan import Beside, Plan
+from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 
 

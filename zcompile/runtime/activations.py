@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.runtime.interrupts import uninterrupted
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.specs import Kind, Layout
-from zcompile.torch_private import materialised
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.torch_private import materialised
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import uninterrupted
+from zcompile.runtime.transfer.ticket import Ticket
 
 UNPLANNED = (
     "\n  values of one forward were planned for: call backward before the next forward, or give "

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from zcompile.errors import ZinfError
-from zcompile.machine import Machine
-from zcompile.machine_file import read, write
-from zcompile.units import show_flops, show_rate
+from zcompile.ir.units import show_flops, show_rate
+from zcompile.machine.files import read, write
+from zcompile.machine.model import Machine
 
 ALIKE = 2.0
 """Ranks whose rates differ by more are not one kind of machine: a plan for one of them would be far

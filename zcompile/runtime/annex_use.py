@@ -5,13 +5,13 @@ from time import perf_counter
 from typing import cast
 
 from zcompile.errors import DeviceTooSmall
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.step_chunks import NO_ROOM, StepRoom
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.device_split import DeviceSplit
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.store import Store
-from zcompile.runtime.transfer import Transfer
-from zcompile.schedule import Schedule
-from zcompile.step_chunks import NO_ROOM, StepRoom
+from zcompile.runtime.store.store import Store
+from zcompile.runtime.transfer.transfer import Transfer
 
 log = logging.getLogger(__name__)
 

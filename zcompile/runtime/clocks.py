@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from zcompile.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
-from zcompile.machine import Machine
-from zcompile.runtime.device import Device
+from zcompile.ir.schedule import Borrow, Fetch, Left, Run, Schedule, Wait
+from zcompile.ir.specs import Phase, Region
+from zcompile.ir.steps import Step
+from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
+from zcompile.machine.model import Machine
+from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Stamp
 from zcompile.runtime.recorder import Recorder
 from zcompile.runtime.samples import RECENT, Samples
-from zcompile.runtime.store import Entry
-from zcompile.schedule import Borrow, Fetch, Left, Run, Schedule, Wait
-from zcompile.specs import Phase, Region
-from zcompile.steps import Step
+from zcompile.runtime.store.store import Entry
 
 FIRST = 8
 """Walks of a schedule that are all timed."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from zcompile.runtime.interrupts import ends, uninterrupted
-from zcompile.runtime.ticket import Promise
-from zcompile.runtime.workers import Worker
+from zcompile.runtime.transfer.interrupts import ends, uninterrupted
+from zcompile.runtime.transfer.ticket import Promise
+from zcompile.runtime.transfer.workers import Worker
 
 Job = Callable[[], None]
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from zcompile.runtime.store import Entry
-from zcompile.schedule import Schedule
-from zcompile.steps import Step
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.steps import Step
+from zcompile.runtime.store.store import Entry
 
 Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
 """The schedule for these very entries, where they rest now."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.transfer.ticket import Ticket
 
 MANY = 64
 """Departures kept before those that ended are forgotten; a step has a few under way at once."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zcompile.errors import BudgetExceeded
-from zcompile.runtime.interrupts import deferred_interrupts
-from zcompile.runtime.store import Entry, Store
-from zcompile.units import show_size
+from zcompile.ir.units import show_size
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 log = logging.getLogger(__name__)
 

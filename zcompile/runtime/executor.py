@@ -12,27 +12,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-from zcompile.device_peaks import device_peak
 from zcompile.errors import ParameterChanged, Unsupported
-from zcompile.handles import Leaf, entry_of, leaves_of
-from zcompile.held_walk import held_peak, most_inherited
-from zcompile.runtime import near
-from zcompile.runtime.activations import offload
-from zcompile.runtime.clocks import Clocks
-from zcompile.runtime.copies import MakeCopy, freshen, source_of
-from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans
-from zcompile.runtime.foresight import Call, Foresight, settle
-from zcompile.runtime.gradients import Gradients
-from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
-from zcompile.runtime.interrupts import deferred_interrupts, ends, uninterrupted
-from zcompile.runtime.leaves import owner_of
-from zcompile.runtime.leaving import Leaving
-from zcompile.runtime.recorder import Recorder
-from zcompile.runtime.registers import compute, registers_of, results_of
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.transfer import read_out
-from zcompile.schedule import (
+from zcompile.ir.handles import Leaf, entry_of, leaves_of
+from zcompile.ir.schedule import (
     Borrow,
     Fetch,
     Free,
@@ -45,9 +27,27 @@ from zcompile.schedule import (
     Slot,
     Wait,
 )
-from zcompile.schedule import Store as StoreHome
-from zcompile.specs import Phase
-from zcompile.steps import Step
+from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.specs import Phase
+from zcompile.ir.steps import Step
+from zcompile.memory.device_peaks import device_peak
+from zcompile.memory.held_walk import held_peak, most_inherited
+from zcompile.runtime.activations import offload
+from zcompile.runtime.clocks import Clocks
+from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans
+from zcompile.runtime.foresight import Call, Foresight, settle
+from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
+from zcompile.runtime.leaves import owner_of
+from zcompile.runtime.leaving import Leaving
+from zcompile.runtime.recorder import Recorder
+from zcompile.runtime.registers import compute, registers_of, results_of
+from zcompile.runtime.store import near
+from zcompile.runtime.store.copies import MakeCopy, freshen, source_of
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends, uninterrupted
+from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.transfer.transfer import read_out
 
 MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which is remembered what they take."""

@@ -12,19 +12,19 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zcompile.device_peaks import device_peak
 from zcompile.errors import BudgetExceeded, ZinfError
-from zcompile.handover import Handover, handover, last_writes, passes_by
-from zcompile.home_bytes import Copies
-from zcompile.runtime.copies import source_of
-from zcompile.runtime.interrupts import ends, uninterrupted
-from zcompile.runtime.sources import check_sources
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.schedule import Fetch, Schedule
-from zcompile.specs import Phase
-from zcompile.verify_schedule import verify_handover
-from zcompile.walks import Called
+from zcompile.ir.handover import Handover, handover, last_writes, passes_by
+from zcompile.ir.schedule import Fetch, Schedule
+from zcompile.ir.specs import Phase
+from zcompile.memory.device_peaks import device_peak
+from zcompile.runtime.store.copies import source_of
+from zcompile.runtime.store.sources import check_sources
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import ends, uninterrupted
+from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.verify.home_bytes import Copies
+from zcompile.verify.verify_schedule import verify_handover
+from zcompile.verify.walks import Called
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile.ir.specs import Layout, row_major
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.specs import Layout, row_major
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.ticket import Ticket
 
 
 @dataclass

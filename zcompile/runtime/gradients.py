@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
-from zcompile.handles import Leaf, leaf_of
+from zcompile.ir.handles import Leaf, leaf_of
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.ties import Tie
+from zcompile.ir.torch_private import (
+    after_backward,
+    current_pass,
+    hooks_of,
+    is_gradient_named,
+    is_lazy,
+    materialised,
+    others_hold_gradient,
+    will_run,
+)
 from zcompile.runtime.gradient_tiles import Arriving, send, takes_tiles, whole_layout
-from zcompile.runtime.interrupts import uninterrupted
 from zcompile.runtime.leaves import (
     flat,
     hooked,
@@ -32,20 +43,9 @@ from zcompile.runtime.leaves import (
 from zcompile.runtime.near_gradients import NearGradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.shared_gradients import SharedGradients
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.specs import Kind, Layout
-from zcompile.ties import Tie
-from zcompile.torch_private import (
-    after_backward,
-    current_pass,
-    hooks_of,
-    is_gradient_named,
-    is_lazy,
-    materialised,
-    others_hold_gradient,
-    will_run,
-)
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import uninterrupted
+from zcompile.runtime.transfer.ticket import Ticket
 
 Wrap = Callable[[Entry, Layout], Tensor]
 """A tiered tensor over an entry; given from above, where tiered tensors are known."""

@@ -5,8 +5,8 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zcompile.runtime.system_calls import KERNEL, SystemCalls
-from zcompile.units import KiB
+from zcompile.ir.units import KiB
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 
 def cpu_model() -> str:

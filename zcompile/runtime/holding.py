@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from zcompile.holds import Holds, Level
+from zcompile.ir.holds import Holds, Level
+from zcompile.ir.schedule import Run
+from zcompile.ir.ties import Tie
+from zcompile.ir.torch_private import storage_of
 from zcompile.runtime.meter import Gauge
-from zcompile.schedule import Run
-from zcompile.ties import Tie
-from zcompile.torch_private import storage_of
 
 
 class Row:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
-from zcompile.handles import Leaf
-from zcompile.runtime.store import Entry
-from zcompile.specs import Layout
-from zcompile.torch_private import hooks_of, materialised, will_accumulate
+from zcompile.ir.handles import Leaf
+from zcompile.ir.specs import Layout
+from zcompile.ir.torch_private import hooks_of, materialised, will_accumulate
+from zcompile.runtime.store.store import Entry
 
 
 def taker(leaf: Leaf) -> Tensor | None:

@@ -3,7 +3,7 @@
 Gradients lie in memory that compute made, outside the arena. Before one leaves, the oldest of
 those under way are joined until all of them take no more than the schedule allows. When memory
 comes back does then not depend on how fast a link is, so what is held at once can be counted
-before it happens (`footprint.py`).
+before it happens (`memory/footprint.py`).
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from time import perf_counter
 from torch import Tensor
 
 from zcompile.runtime.holding import Holding, Row, Rows
-from zcompile.runtime.ticket import Ticket
+from zcompile.runtime.transfer.ticket import Ticket
 
 
 @dataclass(frozen=True)

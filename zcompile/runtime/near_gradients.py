@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zcompile.handles import Leaf
+from zcompile.ir.handles import Leaf
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.torch_private import hooks_of, is_lazy
 from zcompile.runtime.holding import Row
 from zcompile.runtime.leaves import flat, is_reached
-from zcompile.runtime.near import copy_dense, is_near
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.place import Place
-from zcompile.runtime.store import Entry, Store
-from zcompile.schedule import Schedule
-from zcompile.specs import Kind, Layout
-from zcompile.torch_private import hooks_of, is_lazy
+from zcompile.runtime.store.near import copy_dense, is_near
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.tiers.place import Place
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.runtime.store import Entry
-from zcompile.specs import Layout
+from zcompile.ir.specs import Layout
+from zcompile.runtime.store.store import Entry
 
 
 @dataclass(frozen=True)

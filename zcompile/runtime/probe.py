@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from zcompile.config import Config, at_hand
-from zcompile.machine import Compute, Link, Machine, throttled
-from zcompile.runtime.device import Device
+from zcompile.machine.model import Compute, Link, Machine, throttled
+from zcompile.runtime.device.base import Device
+from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.hardware import cores, cpu_model, filesystem, free_disk_bytes
-from zcompile.runtime.pages import machine_bytes
 from zcompile.runtime.probe_cache import cached
 from zcompile.runtime.probe_compute import compute_of
 from zcompile.runtime.probe_lanes import rounded

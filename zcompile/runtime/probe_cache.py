@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from zcompile.machine import Machine, MachineInvalid
-from zcompile.machine_file import read, write
+from zcompile.machine.files import read, write
+from zcompile.machine.model import Machine, MachineInvalid
 
 logger = logging.getLogger("zcompile.runtime.probe_cache")
 

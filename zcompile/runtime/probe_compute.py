@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from zcompile.machine import Compute
+from zcompile.ir.units import MiB
+from zcompile.machine.model import Compute
 from zcompile.runtime.probe_lanes import best_of, rounded
-from zcompile.units import MiB
 
 DTYPES = {"cpu": (torch.float32, torch.bfloat16),
           "cuda": (torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from zcompile.machine import Link
-from zcompile.runtime.ticket import Ticket
+from zcompile.machine.model import Link
+from zcompile.runtime.transfer.ticket import Ticket
 
 SPAN_S = 0.05
 """Of one batch: a hundred times what starting it costs."""

@@ -14,22 +14,22 @@ from pathlib import Path
 import torch
 
 from zcompile.errors import DiskUnusable, ParameterChanged
-from zcompile.machine import Link
-from zcompile.runtime import ring_choice
-from zcompile.runtime.device import Device, Direction
-from zcompile.runtime.device_cpu import CpuDevice
-from zcompile.runtime.device_cuda import CudaDevice
-from zcompile.runtime.directory import Directory
-from zcompile.runtime.disk_trial import direct_granule, nameless_file, takes_direct
-from zcompile.runtime.engine import Engine
+from zcompile.ir.units import KiB, MiB, show_size
+from zcompile.machine.model import Link
+from zcompile.runtime.device.base import Device, Direction
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.hardware import free_disk_bytes
-from zcompile.runtime.lanes import Move, Target
+from zcompile.runtime.io import ring_choice
+from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.io.disk_trial import direct_granule, nameless_file, takes_direct
+from zcompile.runtime.io.engine import Engine
+from zcompile.runtime.io.lanes import Move, Target
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.pages import host_pages
 from zcompile.runtime.probe_lanes import Lane, best_of, measure_lanes
-from zcompile.runtime.ticket import Promise, Ticket
-from zcompile.runtime.tiers import Buffer
-from zcompile.units import KiB, MiB, show_size
+from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.transfer.ticket import Promise, Ticket
 
 COPY_BYTES = 32 * MiB
 """Of either memory and direction: more than the caches of a core hold, and little to take from a

@@ -1,16 +1,17 @@
 """Writes down a training step as it happens: which schedules ran, on which entries.
 
-What is recorded is as pure as what a plan on paper starts from (`steps.py`): no entry, no tensor.
+What is recorded is as pure as what a plan on paper starts from (`ir/steps.py`): no entry, no
+tensor.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zcompile.runtime.store import Entry
-from zcompile.runtime.tiers import TierIO
-from zcompile.schedule import Reduce, Schedule
-from zcompile.specs import Kind, Phase
-from zcompile.steps import EntryFact, Step, StepCall
+from zcompile.ir.schedule import Reduce, Schedule
+from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.tiers.tiers import TierIO
 
 MOST_CALLS = 20_000
 """Of one step; beyond that, nobody ends it: a loop that updates parameters by itself."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zcompile.schedule import Literal, Run, Schedule
+from zcompile.ir.schedule import Literal, Run, Schedule
 
 
 def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:

@@ -16,36 +16,37 @@ import torch
 from torch import Tensor
 
 from zcompile.config import Config
-from zcompile.cost import Ways
-from zcompile.curve import Memory
 from zcompile.errors import Unsupported
-from zcompile.handles import entry_of
-from zcompile.runtime import activations, near
+from zcompile.ir.curve import Memory
+from zcompile.ir.handles import entry_of
+from zcompile.ir.schedule import Schedule
+from zcompile.ir.specs import Layout, Region, aligned
+from zcompile.ir.step_chunks import DEPTH, StepRoom
+from zcompile.ir.steps import Step
+from zcompile.ir.torch_private import current_pass
+from zcompile.machine.cost import Ways
+from zcompile.runtime import activations
 from zcompile.runtime.annex_use import AnnexUse
-from zcompile.runtime.commit import Ledger
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.device_split import DeviceSplit, Whole
+from zcompile.runtime.durable.commit import Ledger
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients, Wrap
 from zcompile.runtime.holding import Holding, Rows
 from zcompile.runtime.leaving import Leaving
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.plant import Opening, open_plant
-from zcompile.runtime.store import Entry, Store
-from zcompile.runtime.ticket import Ticket
-from zcompile.runtime.transfer import read_out
-from zcompile.schedule import Schedule
-from zcompile.specs import Layout, Region, aligned
-from zcompile.step_chunks import DEPTH, StepRoom
-from zcompile.steps import Step
-from zcompile.torch_private import current_pass
-from zcompile.verify_schedule import verify_schedule
+from zcompile.runtime.open import Opening, open_plant
+from zcompile.runtime.store import near
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.transfer.transfer import read_out
+from zcompile.verify.verify_schedule import verify_schedule
 
 logger = logging.getLogger("zcompile.runtime.session")
 
 
 class Planner(Protocol):
-    """Decides for whole steps; see `zcompile/residency.py`, above."""
+    """Decides for whole steps; see `zcompile/frontend/residency.py`, above."""
 
     @property
     def arranges(self) -> bool:
@@ -96,7 +97,7 @@ class Session(Store):
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
-        """List ops of late, by what sort of call they are (`repeats.py`, above)."""
+        """List ops of late, by what sort of call they are (`runtime/eager/repeats.py`, above)."""
         self.inexact: dict[tuple[str, str], str] = {}
         """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}

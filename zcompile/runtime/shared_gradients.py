@@ -12,16 +12,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zcompile.handles import Leaf
-from zcompile.runtime.leaves import owner_of
-from zcompile.runtime.store import Entry
-from zcompile.specs import Layout
-from zcompile.torch_private import (
+from zcompile.ir.handles import Leaf
+from zcompile.ir.specs import Layout
+from zcompile.ir.torch_private import (
     after_backward,
     holders_of_memory,
     is_gradient_named,
     memory_of,
 )
+from zcompile.runtime.leaves import owner_of
+from zcompile.runtime.store.store import Entry
 
 
 class SharedGradients:

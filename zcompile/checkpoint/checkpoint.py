@@ -1,0 +1,321 @@
+"""Checkpoints: the state of a training in a directory, and weights out of anybody's files.
+
+    model.safetensors, or shards of it and model.safetensors.index.json   parameters and buffers
+    optimizer.safetensors, likewise                                        "<parameter>.<key>"
+    training.safetensors                                   tensors of `extra`, random states
+    training.json                                          all that is not a tensor
+
+Everything is plain: PyTorch reads it with `safetensors` alone, and Hugging Face's `from_pretrained`
+reads the model. Bytes stream between tiers and files; no second copy of the model exists.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zcompile.checkpoint.checkpoint_source import NAMED, OTHERS, CheckpointSource, fact_in, of_kind
+from zcompile.checkpoint.directory import STATE_FILE, Made, replacing, standing
+from zcompile.checkpoint.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
+from zcompile.checkpoint.file import OpenFile, OpenFiles, told_of
+from zcompile.checkpoint.model_state import Held, fact_of, held_by
+from zcompile.checkpoint.shards import Place, Shard, index_of, places, read_index, shards_of
+from zcompile.checkpoint.tensor_loader import Loader
+from zcompile.checkpoint.tensor_writer import NewFile, Told
+from zcompile.checkpoint.training_state import TrainingState, describe, restore
+from zcompile.errors import (
+    CheckpointInvalid,
+    CheckpointMismatch,
+    CheckpointUnwritable,
+    Unsupported,
+)
+from zcompile.ir.units import show_size
+from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.io.regular_file import found_at, is_directory, kind_of
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.io.tree import folder
+from zcompile.runtime.session import session_of
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+
+SHARD_BYTES = 5 * 10**9
+"""As `save_pretrained` of Hugging Face."""
+KINDS = (*NAMED, OTHERS)
+"""Of files."""
+_WEIGHTS = re.compile(r"model.*\.safetensors")
+
+Progress = Callable[[int, int], None]
+"""Told bytes done, and bytes in all."""
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+logger = logging.getLogger("zcompile.checkpoint.checkpoint")
+
+
+class Loaded(NamedTuple):
+    """What `load` did not find; the fields are those of `load_state_dict`."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    progress: Progress | None = None,
+    **extra: Any,
+) -> None:
+    """Write a checkpoint: parameters, buffers, optimizer, torch's random states, `extra`.
+
+    A checkpoint that stands at `path` is replaced when the new one is complete, and not before.
+    If `path` is the model's own durable directory, this is one small commit; later commits keep
+    `extra`.
+
+    progress  told bytes done and bytes in all, after every few MiB
+    extra     JSON-able values, tensors, and dicts, lists and tuples of them, such as
+              `scheduler=scheduler.state_dict()`
+    raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
+    """
+    _check_order("save(path, model, optimizer)", path, model)
+    if (flaw := _flaw_of(path)) is not None:
+        raise CheckpointUnwritable(errno.EINVAL, Path(ascii(str(path))), flaw, "name a directory")
+    if (ledger := ledger_over(path, model)) is not None:
+        commit(ledger, model, optimizer, extra)
+        return
+    since = time.perf_counter()
+    path = Path(path)
+    state = describe(model, optimizer, extra)
+    for session in {session_of(tensor.entry) for tensor in state.tiered.values()}:
+        session.drain()  # what is still under way to a file cannot be shared with another
+    name = secrets.token_hex(8)
+    shards = _shards(state, {"format": "pt", "checkpoint": name})
+    total = sum(shard.header.nbytes for shard in shards)
+    done = 0
+
+    def told(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    system = _system_of(model)
+    with replacing(path, system) as made:
+        # Also for what is shared: the next step writes other values, and takes room for them then.
+        _check_room(made, path, total, system)
+        _write(shards, made, told, system)
+        for kind in KINDS:
+            several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
+            if several:
+                index = f"{kind}.safetensors.index.json"
+                _write_json(made, index, index_of(several), system)
+        files = [shard.file for shard in shards]
+        told_state = {"checkpoint": name, "files": files, "state": state.meta}
+        _write_json(made, STATE_FILE, told_state, system)
+    seconds = time.perf_counter() - since
+    logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
+
+
+def resume(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Continue from a checkpoint, bit by bit; returns the `extra` it was given.
+
+    If `path` is a durable directory, from its last commit, with "step" in `extra`; if it is the
+    model's own, what rests on disk is not moved.
+    The model may be offloaded, offloaded on `meta`, or plain. Nothing changes before everything is
+    known to fit. `extra`'s tensors come back on the device where they were, else on the CPU.
+
+    raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
+    """
+    _check_order("resume(path, model, optimizer)", path, model)
+    _check_path(path)
+    if (ledger := ledger_over(path, model)) is not None:
+        return resume_durable(ledger, model, optimizer)
+    system = _system_of(model)
+    with told_of(Path(path)):
+        durable = is_durable(path, system)
+        directory = standing(Path(path), system)
+        found = found_at(system, directory)
+    if durable:
+        return resume_copy(path, model, optimizer, system)
+    if found is not None and not is_directory(found):
+        raise CheckpointInvalid(directory, f"is {kind_of(found)}, and a checkpoint is a directory",
+                                "name the one that zcompile.save wrote; zcompile.load reads "
+                                "weights from files")  # fmt: skip
+    with OpenFiles(system) as files, Loader() as loader:
+        return restore(CheckpointSource(files.folder(directory), loader), model, optimizer)
+
+
+def load(
+    model: nn.Module,
+    paths: Paths,
+    *,
+    strict: bool = True,
+) -> Loaded:
+    """Stream weights from safetensors files straight into the tiers, tensor by tensor.
+
+    paths   a file, several, or a directory with model.safetensors or its shards
+    strict  all parameters and buffers are there, and nothing else; tied ones under any name
+    raises  CheckpointInvalid; CheckpointMismatch for shapes too, whatever `strict`; then nothing
+            has changed
+    """
+    _check_order("load(model, paths)", paths, model)
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        _check_path(path)
+    with OpenFiles(_system_of(model)) as files:
+        return _load(model, paths, strict, places(_files(paths, files)))
+
+
+def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place]) -> Loaded:
+    held = held_by(model)
+    wanted = {name: held.aliases.get(name, name) for name in found}
+    missing = sorted(held.tensors.keys() - set(wanted.values()))
+    unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
+    rows = _unloadable(found, wanted, held)
+    if strict:
+        rows += [
+            f"{name}: missing, the model has {fact_of(held.tensors[name])}" for name in missing
+        ]
+        rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
+    if rows:
+        raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
+    with Loader() as loader:
+        for name, place in found.items():
+            first = wanted[name]
+            if first in held.tensors and (name == first or first not in found):
+                loader.fill(place.file, name, place.row, held.tensors[first].detach())
+    return Loaded(missing, unexpected)
+
+
+def _system_of(model: nn.Module) -> SystemCalls:
+    """What makes the calls on files: what the model's session was opened with."""
+    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
+    first = next(tiered, None)
+    return KERNEL if first is None else session_of(first.entry).system
+
+
+def _check_order(call: str, path: object, model: object) -> None:
+    """raises  Unsupported, if the model is not where `call` has it"""
+    if isinstance(path, nn.Module) or not isinstance(model, nn.Module):
+        raise Unsupported(
+            f"{type(model).__name__} was given as the model, {type(path).__name__} as the path",
+            f"call zcompile.{call}",
+        )
+
+
+def _flaw_of(path: str | os.PathLike[str]) -> str | None:
+    """Why no file can have this path, whatever the disk holds; None if one can."""
+    try:
+        raw = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "the path has characters that no name of a file has"
+    if b"\0" in raw:
+        return "the path has a NUL in it"
+    return None if raw else "the path is empty"
+
+
+def _check_path(path: str | os.PathLike[str]) -> None:
+    """raises  CheckpointInvalid"""
+    if (flaw := _flaw_of(path)) is not None:
+        shown = Path(ascii(str(path)))
+        raise CheckpointInvalid(shown, f"cannot be read: {flaw}", "name one that exists")
+
+
+def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
+    shards = []
+    for kind in KINDS:
+        tensors = of_kind(kind, {**state.tiered, **state.plain})
+        if tensors or kind != "optimizer":
+            shards += shards_of(kind, tensors, SHARD_BYTES, metadata)
+    return shards
+
+
+def _write(shards: Sequence[Shard], made: Made, told: Told, system: SystemCalls) -> None:
+    with ExitStack() as stack:
+        files = []
+        for shard in shards:
+            to = made.path / shard.file
+            with deferred_interrupts():  # one after it was opened would leave it open
+                files.append(NewFile(to, made.fd, shard.first, shard.header, shard.tensors, system))
+                stack.callback(files[-1].close)
+        for file in files:
+            file.reserve()
+        for file in files:
+            file.stream(told)
+
+
+def _check_room(made: Made, path: Path, total: int, system: SystemCalls) -> None:
+    disk = system.statvfs(made.fd)
+    free = disk.f_bavail * disk.f_frsize
+    if total > free:
+        raise CheckpointUnwritable(
+            errno.ENOSPC,
+            path,
+            f"it needs {show_size(total)}, and {show_size(free)} are free",
+            "free space, or give another directory",
+        )
+
+
+@uninterrupted
+def _write_json(made: Made, name: str, value: object, system: SystemCalls) -> None:
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    fd = system.open(name, flags, 0o666, dir_fd=made.fd)
+    try:
+        system.write_all(fd, text.encode())
+        system.fsync(fd)
+    finally:
+        system.close(fd)
+
+
+def _listed(paths: Paths) -> list[Path]:
+    return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(p) for p in paths]
+
+
+def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
+    """The files themselves. raises CheckpointInvalid"""
+    system, files = opened.system, list[OpenFile]()
+    for path in _listed(paths):
+        with told_of(path):
+            found = found_at(system, path)
+            if is_durable(path, system) and not _holds_weights(path, system):
+                raise CheckpointInvalid(path, "is the directory of a durable run, and holds no "
+                                        "safetensors files", f"zcompile.resume({str(path)!r}, "
+                                        "model) reads its last commit")  # fmt: skip
+            if found is None or is_directory(found):
+                files += read_index(opened.folder(standing(path, system)), "model")
+            else:
+                files.append(opened.file(path))
+    return files
+
+
+@uninterrupted
+def _holds_weights(directory: Path, system: SystemCalls) -> bool:
+    with folder(system, directory, follow=True) as fd:
+        return any(_WEIGHTS.match(name) for name in system.names(fd))
+
+
+def _unloadable(found: Mapping[str, Place], wanted: Mapping[str, str], held: Held) -> list[str]:
+    """What cannot be loaded, strictly or not: another shape, or no memory to take it."""
+    rows = []
+    for name, place in found.items():
+        target = held.tensors.get(wanted[name])
+        if target is None:
+            continue
+        if tuple(target.size()) != place.row.size:
+            rows.append(f"{name}: {fact_in(place)}, the model has {fact_of(target)}")
+        elif target.is_meta and not isinstance(target, TieredTensor):
+            rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
+    return rows

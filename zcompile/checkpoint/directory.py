@@ -1,0 +1,430 @@
+"""A directory that is replaced as a whole: at every instant a complete one stands.
+
+A new one is written beside the old, as `<path>.zinf-partial-<pid>`, synced, and exchanged with it
+in one call of the system. Where there is no such call the old one is `<path>.zinf-previous` for a
+moment. Nobody else gives such names, so that what a killed process left behind is known, and is
+removed; of what is partial the system has dropped the lock. The path may lead through links; what
+lies inside, or bears such a name, is not followed if it is one.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from zcompile.errors import CheckpointUnwritable
+from zcompile.ir.units import MiB
+from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME
+from zcompile.runtime.io.regular_file import (
+    found_at,
+    is_directory,
+    is_regular,
+    kind_of,
+    open_regular,
+)
+from zcompile.runtime.io.system_calls import SystemCalls
+from zcompile.runtime.io.tree import folder, items, remove, walk
+from zcompile.runtime.tiers.claim import LOCK_NAME, TIER_FILE
+from zcompile.runtime.transfer.interrupts import (
+    deferred_interrupts,
+    deliver_interrupts,
+    uninterrupted,
+)
+
+COPY_BYTES = 1 * MiB
+STATE_FILE = "training.json"
+"""Written last; a directory that has it is a checkpoint."""
+_PARTIAL = ".zinf-partial-"
+_PREVIOUS = ".zinf-previous"
+_OURS = re.compile(
+    r"(model|optimizer|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z|training\.json\Z"
+)
+_NO_ATTRIBUTES = (errno.ENOTSUP, errno.ENODATA, errno.EINVAL, errno.EPERM, errno.EACCES)
+"""A filesystem, or one who may not, keeps fewer extended attributes: as `shutil.copystat`."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger("zcompile.checkpoint.directory")
+
+
+def standing(path: Path, system: SystemCalls) -> Path:
+    """Where the checkpoint `path` stands now; says so, if a save was killed in the wrong moment.
+
+    raises  OSError
+    """
+    if found_at(system, path) is not None:
+        return path
+    previous = _previous(Path(os.path.realpath(path)))
+    if not _is_left(previous, system):
+        return path
+    logger.warning("a save to %s did not end; %s is the checkpoint before it", path, previous)
+    return previous
+
+
+def _is_left(previous: Path, system: SystemCalls) -> bool:
+    """Whether it is a checkpoint, and no link: nobody of ours makes one."""
+    try:
+        found = system.stat(previous)
+    except FileNotFoundError:
+        return False
+    return is_directory(found) and found_at(system, previous / STATE_FILE) is not None
+
+
+class Made(NamedTuple):
+    """A new directory: where it is, and the descriptor by which it is written and locked."""
+
+    path: Path
+    fd: int
+
+
+@contextmanager
+def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
+    """A new directory, which is `path` once the block has ended well, and gone if it has not.
+
+    Files of others in the old directory come along.
+
+    system  makes all calls
+    raises  CheckpointUnwritable; then, and whatever the block raises, the old one is as it was
+    """
+    made: Made | None = None
+    try:
+        with deferred_interrupts():
+            path = Path(os.path.realpath(path))
+            _check_elsewhere(path)
+            _check_replaceable(path, system)
+            _make(path.parent, system)
+            _sweep(path, system)
+            made = _made(path, system)
+        yield made
+        with deferred_interrupts():
+            _bring_along_others(standing(path, system), made, system)
+            system.fsync(made.fd)
+            _check_inside(path, system)  # a model may have been offloaded to it since
+            _check_named(made, path, system)
+            _take_place(made.path, path, system)
+    except OSError as error:
+        if made is not None:
+            _clear(made.path, system, made.fd)
+        if isinstance(error, CheckpointUnwritable):
+            raise
+        raise _unwritable(path, error) from error
+    except BaseException:
+        if made is not None:
+            _clear(made.path, system, made.fd)
+        raise
+    finally:
+        if made is not None:
+            with suppress(OSError):  # nothing was written by it, and it is given back anyway
+                system.close(made.fd)
+
+
+def _made(path: Path, system: SystemCalls) -> Made:
+    """A new directory beside `path`, locked. raises OSError"""
+    new = Path(f"{path}{_PARTIAL}{os.getpid()}")
+    system.mkdir(new)
+    try:
+        lock = _locked(new, system)
+    except OSError:
+        with suppress(OSError):  # what is in it would not be ours
+            system.rmdir(new)
+        raise
+    if lock is None:  # another save took it for one that was killed, and removes it
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            "another save to it is under way",
+            "wait until it has ended, or name another path",
+        )
+    return Made(new, lock)
+
+
+def _check_named(made: Made, path: Path, system: SystemCalls) -> None:
+    """Whether what was written is what takes the place of `path`. raises OSError"""
+    if not os.path.samestat(system.stat(made.path), system.fstat(made.fd)):
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            f"{made.path} was replaced by something else meanwhile",
+            "look who did that, and save again",
+        )
+
+
+def _check_elsewhere(path: Path) -> None:
+    """A process whose directory is replaced by another finds no relative path any more."""
+    try:
+        here = Path(os.path.realpath("."))
+    except FileNotFoundError:
+        return  # it is gone already
+    if here.is_relative_to(path):
+        raise CheckpointUnwritable(
+            errno.EBUSY,
+            path,
+            "this process works in it, and a save replaces the whole directory",
+            "name another path, such as a new directory in it",
+        )
+
+
+@uninterrupted
+def sync(path: Path, system: SystemCalls) -> None:
+    """The names in a directory are on the disk. raises OSError"""
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        system.fsync(fd)
+    finally:
+        system.close(fd)
+
+
+def exchange(one: Path, other: Path, system: SystemCalls) -> bool:
+    """Each becomes the other, at once; False where the system cannot. raises OSError"""
+    try:
+        system.exchange(one, other)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    return True
+
+
+def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
+    """`new` is `path`, for certain; or, where that fails, all is as it was. raises OSError"""
+    previous = _previous(path)
+    with ExitStack() as undo:
+        if found_at(system, path) is None:
+            system.rename(new, path)
+            undo.callback(system.rename, path, new)
+        elif exchange(new, path, system):
+            undo.callback(system.exchange, new, path)
+        else:
+            _make_way(previous, path, system)
+            system.rename(path, previous)
+            undo.callback(system.rename, previous, path)
+            system.rename(new, path)
+            undo.callback(system.rename, path, new)
+        sync(path.parent, system)
+        undo.pop_all()
+    for left in (new, previous):
+        _clear(left, system)
+
+
+def _make_way(previous: Path, path: Path, system: SystemCalls) -> None:
+    """What an earlier save left there is not needed, since `path` stands. raises OSError"""
+    try:
+        found = system.stat(previous)
+    except FileNotFoundError:
+        return
+    if not is_directory(found):
+        raise CheckpointUnwritable(
+            errno.EEXIST,
+            path,
+            f"{previous} is {kind_of(found)}, which no save made",
+            "remove it, or name another path",
+        )
+    remove(system, previous)
+
+
+@uninterrupted
+def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
+    """Remove a directory that nobody needs, if it is one; what stays behind is told in the log.
+
+    lock  only if it is the directory of this descriptor: another may have its name
+    """
+    try:
+        found = system.stat(left)
+        if lock is not None and not os.path.samestat(found, system.fstat(lock)):
+            logger.warning("%s stays behind: it was not made by this save", left)
+        elif is_directory(found):
+            remove(system, left)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        logger.warning("%s stays behind: %s", left, error.strerror or error)
+
+
+def _make(directory: Path, system: SystemCalls) -> None:
+    """Also what it lies in; each name is on the disk before anything is below it."""
+    lacking = [p for p in (directory, *directory.parents) if found_at(system, p) is None]
+    for missing in reversed(lacking):
+        with suppress(FileExistsError):  # another process was quicker
+            system.mkdir(missing)
+        sync(missing.parent, system)
+
+
+def _bring_along_others(old: Path, new: Made, system: SystemCalls) -> None:
+    """What others keep in the directory, such as a config.json, is not for us to lose."""
+    if is_directory(found_at(system, old)):
+        with folder(system, old) as source:
+            _bring_along(system, source, new.fd, old, _OURS)
+
+
+def _bring_along(
+    system: SystemCalls, old: int, new: int, path: Path, but: re.Pattern[str] | None = None
+) -> None:
+    """path  of `old`, for people
+    but   names that stay behind
+    """
+    for name, found in items(system, old):
+        deliver_interrupts()
+        if but is not None and but.match(name):
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            system.symlink(system.readlink(name, dir_fd=old), name, dir_fd=new)
+        elif is_regular(found):
+            _copy(system, name, old, new)
+        elif is_directory(found):
+            system.mkdir(name, dir_fd=new)
+            with folder(system, name, dir_fd=old) as source, folder(system, name, dir_fd=new) as to:
+                _bring_along(system, source, to, path / name)
+                _make_alike(system, source, to)
+                system.fsync(to)
+        else:
+            raise _uncopied(path, name, found)
+
+
+def _copy(system: SystemCalls, name: str, old: int, new: int) -> None:
+    """A file with its mode and times; it is on the disk."""
+    source = open_regular(system, name, os.O_RDONLY, dir_fd=old)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        made = system.open(name, flags, dir_fd=new)
+        try:
+            block, at = memoryview(bytearray(COPY_BYTES)), 0
+            while moved := system.pread(source, block, at):
+                system.write_all(made, block[:moved], at)
+                at += moved
+                deliver_interrupts()
+            _make_alike(system, source, made)
+            system.fsync(made)
+        finally:
+            system.close(made)
+    finally:
+        system.close(source)
+
+
+def _make_alike(system: SystemCalls, old: int, new: int) -> None:
+    """Extended attributes, then the mode, which may forbid to set them, and times."""
+    for key in _if_kept(system.attributes, old) or ():
+        if (value := _if_kept(system.attribute, old, key)) is not None:
+            _if_kept(system.set_attribute, new, key, value)
+    found = system.fstat(old)
+    system.chmod(new, stat.S_IMODE(found.st_mode))
+    system.utime(new, found.st_atime_ns, found.st_mtime_ns)
+
+
+def _if_kept(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """What a call on extended attributes returns; None where they are not kept. raises OSError"""
+    try:
+        return call(*args, **kwargs)
+    except OSError as error:
+        if error.errno not in _NO_ATTRIBUTES:
+            raise
+        return None
+
+
+def _check_replaceable(path: Path, system: SystemCalls) -> None:
+    there = found_at(system, path)
+    if there is None:
+        return
+    if is_directory(there):
+        with folder(system, path) as fd:
+            empty = not system.names(fd)
+        if empty or found_at(system, path / STATE_FILE) is not None:
+            _check_inside(path, system)
+            return
+    what = "a directory that holds no checkpoint" if is_directory(there) else kind_of(there)
+    raise CheckpointUnwritable(
+        errno.EEXIST,
+        path,
+        f"there is {what}",
+        "name a path that does not exist, or a checkpoint to be replaced",
+    )
+
+
+def _check_inside(path: Path, system: SystemCalls) -> None:
+    """Whether all that lies there may go, or can come along.
+
+    A run whose files are moved away goes on in files that nobody finds again.
+    """
+
+    def look(at: Path, found: os.stat_result) -> None:
+        name = at.name
+        if not is_directory(found) and (
+            name in (LOCK_NAME, DATA_NAME, INDEX_NAME) or TIER_FILE.match(name)
+        ):
+            raise CheckpointUnwritable(
+                errno.EEXIST,
+                path,
+                f"{at} is of the disk tier of a model, which would lose it",
+                "name another path",
+            )
+        known = is_directory(found) or is_regular(found) or stat.S_ISLNK(found.st_mode)
+        if not known and not (at.parent == path and _OURS.match(name)):
+            raise _uncopied(at.parent, name, found)
+
+    if is_directory(found_at(system, path)):
+        with folder(system, path) as fd:
+            walk(system, fd, path, look)
+
+
+def _uncopied(path: Path, name: str, found: os.stat_result) -> CheckpointUnwritable:
+    return CheckpointUnwritable(
+        errno.EEXIST,
+        path,
+        f"{path / name} is {kind_of(found)}, which cannot come along",
+        "move it elsewhere, or name another path",
+    )
+
+
+def _sweep(path: Path, system: SystemCalls) -> None:
+    """Remove what saves to `path` left that were killed."""
+    with folder(system, path.parent) as fd:
+        names = [name for name in system.names(fd) if name.startswith(f"{path.name}{_PARTIAL}")]
+    if names:
+        sync(path.parent, system)  # an exchange may have come before the end, and be lost otherwise
+    for left in map(path.with_name, sorted(names)):
+        if (lock := _locked(left, system)) is not None:
+            logger.info("removing %s, which a killed save left", left)
+            try:
+                _clear(left, system, lock)
+            finally:
+                system.close(lock)
+
+
+def _locked(directory: Path, system: SystemCalls) -> int | None:
+    """The lock on a directory; None if it is none by now, or another save holds it.
+
+    raises  OSError
+    """
+    try:
+        fd = system.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # It may have been removed, by who held the lock, since it was opened.
+        if os.path.samestat(system.stat(directory), system.fstat(fd)):
+            return fd
+    except (FileNotFoundError, BlockingIOError):
+        pass
+    except OSError:
+        system.close(fd)
+        raise
+    system.close(fd)
+    return None
+
+
+def _previous(path: Path) -> Path:
+    return Path(f"{path}{_PREVIOUS}")
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointUnwritable:
+    why = str(error) if error.strerror is None else error.strerror
+    return CheckpointUnwritable(
+        error.errno or errno.EIO, path, why, "give a directory with room that one may write to"
+    )

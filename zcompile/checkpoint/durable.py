@@ -1,0 +1,347 @@
+"""Durable training: each optimizer step ends in a commit, and a killed run resumes from the last.
+
+What a step commits is what `training_state` describes; where the bytes lie is the business of the
+runtime. Resuming moves nothing that rests on disk: entries take the extents that the index names.
+"""
+
+import copy
+import logging
+import math
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.checkpoint.directory import STATE_FILE
+from zcompile.checkpoint.model_state import Fact
+from zcompile.checkpoint.training_state import describe, restore
+from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
+from zcompile.ir.specs import Layout
+from zcompile.runtime.durable.adopting import Adopter, Copier
+from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.data_check import check_all
+from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.durable.reclaim import check_data
+from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.io.directory import Directory, let_go, opened, unusable
+from zcompile.runtime.io.regular_file import found_at, is_regular
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.tiers.claim import Claim
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
+
+Optimizer = torch.optim.Optimizer
+
+EXTRA_STEP = "extra_step"
+"""In the meta of a commit: after which step `extra` was given."""
+
+logger = logging.getLogger("zcompile.checkpoint.durable")
+
+
+def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> Ledger | None:
+    """The commits of `model`, if `path` is its own durable directory, or one of them."""
+    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
+    for param in tiered:
+        ledger = session_of(param.entry).ledger
+        if ledger is None:
+            return None
+        own = any(directory.is_at(Path(path)) for directory in ledger.files.directories)
+        return ledger if own else None
+    return None
+
+
+def check_step(session: Session, optimizer: Optimizer) -> None:
+    """Before a step of a durable session, while nothing is written yet.
+
+    raises  DurableHeld, TierFull, CommitFailed, Unsupported
+    """
+    ledger = session.ledger
+    if ledger is None:
+        return
+    _check_trained(_model_of(session), optimizer)
+    ledger.check(_changing(session, optimizer))
+    _check_resumed(ledger)
+    known = ledger.optimizer() if ledger.optimizer is not None else None
+    if known is not None and known is not optimizer:
+        raise Unsupported(
+            f"a second optimizer ({type(optimizer).__name__}) steps on a durable model",
+            "a commit holds the state of one optimizer; use one with several groups, or "
+            "durable=False and zcompile.save",
+        )
+    ledger.optimizer = weakref.ref(optimizer)
+
+
+def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
+    """raises  Unsupported, if the optimizer changes what a commit of `model` would not hold"""
+    held = set(map(id, model.parameters()))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    others = [param for param in params if id(param) not in held]
+    if others:
+        raise Unsupported(
+            f"{type(optimizer).__name__} trains {len(others)} of {len(params)} parameters that are "
+            f"not those of the durable {type(model).__name__}, and a commit would lose them",
+            "make one module of all that is trained, and offload that, or build it as one under "
+            "zcompile.init",
+        )
+
+
+def _check_resumed(ledger: Ledger) -> None:
+    """raises  Unsupported, if the next commit would lose the states of an optimizer"""
+    if ledger.unresumed is not None:
+        home = str(ledger.files.home.path)
+        raise Unsupported(
+            f"disk={home!r} was resumed without an optimizer, and the commit holds states of an "
+            f"optimizer ({ledger.unresumed}), which the next one would lose",
+            f"build the model again and call zcompile.resume({home!r}, model, optimizer)",
+        )
+
+
+def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
+    """What a step writes: parameters with a gradient, and their states."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                for tensor in (param, *optimizer.state.get(param, {}).values()):
+                    if isinstance(tensor, TieredTensor) and tensor.store_key == session.key:
+                        yield tensor.entry
+
+
+def commit_step(session: Session, optimizer: Optimizer) -> None:
+    """The step that has just ended becomes what a killed run resumes from.
+
+    raises  what `Ledger.commit` raises
+    """
+    if (ledger := session.ledger) is not None:
+        commit(ledger, _model_of(session), optimizer, step=ledger.step + 1)
+
+
+def commit(
+    ledger: Ledger,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+) -> None:
+    """Commit the state as it is.
+
+    extra   what the user adds; it stays in later commits until it is given again
+    step    optimizer steps in this state; None: as many as in the last commit
+    raises  what `Ledger.commit` raises; Unsupported, for what cannot be kept
+    """
+    if extra is not None and "step" in extra:
+        raise Unsupported(
+            "'step' is what zcompile.resume calls the optimizer steps of a commit",
+            "give it to zcompile.save over a durable directory by another name",
+        )
+    _check_resumed(ledger)
+    if optimizer is None and ledger.optimizer is not None:
+        optimizer = ledger.optimizer()
+    step = ledger.step if step is None else step
+    given = ledger.extra_step if extra is None else step
+    state = describe(model, optimizer, ledger.extra if extra is None else extra)
+    kept = ledger.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
+    named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
+    ledger.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
+    ledger.extra, ledger.extra_step = kept, given
+
+
+def resume_durable(
+    ledger: Ledger, model: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Put the last commit back, after every checksum of it was found right.
+
+    returns  what `zcompile.save` was given last, and "step"
+    raises   NothingCommitted, DurableDamaged, CheckpointMismatch
+    """
+    found = ledger.files.index
+    if ledger.serial or ledger.adopting:
+        raise Unsupported(
+            f"{ledger.files.home.path} holds what this very model committed",
+            "resume once, before the first step; to go back to an earlier state, resume in a new "
+            "process",
+        )
+    if found is None:
+        raise _nothing_in(ledger.files.home)
+    check_all(found, ledger.files.directories)
+    adopter = Adopter(ledger, found)
+    source = DurableSource(ledger.files.home.path, found, ledger.files.smalls, adopter)
+    extra = restore(source, model, optimizer)
+    ledger.resume(found, adopter.left())
+    ledger.extra, ledger.extra_step = extra, _extra_step(found)
+    ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
+    ledger.unresumed = _optimizer_in(found) if optimizer is None else None
+    logger.info("%s: resumed at step %d", ledger.files.home.path, found.step)
+    _tell_age(ledger.files.home.path, extra, found)
+    return {**extra, "step": found.step}
+
+
+def _nothing_in(home: Directory) -> ZinfError:
+    directory = home.path
+    try:
+        if found_at(home.system, directory / STATE_FILE) is None:
+            return NothingCommitted(directory, "holds no commit")
+    except OSError as error:
+        return unusable(directory, error)
+    return Unsupported(  # whoever trains on after NothingCommitted would not go on from it
+        f"disk={str(directory)!r} holds no commit, but a checkpoint that zcompile.save wrote, and "
+        "a durable run does not continue from one in its own directory",
+        f"give another directory as disk, and call zcompile.resume({str(directory)!r}, model, "
+        "optimizer) to continue from the checkpoint",
+    )
+
+
+def _optimizer_in(found: Index) -> str | None:
+    """Class of the optimizer whose states a commit holds."""
+    kept: Any = found.meta["optimizer"]
+    holds = kept is not None and (kept["states"] or kept["shared"])
+    return kept["class"] if holds else None
+
+
+def _extra_step(found: Index) -> int:
+    """After which step `extra` was given; earlier versions did not say, and nothing is told."""
+    given = found.meta.get(EXTRA_STEP)
+    return given if isinstance(given, int) else found.step
+
+
+def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
+    if extra and (given := _extra_step(found)) < found.step:
+        logger.warning(
+            "%s: extra (%s) is of step %d, the commit is step %d: bring it up to date, or call "
+            "zcompile.save(%r, model, optimizer, ...) with it after each step",
+            directory, ", ".join(extra), given, found.step, str(directory),
+        )  # fmt: skip
+
+
+def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
+    """Whether a commit lies in the directory `path`. raises OSError"""
+    return is_regular(found_at(system, Path(path) / INDEX_NAME))
+
+
+def resume_copy(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    system: SystemCalls = KERNEL,
+) -> dict[str, Any]:
+    """As `resume_durable`, for a model that rests elsewhere, or nowhere; the commit stays as it is.
+
+    system  makes all calls on the files of the commit
+    raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch
+    """
+    with ExitStack() as stack:
+        try:
+            with deferred_interrupts():  # one between a lock and its callback would leave it held
+                directories, index, smalls = _claimed(stack, Path(path), system)
+        except ZinfError:
+            raise
+        except OSError as error:
+            raise unusable(Path(path), error) from error
+        home = directories[0]
+        check_all(index, directories)
+        source = DurableSource(home.path, index, smalls, Copier(directories))
+        extra = restore(source, model, optimizer)
+        _tell_age(home.path, extra, index)
+        return {**extra, "step": index.step}
+
+
+def _claimed(
+    stack: ExitStack, path: Path, system: SystemCalls
+) -> tuple[Sequence[Directory], Index, bytes]:
+    """The directories of the commit in `path`, ours until `stack` ends, and what its index holds.
+
+    raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
+    """
+    home = stack.enter_context(opened(path, system))
+    stack.callback(let_go, home.path, Claim(home, reclaiming=False).release)
+    found = read_index(home)
+    if found is None:
+        raise NothingCommitted(home.path, "holds no commit")
+    index, smalls = found
+    others = [stack.enter_context(opened(Path(name), system)) for name in index.directories[1:]]
+    directories = [home, *others]
+    check_data(index, home, directories)  # before anything is made where the index says
+    for other in others:
+        stack.callback(let_go, other.path, Claim(other, reclaiming=False).release)
+    check_data(index, home, directories)
+    return directories, index, smalls
+
+
+def _model_of(session: Session) -> nn.Module:
+    model = session.root() if session.root is not None else None
+    if model is None:
+        raise Unsupported(
+            "a durable step whose model is not known",
+            "build one model inside zcompile.init, or call zcompile.offload(model)",
+        )
+    return model
+
+
+class DurableSource:
+    """The last commit, as `training_state.restore` reads it."""
+
+    def __init__(self, directory: Path, index: Index, smalls: bytes, copier: Copier) -> None:
+        self.where = str(directory)
+        self.meta: Mapping[str, Any] = index.meta
+        self._copier = copier
+        self._index = index
+        self._path = directory / INDEX_NAME
+        self._smalls = {small.name: small for small in index.smalls}
+        self._tensors = {tensor.name: tensor for tensor in index.tensors}
+        self._bytes = smalls
+        self._check_layouts()
+
+    def _check_layouts(self) -> None:
+        """Whether each tensor finds its elements in its bytes. raises DurableDamaged"""
+        for kept in self._index.tensors:
+            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(kept.name, kept.dtype))
+            needed = (layout.offset + layout.span) * layout.dtype.itemsize
+            if needed > kept.nbytes:
+                raise self._misfit(kept, needed, kept.nbytes)
+        for small in self._index.smalls:
+            needed = math.prod(small.size) * self._dtype(small.name, small.dtype).itemsize
+            if needed != small.end - small.begin:
+                raise self._misfit(small, needed, small.end - small.begin)
+
+    def _misfit(self, row: Resting | Small, needed: int, given: int) -> DurableDamaged:
+        return DurableDamaged(
+            self._path, repr(row.name), f"takes {needed} bytes by its size, and has {given}"
+        )
+
+    def facts(self) -> Mapping[str, Fact]:
+        rows: list[Resting | Small] = [*self._index.tensors, *self._index.smalls]
+        return {row.name: Fact(self._dtype(row.name, row.dtype), row.size) for row in rows}
+
+    def fill(self, name: str, target: Tensor) -> None:
+        with torch.no_grad():
+            if name in self._smalls:
+                target.copy_(self._small(name))
+                return
+            kept = self._tensors[name]
+            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(name, kept.dtype))
+            if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
+                return
+            target.copy_(layout.view(self._copier.read(kept)))
+
+    def _taken(self, kept: Resting, layout: Layout, target: TieredTensor) -> bool:
+        """Whether the entry of `target` could take over the extent."""
+        return target.lies == layout and self._copier.adopt(kept, target.entry)
+
+    def _small(self, name: str) -> Tensor:
+        row = self._smalls[name]
+        raw = bytearray(self._bytes[row.begin : row.end])
+        dtype = self._dtype(name, row.dtype)
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.reshape(row.size)
+
+    def _dtype(self, name: str, text: str) -> torch.dtype:
+        dtype = getattr(torch, text, None)
+        if not isinstance(dtype, torch.dtype):
+            raise DurableDamaged(self._path, repr(name), f"has dtype {text}, which this torch "
+                                 "does not have")  # fmt: skip
+        return dtype

@@ -1,0 +1,150 @@
+"""Files of checkpoints that are there, opened for reading; anybody may have put them there.
+
+A path that a user gives may lead through symbolic links, and what lies in a directory may be one
+too: the cache of Hugging Face is made of them. What they lead to has to be a regular file.
+
+Each is opened once, and what lies in a directory is reached from its descriptor. So what was
+checked is what is read, also while another process replaces the checkpoint.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from zcompile.errors import CheckpointInvalid, ZinfError
+from zcompile.runtime.io.directory import let_go
+from zcompile.runtime.io.regular_file import open_regular
+from zcompile.runtime.io.system_calls import Name, SystemCalls
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+
+_COPY_AGAIN = "remove it, or copy the checkpoint again"
+_TODO = {
+    errno.ENXIO: _COPY_AGAIN,
+    errno.ELOOP: _COPY_AGAIN,
+    errno.EACCES: "give yourself the right to read it",
+    errno.ENAMETOOLONG: "name one that exists",
+}
+
+
+@contextmanager
+def told_of(path: Path) -> Iterator[None]:
+    """What the system refuses within is told as a checkpoint's. raises CheckpointInvalid"""
+    try:
+        yield
+    except ZinfError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointInvalid(path, "does not exist", "name one that does") from error
+    except OSError as error:
+        todo = _TODO.get(error.errno or 0, "look after the disk")
+        raise CheckpointInvalid(
+            path, f"cannot be read ({error.strerror or error})", todo
+        ) from error
+    except MemoryError as error:
+        raise CheckpointInvalid(path, "has a part that is larger than memory") from error
+
+
+@dataclass(frozen=True, eq=False)
+class OpenFile:
+    """A file that is open, until its `OpenFiles` end.
+
+    path          for people
+    name, dir_fd  where it was found: a path, or a name in the directory of the descriptor
+    """
+
+    path: Path
+    fd: int
+    name: Name
+    dir_fd: int | None
+    system: SystemCalls
+
+
+class OpenFiles:
+    """Files and directories of checkpoints, open until the end of the context.
+
+    system  makes all calls
+    """
+
+    def __init__(self, system: SystemCalls) -> None:
+        self.system = system
+        self._held: list[tuple[Path, int]] = []
+
+    def __enter__(self) -> "OpenFiles":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        with deferred_interrupts():
+            while self._held:  # which were only read
+                path, fd = self._held.pop()
+                let_go(path, partial(self.system.close, fd))
+
+    @uninterrupted
+    def folder(self, path: Path) -> "Folder":
+        """raises  CheckpointInvalid"""
+        with told_of(path):
+            fd = self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._held.append((path, fd))
+        return Folder(self, path, fd)
+
+    def file(self, path: Path) -> OpenFile:
+        """raises  CheckpointInvalid"""
+        with told_of(path):
+            return self.found(path, path, None)
+
+    @uninterrupted
+    def found(self, path: Path, name: Name, dir_fd: int | None) -> OpenFile:
+        """The file `path`, by the name that it has in a directory. raises OSError"""
+        fd = open_regular(self.system, name, os.O_RDONLY, dir_fd=dir_fd, follow=True)
+        self._held.append((path, fd))
+        return OpenFile(path, fd, name, dir_fd, self.system)
+
+
+class Folder:
+    """A directory of a checkpoint; it is read as it is, whatever bears its name by now."""
+
+    def __init__(self, files: OpenFiles, path: Path, fd: int) -> None:
+        self.path = path
+        self._files, self._fd = files, fd
+
+    def names(self) -> list[str]:
+        """raises  CheckpointInvalid"""
+        with told_of(self.path):
+            return sorted(self._files.system.names(self._fd))
+
+    def holds(self, name: str) -> bool:
+        """Whether a name leads to something. raises CheckpointInvalid"""
+        with told_of(self.path / name):
+            try:
+                self._files.system.stat(name, dir_fd=self._fd, follow=True)
+            except FileNotFoundError:
+                self._check_stands()
+                return False
+        return True
+
+    def file(self, name: str) -> OpenFile:
+        """raises  CheckpointInvalid"""
+        path = self.path / name
+        with told_of(path):
+            try:
+                return self._files.found(path, name, self._fd)
+            except FileNotFoundError as error:
+                self._check_stands()
+                raise CheckpointInvalid(path, "does not exist",
+                                        "copy the checkpoint again") from error  # fmt: skip
+
+    def _check_stands(self) -> None:
+        """What lacks a file may be on its way out. raises CheckpointInvalid, OSError"""
+        system = self._files.system
+        try:
+            if os.path.samestat(system.stat(self.path, follow=True), system.fstat(self._fd)):
+                return
+        except FileNotFoundError:
+            pass
+        raise CheckpointInvalid(self.path, "was replaced or removed while it was read",
+                                "read it again")  # fmt: skip

@@ -1,0 +1,343 @@
+"""torch.compile's entry: joins compile time and run time. The only file that knows both wings.
+
+Dynamo hands over a graph and its inputs; AOTAutograd makes the joint graph and asks for a cut; the
+passes run in between. Nothing of a parameter's identity is baked in: an executor reads the handles
+of each call.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.config import Config, with_plan_options
+from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.frontend.timeline import dump_steps
+from zcompile.ir import ops
+from zcompile.ir.graph import assign_phases, find, module_of, phase_of
+from zcompile.ir.graph_plan import Beside, Plan, Rounding
+from zcompile.ir.holds import Holds
+from zcompile.ir.schedule import Run, Schedule
+from zcompile.ir.specs import Kind, NodeName, ParamName, ParamSpec, Phase
+from zcompile.ir.torch_private import (
+    aot_backend,
+    boxed,
+    check_torch,
+    cut,
+    handle_input,
+    hint,
+    is_symbol,
+    mutated_positions,
+    next_sequence_number,
+    node_of_call,
+    pin_phase,
+    save_unchecked,
+    without_modes,
+)
+from zcompile.memory.footprint import footprint
+from zcompile.memory.levels import holds_of
+from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
+from zcompile.memory.storages import Size
+from zcompile.passes.instrument import Watcher, open_run
+from zcompile.passes.lower import lower
+from zcompile.passes.pipeline import pipeline, run
+from zcompile.passes.plan_activations.activation_graph import Surroundings
+from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.probe import machine_for
+from zcompile.runtime.registers import compute_only
+from zcompile.runtime.session import Session, session_of
+from zcompile.verify.verify_schedule import verify_schedule
+
+log = logging.getLogger("zcompile.frontend.backend")
+
+MOST_TOLD = 4
+"""Places of a graph that a line of the log names; `stats` names all."""
+STATES = 3
+"""Times the parameters: their gradients, and two states of each."""
+
+
+def zinf(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """The backend `torch.compile(model, backend="zinf")` looks up by its entry point.
+
+    raises  UnknownOption, ConfigInvalid, BudgetExceeded, Unsupported, TorchUnsupported
+    """
+    check_torch()
+    if mode not in (None, "default"):
+        raise ConfigInvalid("mode", mode, "means nothing to backend='zinf'; leave it out")
+    specs, session = describe(example_inputs)
+    config = with_plan_options(session.config if session else Config(), options or {})
+    number = next(session.numbers) if session else 0
+    dumped = open_run(config, session.dumps if session else {})
+    watch = Watcher(f"graph{number}", dumped)
+    if session is not None and dumped is not None:
+        dump_steps(session, dumped.path)
+        session.executor.listeners[watch.name] = watch
+    graph = _Graph(specs, _weakly(session), config, watch)
+    if session is not None:
+        session.meter.count("graphs")
+    backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
+    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    return compiled if session is None else _followed(compiled, _weakly(session))
+
+
+def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | None]:
+    """The tiered inputs by position, and the one session they belong to.
+
+    raises  Unsupported, if they belong to several
+    """
+    specs: dict[int, ParamSpec] = {}
+    sessions: dict[int, Session] = {}
+    for position, value in enumerate(inputs):
+        if isinstance(value, TieredTensor):
+            entry = value.entry
+            session = session_of(entry)
+            sessions[session.key] = session
+            specs[position] = ParamSpec(
+                ParamName(value._name_in_store()), value.lies, entry.nbytes, value.sink, entry.home
+            )
+    if len(sessions) > 1:
+        raise Unsupported(
+            "one compiled graph uses parameters of several offloaded models",
+            "compile each model by itself, or offload them as one module",
+        )
+    return specs, next(iter(sessions.values()), None)
+
+
+Weakly = Callable[[], Session | None]
+"""A session if it is still there: torch's caches must not keep a model that its user let go."""
+
+
+@dataclass
+class _Graph:
+    """One graph from Dynamo on its way to schedules; AOTAutograd calls its methods in order."""
+
+    specs: Mapping[int, ParamSpec]
+    session: Weakly
+    config: Config
+    watch: Watcher
+    plan: Plan | None = None
+    sinks: Mapping[NodeName, int] = field(default_factory=dict)
+    joint: fx.Graph | None = None
+    saved: frozenset[str] = frozenset()
+    largest: dict[str, int] = field(default_factory=dict)
+    """Dynamic sizes of forward calls, the largest of each."""
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The joint graph: run the passes, then cut it by phase."""
+        self.plan = self._passes(joint, num_fwd_outputs)
+        self.sinks = _contributions(joint.graph, self.plan)
+        saved: list[fx.Node] = []
+        symbols: list[fx.Node] = []
+        for node in joint.graph.nodes:
+            pin_phase(node, phase_of(node) is Phase.BACKWARD)
+            if node.name in self.plan.params and not _gathered_in_backward(node):
+                save_unchecked(node)  # only its gradient is taken home; its value is not read
+            if phase_of(node) is Phase.FORWARD and any(
+                user.op != "output" and phase_of(user) is Phase.BACKWARD for user in node.users
+            ):
+                (symbols if is_symbol(node) else saved).append(node)
+        self.joint, self.saved = joint.graph, frozenset(n.name for n in saved)
+        return cut(joint, saved, symbols, num_fwd_outputs)
+
+    def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
+
+    def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._executable(gm, Phase.BACKWARD, "backward", {})
+
+    def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.plan = self._passes(gm, None)
+        return self._executable(gm, Phase.FORWARD, "inference", {})
+
+    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> Plan:
+        params = {
+            NodeName(node.name): self.specs[position]
+            for node in gm.graph.find_nodes(op="placeholder")
+            if (position := handle_input(node)) in self.specs and position is not None
+        }
+        session = self.session()
+        budget = session.device_budget if session is not None and params else None
+        _refuse_sparse(gm.graph)
+        _refuse_written_views(gm.graph, self.specs)
+        assign_phases(gm.graph, forward_outputs)
+        around = None if session is None else cache(partial(surroundings, session))
+        before = Beside(session.split.foreseen_bytes if session is not None else 0)
+        plan = Plan(params, budget, before)
+        plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
+        if plan.roundings:
+            _tell_roundings(self.watch.name, plan.roundings)
+        if session is not None:
+            session.inexact.update({(r.where, r.by): r.why for r in plan.roundings})
+        if session is not None and plan.budget_bytes is not None:
+            session.split.foresee(plan.beside.nbytes)
+        if session is not None and plan.memory is not None:
+            session.compiled(plan.memory)
+        self.watch.planned(gm.graph, plan)
+        return plan
+
+    def _executable(
+        self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
+    ) -> Callable[..., Any]:
+        assert self.plan is not None
+        session = self.session()
+        regions = session.regions if session is not None else {}
+        known = frozenset(regions)
+        schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
+        schedule = replace(schedule, trains=told_as == "forward")
+        count = partial(self._holds, gm.graph, schedule)
+        schedule = replace(schedule, holds=count(hint))
+        verify_schedule(schedule)
+        self.watch.lowered(schedule)
+        if session is None:
+            return boxed(partial(compute_only, schedule))
+        meter = session.meter
+        if session.planner is None or not session.planner.arranges:
+            session.homes.plan_device(schedule.peak_bytes)
+        keys = [i.region.key for i in schedule.instructions if isinstance(i, Run)]
+        meter.count("regions", len(keys))
+        meter.count("distinct_regions", len({*keys} - known))
+        reader = SizeReader(gm.graph)
+        if not reader.names:
+            return boxed(_bound(self.session, lambda args: schedule))
+
+        def counted(sizes: Sizes) -> Holds:
+            if told_as == "forward":  # whose backward may not be told all of them
+                seen = self.largest.items()
+                self.largest = {**sizes, **{n: max(k, sizes.get(n, k)) for n, k in seen}}
+            return count(sizes_as({**self.largest, **sizes}))
+
+        return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
+
+    def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> Holds:
+        """What a call of the graph of one phase holds, where sizes are these."""
+        assert self.plan is not None
+        if self.joint is None:
+            return holds_of(schedule, footprint(graph, self.plan.params, {}, size))
+        joint = footprint(self.joint, self.plan.params, {}, size)
+        kept = joint.handed_over(self.saved)
+        given = kept if schedule.phase is Phase.BACKWARD else {}
+        held = footprint(graph, self.plan.params, given, size)
+        if not schedule.trains:
+            return holds_of(schedule, held)
+        return replace(holds_of(schedule, held, kept), ahead_bytes=joint.peak)
+
+
+def _refuse_sparse(graph: fx.Graph) -> None:
+    """raises  Unsupported, if a value of the graph has no bytes that lie at strides"""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            where = module_of(node) or "the model"
+            raise Unsupported(
+                f"{node.target} of {where} makes a {value.layout} tensor, as the gradient "
+                "of torch.nn.Embedding(sparse=True) is, and those of compiled graphs are dense",
+                "give sparse=False, or leave that module out of the graph: "
+                "module.forward = torch.compiler.disable(module.forward)",
+            )
+
+
+def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> None:
+    """raises  Unsupported, if a graph writes a view of a parameter that it was called with: torch
+    traces that as a tensor by itself, and other inputs that show the same bytes as unwritten"""
+    for position in sorted(mutated_positions(graph) & specs.keys()):
+        raise Unsupported(
+            f"a compiled function writes to a view of {specs[position].name!r} that was taken "
+            "outside of it",
+            "move the write outside, or into a function under torch.compiler.disable",
+        )
+
+
+def _tell_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
+    """One line for a graph."""
+    places = [f"{r.where} ({r.by}: {r.why})" for r in roundings]
+    more = f"; {len(places) - MOST_TOLD} more in stats" if len(places) > MOST_TOLD else ""
+    log.info(
+        "%s is not bit-equal to eager, within rounding: %s%s",
+        graph,
+        "; ".join(places[:MOST_TOLD]),
+        more,
+    )
+
+
+def surroundings(session: Session) -> Surroundings:
+    """What activations of a model may use beside its parameters.
+
+    The host has room for what gradients and the states of an optimizer will not take; where there
+    is a disk, these may rest there, and a quarter of what is free on the host is offered. A disk
+    whose content outlives the run is not for activations.
+    """
+    sizes = [e.nbytes for e in session.entries() if e.kind is Kind.PARAM]
+    free = session.free_bytes()
+    rooms = {"host": max(0, free.get("host", 0) - STATES * sum(sizes))}
+    if "disk" in free and session.durable is None:
+        rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}
+    rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
+    with without_modes():  # what is measured must be done, and not traced
+        machine = machine_for(session.config, session.device)
+    return Surroundings(machine, rooms, session.ways().asynchronous)
+
+
+def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:
+    """How many contributions the backward of a graph makes to the gradient of each sink."""
+    sinks = [name for name, spec in plan.params.items() if spec.sink]
+    elements: dict[NodeName, int] = {}
+    for sink in find(graph, *ops.SINKS):
+        grad, handle = sink.args[:2]
+        assert isinstance(grad, fx.Node)
+        assert isinstance(handle, fx.Node)
+        name = NodeName(handle.name)
+        elements[name] = elements.get(name, 0) + grad.meta["val"].numel()
+    made = {n: c // max(1, plan.params[n].layout.numel) for n, c in elements.items()}
+    return {n: max(1, made.get(n, 0)) for n in sinks}
+
+
+def _gathered_in_backward(handle: fx.Node) -> bool:
+    return any(
+        user.target is ops.fetch and phase_of(user) is Phase.BACKWARD for user in handle.users
+    )
+
+
+def _weakly(session: Session | None) -> Weakly:
+    return weakref.ref(session) if session is not None else lambda: None
+
+
+def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
+    """`compiled`; after each call its gradients know by which node of autograd they will come."""
+
+    def call(*args: Any) -> Any:
+        since = next_sequence_number()
+        results = compiled(*args)
+        if (alive := session()) is not None:
+            alive.gradients.come_by(
+                lambda: node_of_call(results, since) or node_of_call(args, since)
+            )
+        return results
+
+    return call
+
+
+def _bound(
+    session: Weakly, at: Callable[[Sequence[Any]], Schedule]
+) -> Callable[[list[Any]], list[Any]]:
+    """What runs the schedule for its inputs; it empties the list it is given."""
+
+    def call(args: list[Any]) -> list[Any]:
+        alive = session()
+        assert alive is not None, "the handles among the inputs keep their session"
+        with torch.no_grad():
+            return alive.executor.run(at(args), args)
+
+    return call

@@ -1,0 +1,1 @@
+"""A training step without bytes, for `zcompile.plan`."""

@@ -1,0 +1,275 @@
+"""A training step on paper: a copy of a model whose parameters have no bytes, in a session that
+walks schedules and computes nothing.
+
+What is recorded is what a real step would record. The caller's model is not touched.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.config import Config
+from zcompile.errors import Unsupported
+from zcompile.frontend.backend import zinf
+from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_paper
+from zcompile.frontend.dry_run.paper_regions import PaperRegions
+from zcompile.frontend.offload import furnish
+from zcompile.ir.curve import Memory
+from zcompile.ir.schedule import Borrow, Schedule
+from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.specs import Kind, Layout, Phase
+from zcompile.ir.torch_private import (
+    Dispatched,
+    DispatchMode,
+    is_compiling_now,
+    trees,
+    without_modes,
+)
+from zcompile.machine.cost import Ways
+from zcompile.memory.held_walk import HeldWalk
+from zcompile.runtime.eager.tiered import TieredTensor, own
+from zcompile.runtime.executor import Executor
+from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.norms import Norms
+from zcompile.runtime.session import Session
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.transfer.interrupts import uninterrupted
+from zcompile.runtime.transfer.ticket import Ready, Ticket
+
+
+class PaperSession(Session):
+    """A session whose transfers are over at once and whose regions only say what they would make.
+
+    config        with a machine, so that nothing is measured
+    device_bytes  of the device that graphs and schedules are planned for
+    beside        tier but the device -> bytes of it for entries
+    ways          how bytes travel on the machine that is asked about
+    """
+
+    def __init__(
+        self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int],
+        ways: Ways,
+    ) -> None:  # fmt: skip
+        self._beside, self._ways = beside, ways
+        self.memories: list[Memory] = []
+        """What the values of each graph that was compiled hold of the device, in that order."""
+        opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates,
+                          has_disk="disk" in beside)  # fmt: skip
+        super().__init__(config, TieredTensor.over, opening)
+        self.norms = _NoNorms()
+        self.gradients = Gradients(self, self.wrap, self.norms)
+        self.on_gradient = self.gradients.take
+        self.executor: _PaperExecutor = _PaperExecutor(
+            self, self.gradients, self.leaving, self.holding
+        )
+        self.regions = PaperRegions()
+        furnish(self)
+        self.executor.recorder.on = True
+        self.executor.hold = self.split.hold
+
+    def ways(self) -> Ways:
+        return self._ways
+
+    def compiled(self, memory: Memory) -> None:
+        self.memories.append(memory)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Of activations, summed over the calls of backward."""
+        return self.executor.saved_bytes
+
+    def free_bytes(self) -> dict[str, int]:
+        """As if parameters rested on the host as far as they find room, and on disk beyond."""
+        left = sum(e.nbytes for e in self.entries() if e.kind is Kind.PARAM)
+        free = {}
+        for tier in ("host", "disk"):
+            if tier in self._beside:
+                taken = min(left, self._beside[tier])
+                free[tier], left = self._beside[tier] - taken, left - taken
+        return free
+
+    def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
+              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
+        self.enter(entry.name)
+        self._settle(entry, ahead)
+        return Ready()
+
+    def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+        self.enter(entry.name)
+        entry.version += 1
+        return Ready()
+
+    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+        return self.put(entry, source)
+
+    def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
+        self.enter(entry.name)
+        return Ready()
+
+    def read_all(self, entry: Entry) -> Tensor:
+        return blank((entry.nbytes,), (1,), torch.uint8)
+
+    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
+               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
+        self.enter(entry.name)
+        entry.version += int(writes)
+        return blank((nbytes,), (1,), torch.uint8)
+
+
+def paper_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`backend="zinf"`, without the `OnPaper` that is entered: it would slow tracing down."""
+    with without_modes():
+        return zinf(gm, inputs)
+
+
+def _has_room(nbytes: int, least_arena: int) -> None:
+    """There is room for what is held beside the arena."""
+
+
+class _PaperExecutor(Executor):
+    """Walks graphs as ever; of an optimizer's step only what becomes of the entries.
+
+    saved_bytes  what backward calls were handed: what their forward kept, and tangents
+    hold         told what will be held beside the arena, before it is: as it is predicted, since
+                 blanks that are views of each other look as if each had memory of its own
+    """
+
+    saved_bytes = 0
+    hold: Callable[[int, int], None] = staticmethod(_has_room)
+    _held: HeldWalk | None = None
+
+    def run(
+        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
+    ) -> list[Any]:
+        if schedule.phase is Phase.BACKWARD:
+            handles = set(schedule.handles)
+            self.saved_bytes += sum(
+                x.nbytes for n, x in enumerate(args) if isinstance(x, Tensor) and n not in handles
+            )
+        self._foresee(schedule)
+        if schedule.phase is not Phase.STEP or entries is None:
+            return super().run(schedule, args, entries)
+        args.clear()
+        self.recorder.note(schedule, entries)
+        for x in schedule.instructions:
+            if isinstance(x, StoreHome) or (isinstance(x, Borrow) and x.writes):
+                entries[x.entry].version += 1
+        return []
+
+    def _foresee(self, schedule: Schedule) -> None:
+        """Make room for what is held while `schedule` is walked. raises  BudgetExceeded"""
+        held = self._held
+        if held is None:
+            held = self._held = HeldWalk()
+        else:
+            held.end(schedule.phase)
+        held.begin(schedule)
+        if schedule.phase is not Phase.STEP:
+            self.hold(held.others + schedule.holds.needed_bytes, schedule.least_bytes)
+        held.through(schedule)
+
+
+class OnPaper(DispatchMode):
+    """While it is entered, ops on plain tensors give blanks of the right shape.
+
+    Views are taken as ever, and tracing is left alone.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Dispatched, types: Any, args: Sequence[Any] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if is_compiling_now() or not _computes(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return _written(func, args, kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        made = func(*_as_meta(args), **_as_meta(kwargs))
+        return trees.tree_map(lambda x: blank_like(x) if isinstance(x, Tensor) else x, made)
+
+
+def _computes(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an op would touch a blank's bytes. raises  Unsupported, if it asks for a value"""
+    if func is torch.ops.aten.set_.source_Storage_storage_offset:
+        return False  # how a blank is made
+    tensors = [x for x in trees.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not any(_is_plain(t) and is_blank(t) for t in tensors):
+        return False
+    if any(type(t) not in (Tensor, nn.Parameter) or t.is_meta for t in tensors):
+        return False
+    returns = func._schema.returns
+    if func._schema.is_mutable:
+        return True
+    if not any("Tensor" in str(r.type) for r in returns):
+        raise Unsupported(
+            f"the model asks for the value of a tensor ({func}), and on paper there is none",
+            "plan a model whose shapes and branches do not depend on values, or give inputs of "
+            "whole numbers on the CPU, which are kept",
+        )
+    return not any(r.alias_info is not None for r in returns)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+
+
+def _written(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an op that writes returns: the tensors it wrote, as they were."""
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [
+        given[a.name]
+        for a in func._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write and a.name in given
+    ]
+    if not func._schema.returns:
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def _as_meta(value: Any) -> Any:
+    return trees.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, value)
+
+
+class _NoNorms(Norms):
+    """Nothing is measured on paper."""
+
+    def note(self, entry: Entry, grad: Tensor) -> None:
+        return
+
+    def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
+        return
+
+    def note_whole(self, entry: Entry, layout: Layout) -> None:
+        return
+
+
+def copy_on_paper(model: nn.Module, session: PaperSession) -> nn.Module:
+    """A copy of `model` in `session`: parameters without bytes, buffers without values.
+
+    Tied parameters stay tied. Whatever else the modules hold is copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, param in model.named_parameters():
+        memo[id(param)] = _param(session, name, param)
+    for buffer in model.buffers():
+        memo[id(buffer)] = blank_like(buffer)
+    return copy.deepcopy(model, memo)
+
+
+@uninterrupted
+def _param(session: PaperSession, name: str, param: nn.Parameter) -> nn.Parameter:
+    layout = Layout.of(param)
+    entry = session.create(name, Kind.PARAM, layout.nbytes)
+    made = nn.Parameter(TieredTensor.over(entry, layout), param.requires_grad)
+    return own(made)

@@ -1,0 +1,281 @@
+"""`zcompile.plan`: what training a model would take on a machine, which need not be this one.
+
+A real training step is walked on paper (`paper.py`), then placed, arranged and simulated as a real
+one is once it was seen. Weights are not needed: a model on `meta` will do.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.config import Config, build
+from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.frontend.dry_run.device import PaperDevice, blank_like
+from zcompile.frontend.dry_run.paper import OnPaper, PaperSession, copy_on_paper
+from zcompile.frontend.dry_run.paper_step import run_step
+from zcompile.ir.curve import Memory
+from zcompile.ir.quiet import quiet
+from zcompile.ir.steps import Step
+from zcompile.ir.torch_private import check_torch, trees
+from zcompile.ir.units import TiB
+from zcompile.machine.cost import Ways
+from zcompile.machine.files import find
+from zcompile.machine.model import Machine
+from zcompile.planner.outlook import Terms, look
+from zcompile.planner.report import Report
+from zcompile.planner.report_rows import Facts
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.hardware import free_disk_bytes
+from zcompile.runtime.open import default_budgets
+from zcompile.runtime.probe import disks_of, machine_for
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType({
+    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, fused=True),
+})  # fmt: skip
+CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
+TRACED_BYTES = 4 * TiB
+"""Of the arena that a step on paper is traced for: tracing never fails for want of room; a plan is
+arranged for the machine afterwards."""
+MOST_CHUNKS = 2048
+"""Of one state, over all parameters. A real step may have more, smaller ones; that hides nothing
+else, but takes its time to simulate."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step on paper, and what the report says of its model.
+
+    activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
+    held_bytes        most that its graphs hold at once, outside the arena
+    memories          of each of its graphs, node by node
+    device_bytes      for which its graphs were planned; None: everything was kept
+    samples, tokens   of one micro-batch; tokens 0: the inputs do not say
+    optimizer         its class
+    chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
+    """
+
+    step: Step
+    parameters: int
+    activation_bytes: int
+    held_bytes: int
+    memories: tuple[Memory, ...]
+    device_bytes: int | None
+    samples: int
+    tokens: int
+    optimizer: str
+    chunk_bytes: int
+
+
+def plan(
+    model: nn.Module,
+    *example_inputs: Any,
+    config: Config | None = None,
+    machine: Machine | str | Path | None = None,
+    optimizer: str | MakeOptimizer | None = None,
+    micro_batches: int = 1,
+    **fields: Any,
+) -> Report:
+    """What a training step of `model` would cost, and what bounds it. Nothing is moved.
+
+    model           any module; on `meta` it needs no memory. It is copied, and not touched.
+    example_inputs  tensors as the model's call takes them, real or on `meta`; one mapping stands
+                    for arguments by name. The loss is what the call returns, or its `.loss`.
+    machine         a name, a file or a `Machine`; else the config's, else this one, measured
+    optimizer       "adamw" (also if None), "sgd" (with momentum), or a function of the parameters
+    micro_batches   forward and backward passes per optimizer step
+    config, fields  as `zcompile.offload`; budgets that are given replace the machine's
+    raises          ConfigInvalid, UnknownOption, Unsupported (also: entries of such a run stay
+                    where they are put first), BudgetExceeded (the device is too small for what
+                    one region reads), MachineUnknown, MachineInvalid, UserCodeFailed (the model
+                    fails with these inputs; the cause is its error)
+    """
+    terms = terms_of(build(config, fields, "zcompile.plan"), machine)
+    traced = trace(model, example_inputs, terms, optimizer, micro_batches)
+    return report_of(traced, terms)
+
+
+def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
+    """The report of a step that was traced; also on another machine, where nothing bounds the
+    device that it was traced for.
+
+    raises  BudgetExceeded; Unsupported, if it was traced for another bounded device
+    """
+    bounded_by = terms.machine.tiers["device"] if terms.bounded else None
+    if traced.device_bytes != bounded_by:
+        raise Unsupported("a step is planned for another device than it was traced for",
+                          "trace it anew: what graphs hold is chosen for the device")  # fmt: skip
+    beside = traced.held_bytes if terms.bounded else traced.activation_bytes
+    with quiet():
+        found = look(traced.step, terms, beside, traced.chunk_bytes, prices)
+    facts = Facts(traced.parameters, traced.activation_bytes, traced.held_bytes, traced.memories,
+                  traced.samples, traced.tokens, traced.step.micro_batches,
+                  traced.optimizer)  # fmt: skip
+    return Report.of(found, terms, facts)
+
+
+def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Terms:
+    """What is planned for: the machine with its budgets, and how bytes travel there.
+
+    raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable, Unsupported
+    """
+    if why := config.stays_because:
+        raise Unsupported(f"a plan says where entries rest best, and with {why} they stay where "
+                          "they are put first", "leave that out to plan a run without")  # fmt: skip
+    if machine is not None:
+        config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
+    device = torch.device(config.device or "cpu")
+    here = config.machine is None
+    paced = {"h2d", "d2h"} & set(config.throttle)
+    emulates = here and device.type == "cpu" and not paced
+    stand_in = PaperDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
+    found = machine_for(config, stand_in, _capacities(config) if here else None)
+    for tier in ("device", "host"):
+        if tier not in found.tiers:
+            raise ConfigInvalid("machine", found.name, f"has no tier {tier!r}; add it, or give "
+                                f"{tier}_memory")  # fmt: skip
+    ways = Ways(
+        asynchronous=not (here and device.type == "cpu"),
+        straight_read=emulates,
+        straight_write=emulates,
+    )
+    terms = Terms(
+        found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
+        stand_in.chunk_bytes, config.activations,
+        None if config.tile_bytes is None else int(config.tile_bytes),
+    )  # fmt: skip
+    return terms.on(found)
+
+
+def _capacities(config: Config) -> dict[str, int]:
+    """Of this machine, where the config gives no budget: what `zcompile.offload` would take."""
+    given = {"device": config.device_memory, "host": config.host_memory}
+    device = torch.device(config.device or "cpu")
+    on_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else machine_bytes()
+    usual = default_budgets(device.type, free)
+    tiers = {tier: int(given[tier] or nbytes) for tier, nbytes in usual.items()}
+    if disks := disks_of(config):
+        tiers["disk"] = free_disk_bytes(disks)
+    return tiers
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    terms: Terms,
+    optimizer: str | MakeOptimizer | None = None,
+    micro_batches: int = 1,
+) -> Traced:
+    """One training step on paper.
+
+    raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
+    """
+    check_torch()
+    _check(model, optimizer, micro_batches)
+    make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    session = _session(terms)
+    try:
+        copied = copy_on_paper(model, session)
+        inputs = trees.tree_map(_input, example_inputs)
+        with quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
+            made = make(_trained(copied))  # alive until its states are told
+            run_step(copied, inputs, made, micro_batches)
+        samples, tokens = _counts(example_inputs)
+        return Traced(
+            _settled(_recorded(session, model), session),
+            sum(p.numel() for p in model.parameters()),
+            session.saved_bytes // micro_batches,
+            session.split.held_bytes,
+            tuple(session.memories),
+            terms.machine.tiers["device"] if terms.bounded else None,
+            samples,
+            tokens,
+            type(made).__name__,
+            nbytes // MOST_CHUNKS,
+        )
+    finally:
+        session.close()
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    found = [p for p in model.parameters() if p.requires_grad]
+    if not found:
+        raise Unsupported("no parameter of the model requires a gradient",
+                          "plan a model that is to be trained")  # fmt: skip
+    return found
+
+
+def _recorded(session: PaperSession, model: nn.Module) -> Step:
+    step = session.executor.recorder.end()
+    if step is None:
+        raise Unsupported(
+            f"torch.compile captured nothing of {type(model).__name__}, so there is no step to "
+            "plan", "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
+            "before is left out from then on, until torch._dynamo.reset()"
+        )  # fmt: skip
+    return step
+
+
+def _session(terms: Terms) -> PaperSession:
+    """Where a step is traced: on the device as it is bounded, or on one that holds everything."""
+    machine = terms.machine
+    tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
+    tiers["host"] -= terms.ways.ring_bytes
+    config = Config(device="cpu", machine=machine, activations=terms.activations,
+                    tile_bytes=terms.tile_bytes)  # fmt: skip
+    device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
+    return PaperSession(config, device, terms.emulates, tiers, terms.ways)
+
+
+def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise Unsupported(f"{type(model).__name__} is not a torch.nn.Module",
+                          "give zcompile.plan the model itself")  # fmt: skip
+    if not any(True for _ in model.parameters()):
+        raise Unsupported(f"{type(model).__name__} has no parameters", "plan a model that has")
+    if optimizer is not None and not callable(optimizer) and optimizer not in OPTIMIZERS:
+        raise ConfigInvalid("optimizer", optimizer, f"is none of {', '.join(OPTIMIZERS)}; give "
+                            "one of them, or a function of the parameters")  # fmt: skip
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigInvalid("micro_batches", micro_batches, "must be an int of at least 1")
+
+
+def _input(value: Any) -> Any:
+    """Whole numbers on the CPU are kept: code may look at them. All else has no values."""
+    if not isinstance(value, Tensor):
+        return value
+    kept = value.device.type == "cpu" and not value.is_floating_point()
+    return value if kept else blank_like(value)
+
+
+def _settled(step: Step, session: PaperSession) -> Step:
+    """Facts as they are after the first step, in which an optimizer makes its states."""
+    alive = {entry.key: entry for entry in session.entries()}
+    facts = {
+        key: replace(fact, name=alive[key].name, kind=alive[key].kind) if key in alive else fact
+        for key, fact in step.facts.items()
+    }
+    return replace(step, facts=facts)
+
+
+def _counts(inputs: Any) -> tuple[int, int]:
+    """Samples and tokens of the inputs: sizes of the first tensor, tokens if it is of integers."""
+    first = next((x for x in trees.tree_leaves(inputs) if isinstance(x, Tensor)), None)
+    if first is None or first.dim() == 0:
+        return 1, 0
+    whole = not first.is_floating_point() and first.dim() == 2
+    return int(first.shape[0]), int(first.shape[0] * first.shape[1]) if whole else 0
+
+
+__all__ = ["OPTIMIZERS", "Traced", "plan", "report_of", "terms_of", "trace"]

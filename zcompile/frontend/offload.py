@@ -1,0 +1,449 @@
+"""Parameters move to their home tier: of a finished model, or one by one as it is built."""
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils import swap_tensors
+
+from zcompile.config import Config, build
+from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
+from zcompile.frontend import optimizer_hooks
+from zcompile.frontend.ranks import refuse_ranks
+from zcompile.frontend.refitting import Refitting
+from zcompile.frontend.residency import Residency
+from zcompile.frontend.shared_memory import first_in_memory
+from zcompile.ir.handles import ANEW, leaf_of
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.torch_private import (
+    check_torch,
+    forget_hooks,
+    holders_of_memory,
+    hooks_of,
+    is_shared_between_processes,
+    set_by,
+    with_kept_nodes,
+    without_weak_references,
+)
+from zcompile.runtime.eager.data_assignment import shown_already
+from zcompile.runtime.eager.fillings import write
+from zcompile.runtime.eager.narrowing import make_copy
+from zcompile.runtime.eager.streaming import apply_deferred
+from zcompile.runtime.eager.tiered import TieredTensor, own
+from zcompile.runtime.open import Opening, open_plant
+from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store.sources import MemorySource
+from zcompile.runtime.transfer.interrupts import (
+    deferred_interrupts,
+    deliver_interrupts,
+    ends,
+    uninterrupted,
+)
+
+log = logging.getLogger(__name__)
+
+optimizer_hooks.watch()
+
+
+@uninterrupted
+def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
+    """A parameter that is put where a tiered one was becomes tiered: `load_state_dict(assign=True)`
+    and `layer.weight = nn.Parameter(...)` would leave it in memory."""
+    old = module._parameters.get(name)
+    if not isinstance(old, TieredTensor) or param is None or param is old:
+        return
+    if not isinstance(param, TieredTensor):
+        _check_movable(name, param)
+        session = session_of(old.entry)
+        first = shown_already(session, param)
+        _become_tiered(session, old._name_in_store(), param, first)
+    elif not param.sink and param.store_key == old.store_key and type(param) is TieredTensor:
+        own(param)  # made of what a `state_dict` of this very model holds
+        param._title = old._name_in_store()
+
+
+register_module_parameter_registration_hook(_take_place)
+
+
+def _give_value(param: TieredTensor, value: Tensor) -> None:
+    """As a parametrization gives its original another value, when it is registered or assigned."""
+    if value is param:
+        return
+    if value.shape != param.shape or value.dtype != param.dtype:
+        raise Unsupported(
+            f"a parametrization gives {param.entry.name!r} the shape {tuple(value.shape)} in "
+            f"{value.dtype}, which was {tuple(param.shape)} in {param.dtype}",
+            "register it before zcompile.offload",
+        )
+    param.copy_(value)
+
+
+set_by(TieredTensor, _give_value)
+
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes that replicate or shard by themselves; named, so that they need not be importable."""
+
+
+def _refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """An offloaded model is not put into a wrapper: it would look for gradients where none are."""
+    wrapper = _wrapper_of(outer)
+    if (
+        wrapper
+        and inner is not None
+        and any(isinstance(p, TieredTensor) for p in inner.parameters())
+    ):
+        raise ModelWrapped(wrapper)
+
+
+register_module_module_registration_hook(_refuse_wrapper)
+
+
+def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn.Module:
+    """Move every parameter of `model` to its home tier, in place, and return `model`.
+
+    Buffers go to the compute device. The parameter objects stay the same, so an optimizer made
+    before holds the tiered ones. On a model on `meta` the values come later, by
+    `load_state_dict`. After `zcompile.init` it changes nothing but names.
+
+    config, fields  a `Config`, or its fields, or both (fields win)
+    raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
+            ModelWrapped, Unsupported, TorchUnsupported
+    """
+    check_torch()
+    _check_model(model)
+    tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
+    if tiered and len(tiered) == len(list(model.parameters())):
+        if config is not None or fields:
+            todo = f"call zcompile.offload once, or only zcompile.init; for other budgets {ANEW}"
+            raise Unsupported("the model is offloaded already, or was until it was closed", todo)
+        session_of(tiered[0].entry).root = weakref.ref(model)
+        return model
+    if tiered:
+        raise Unsupported(
+            "some parameters of the model are tiered already",
+            "offload the whole model once, from its root",
+        )
+    with deferred_interrupts(), without_weak_references(model):
+        return move_in(open_session(build(config, fields, "zcompile.offload")), model)
+
+
+@uninterrupted
+def move_in(session: Session, model: nn.Module) -> nn.Module:
+    """The parameters of `model` go to the tiers of `session`, which is closed if one cannot.
+
+    raises  as `offload`
+    """
+    moved: list[tuple[nn.Parameter, torch.device]] = []
+    try:
+        for name, param in model.named_parameters():
+            _check_movable(name, param)
+        _check_nodes(model)
+        session.homes.keep_for_gradients(
+            sum(Layout.of(p).nbytes for p in model.parameters() if p.requires_grad)
+        )
+        first = first_in_memory(model.named_parameters())
+        for name, param in model.named_parameters():
+            deliver_interrupts()
+            moved.append((param, param.device))
+            _become_tiered(session, name, param, first.get(id(param)))
+    except BaseException:
+        _undo(session, moved)
+        raise
+    _tell_of_others(model)
+    _move_buffers(model, session.device.torch_device)
+    session.root = weakref.ref(model)
+    return model
+
+
+def _tell_of_others(model: nn.Module) -> None:
+    """Who holds the memory that parameters had does not see what becomes of them."""
+    left = [
+        name
+        for name, p in model.named_parameters()
+        if isinstance(p, TieredTensor) and p.entry.sources
+    ]
+    if left:
+        log.info(
+            "%d parameters, %r first, left memory that others hold, as a state_dict from before "
+            "does: what is written to them from now on is not seen there",
+            len(left), left[0],
+        )  # fmt: skip
+
+
+@ends
+def _undo(session: Session, moved: list[tuple[nn.Parameter, torch.device]]) -> None:
+    """Parameters are plain again, and the session is closed."""
+    for param, device in moved:
+        _become_plain(param, device)
+    session.close()
+
+
+@contextmanager
+def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
+    """Parameters created inside go to their tier one at a time.
+
+    The whole model never exists in memory, and its values are the ones it would have had: random
+    ops run where the parameter was created.
+
+        with zcompile.init(device_memory="1GiB", disk="/mnt/nvme"):
+            model = GPT(cfg)
+
+    raises  as `offload`
+    """
+    check_torch()
+    session = open_session(build(config, fields, "zcompile.init"))
+    modules: dict[int, weakref.ref[nn.Module]] = {}
+
+    @uninterrupted
+    def register(module: nn.Module, name: str, param: Tensor | None) -> Any:
+        modules[id(module)] = weakref.ref(module)
+        if param is None or isinstance(param, TieredTensor):
+            return None
+        born = param.device
+        _check_movable(name, param)
+        if param.requires_grad:
+            session.homes.keep_for_gradients(Layout.of(param).nbytes)
+        _become_tiered(session, name, param)  # the object itself: others may hold it already
+        tiered: Any = param
+        session.births[tiered.entry.key] = born
+        return None
+
+    def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        modules[id(module)] = weakref.ref(module)
+
+    hooks = ExitStack()
+    try:
+        with deferred_interrupts():
+            hooks.callback(session.births.clear)
+            hooks.callback(register_module_parameter_registration_hook(register).remove)
+            hooks.callback(register_module_module_registration_hook(note).remove)
+        yield
+    finally:
+        with deferred_interrupts():
+            hooks.close()
+    alive = [module for ref in modules.values() if (module := ref()) is not None]
+    _finish(session, alive)
+
+
+@uninterrupted
+def open_session(config: Config, opening: Opening = open_plant) -> Session:
+    """raises  as `opening`; Unsupported, if there are several ranks and no mesh=False"""
+    refuse_ranks(config.mesh)
+    session = furnish(Session(config, TieredTensor.over, opening))
+    if not config.stays_because:
+        session.plan_with(Residency(session))
+    return session
+
+
+def furnish(session: Session) -> Session:
+    """Give a session what is known only above it."""
+    session.deferrals.make = apply_deferred
+    session.executor.make_copy = make_copy
+    session.executor.fit = Refitting(session).fit
+    return session
+
+
+def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
+    """What was measured since the model was offloaded, or since the last `reset=True`.
+
+    bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
+    seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
+    peak          bytes on `device` (the arena), `host`, `disk`, as measured; `activations`: values
+                  of compiled graphs, beside the arena; `together`: the most of both at once
+    planned_peak  the same, as decided before the first step
+    step_s        seconds from one step to the next, of late; None before there were two
+    predicted     None until a whole step was planned; then what it should take: `step_s`,
+                  `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s` of this very plan;
+                  `least_s`, `least_compute_s` and `binding` (compute, or a link) of plans that
+                  compute what this one does, at the seconds measured for it, and have the same
+                  arena for weights and states; `floor_s`, `floor_compute_s` and `floor_binding`
+                  of all plans within these budgets: the busiest of compute as it was traced,
+                  with links idle, and of each link at its rate for the bytes that have to move
+    inexact       where results may round otherwise than eager's, since tiles or slices are summed
+                  up: `where` (a weight or module), `by` which pass, `why`; empty: all bits are the
+                  same
+    steps, graphs, regions, distinct_regions, gathers   counts
+    raises  Unsupported, if the model was not offloaded
+    """
+    session = session_behind(model)
+    session.drain()
+    measured: dict[str, Any] = session.meter.snapshot()
+    measured["inexact"] = [
+        {"where": where, "by": by, "why": why} for (where, by), why in session.inexact.items()
+    ]
+    measured["step_s"] = session.executor.clocks.step_s()
+    measured["predicted"] = session.planner.prediction() if session.planner else None
+    if reset:
+        session.meter.reset()
+    return measured
+
+
+def close(model: nn.Module) -> None:
+    """Give back what an offloaded model holds: memory, threads, files, its directory.
+
+    Its parameters have no values afterwards, and its optimizer no states: save what is needed
+    before. What a durable model committed stays. A model that is dropped is closed by itself, once
+    nothing refers to its parameters, a loss included; a notebook often does.
+    raises  Unsupported, if the model was not offloaded
+    """
+    for param in model.parameters():
+        if isinstance(param, TieredTensor):
+            with suppress(ParameterChanged):  # closed already
+                session_of(param.entry).close()
+            return
+    raise _not_offloaded()
+
+
+def _not_offloaded() -> Unsupported:
+    return Unsupported("the model has no tiered parameters", "call zcompile.offload(model) first")
+
+
+def session_behind(model: nn.Module) -> Session:
+    """raises  Unsupported, if no parameter of the model is tiered"""
+    for param in model.parameters():
+        if isinstance(param, TieredTensor):
+            return session_of(param.entry)
+    raise _not_offloaded()
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise Unsupported(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            "give zcompile.offload the model itself",
+        )
+    for module in model.modules():
+        if wrapper := _wrapper_of(module):
+            raise ModelWrapped(wrapper)
+
+
+def _wrapper_of(module: nn.Module) -> str:
+    """The name of a class of `WRAPPERS` that `module` is of; "" if of none."""
+    names = (kind.__name__ for kind in type(module).__mro__)
+    return next((name for name in names if name in WRAPPERS), "")
+
+
+def _check_nodes(model: nn.Module) -> None:
+    """raises  Unsupported, if hooks may wait at a node that a parameter leaves behind"""
+    kept = with_kept_nodes(model.parameters())
+    names = (name for name, p in model.named_parameters() if any(p is k for k in kept))
+    name = next(names, "")
+    if name:
+        raise Unsupported(
+            f"the AccumulateGrad node of parameter {name!r} is kept, perhaps for hooks, and would "
+            "not be the parameter's any more",
+            "drop it, and register hooks after zcompile.offload",
+        )
+
+
+def _check_movable(name: str, param: Tensor) -> None:
+    """raises  Unsupported, if something would be lost on the way"""
+    if type(param) is not nn.Parameter or param.layout is not torch.strided:
+        raise Unsupported(
+            f"parameter {name!r} is a {type(param).__name__} of layout {param.layout}",
+            "only dense torch.nn.Parameter can be offloaded; materialize it first",
+        )
+    if is_shared_between_processes(param):
+        raise Unsupported(
+            f"parameter {name!r} lies in memory that other processes share, or a file (as after "
+            "share_memory()), and they would not see what is written to it any more",
+            "give it memory of its own first (p.data = p.data.clone())",
+        )
+    if any(hooks_of(param)):
+        raise Unsupported(
+            f"parameter {name!r} has hooks already", "register hooks after zcompile.offload"
+        )
+    if weakref.getweakrefs(param):
+        raise Unsupported(
+            f"parameter {name!r} is referred to weakly, as by a compiled graph",
+            "offload the model before it is compiled, or build it under zcompile.init",
+        )
+
+
+def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
+    """A tiered tensor with the value of `param`; on meta without one."""
+    layout = Layout.of(param)
+    entry = session.create(name, Kind.PARAM, layout.nbytes, unset=param.is_meta)
+    made = TieredTensor.over(entry, layout)
+    if not param.is_meta:
+        write(entry, layout, param)
+    return made
+
+
+@uninterrupted
+def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -> None:
+    """The parameter object itself turns tiered; whoever holds it holds the tiered one.
+
+    first  a tiered parameter that showed the same memory, and shows the same entry
+    """
+    grad, marks, value = param.grad, dict(vars(param)), param.detach()
+    tiered = (
+        _tiered(session, name, value)
+        if first is None
+        else TieredTensor.sharing(first, Layout.of(value))
+    )
+    made = nn.Parameter(tiered, param.requires_grad)
+    param.grad = None
+    try:
+        swap_tensors(param, made)
+    except RuntimeError as error:
+        param.grad = grad
+        raise Unsupported(
+            f"parameter {name!r} cannot be moved: {error}",
+            "offload the model before it is compiled, run or otherwise referred to weakly",
+        ) from error
+    vars(param).update(marks)
+    own(param)
+    del made
+    if first is None and not value.is_meta and holders_of_memory(value) > 1:
+        MemorySource(param.entry, value)  # whoever holds it may write
+    if grad is not None:
+        param.grad = grad.to(session.device.torch_device)
+        del grad  # what others hold is left to them
+        session.gradients.adopt(param)
+
+
+def _become_plain(param: Any, device: torch.device) -> None:
+    """Undo `_become_tiered`, if it got so far."""
+    if not isinstance(param, TieredTensor):
+        return
+    ours = ("_handle", "_known", "_store", "_title", "lies", "store_key", "sink", "reached",
+            "grad_given")  # fmt: skip
+    marks = {key: value for key, value in vars(param).items() if key not in ours}
+    value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
+    grad, param.grad = param.grad, None
+    leaf_of(param._handle).owner = None  # swap_tensors refuses what is referred to weakly
+    forget_hooks(param)
+    swap_tensors(param, nn.Parameter(value.to(device), param.requires_grad))
+    vars(param).update(marks)
+    if grad is not None:
+        param.grad = grad.cpu().to(device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+@uninterrupted
+def _finish(session: Session, modules: list[nn.Module]) -> None:
+    """Names and buffers, once the whole model stands."""
+    children = {id(child) for module in modules for child in module.children()}
+    for root in modules:
+        if id(root) in children:
+            continue
+        for name, param in root.named_parameters():
+            if isinstance(param, TieredTensor):
+                param.entry.name = param._title = name
+        _move_buffers(root, session.device.torch_device)
+        session.root = weakref.ref(root) if session.root is None else session.root

@@ -1,0 +1,304 @@
+"""What rests on the device while training goes on: planned from a step that was seen.
+
+The first steps run as the passes planned them, with everything fetched. Their record, with what
+each region took, becomes a plan (`planner/step_plan.py`), entries move to their homes once, and
+from then on schedules are arranged for them (`passes/arrange.py`). Joins the two wings for a whole
+step as `backend.py` does for one graph.
+"""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
+from zcompile.frontend.refitting import refitted, refusal
+from zcompile.frontend.step_planning import costs_of, plan_of, prediction_of, seconds_at
+from zcompile.ir.schedule import EntryIndex, Schedule
+from zcompile.ir.specs import HELD, Phase
+from zcompile.ir.step_chunks import DEPTH, NO_ROOM
+from zcompile.ir.steps import Step, StepCall, joined, lasting, of_the_living
+from zcompile.ir.units import show_size
+from zcompile.machine.cost import Costs, replan_pays
+from zcompile.memory.held_walk import held_peak
+from zcompile.planner.simulate import step_seconds
+from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.runtime.recorder import key_of
+from zcompile.runtime.relocate import rehome, send_away
+from zcompile.runtime.session import Session
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 2
+"""Steps that are seen before one is planned: the first makes the states, the second is usual."""
+
+REVIEW = 3
+"""A plan is looked at again when so many times as many steps have been seen: costs that are known
+better by then are worth some milliseconds, and those of a long run are known."""
+PREDICTED_FOR = 4
+"""Steps for which a prediction is not made anew."""
+MOST_RELIEFS = 4
+"""After so many, what needs the room has it for good."""
+MOST_PLANS = 8
+"""After so many the steps of a run have nothing in common that is worth another."""
+
+
+class Residency:
+    """Plans the steps of one session, and gives its executor the schedules for the plan."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._seen = 0
+        self._arranged: dict[tuple[object, ...], tuple[Schedule, int]] = {}
+        self._least_window = 0
+        self._plans = 0
+        self._next_review = WARM_UP * REVIEW
+        self._predicted: tuple[int, dict[str, Any]] | None = None
+        self._tried = False
+        self._reliefs = 0
+        self._let_go_in, self._barred = -1, False
+        """The last step in which gradients that stayed had to go home; whether none may now."""
+        self._base = Step(())
+        """What the plan in force was made for, as it was recorded."""
+        self.plan: StepPlan | None = None
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a session asks, so it is there"
+        return session
+
+    def step_ended(self, step: Step) -> None:
+        """A step was recorded: plan, if it is time and there is anything new to plan."""
+        self._seen += 1
+        if self._seen < WARM_UP or self._plans > MOST_PLANS:
+            return
+        if self._tried and lasting(step) <= self._base.facts.keys():
+            self._review()
+            return
+        alive = {key_of(entry) for entry in self.session.entries()}
+        self._base, self._tried = joined(of_the_living(self._base, alive), step), True
+        if (plan := self._try()) is not None:
+            self.apply(plan)
+        self._plans += 1
+        if self._plans > MOST_PLANS:
+            log.warning(
+                "every step uses other parameters or states than those before: the plan of %d "
+                "steps together stays", MOST_PLANS
+            )  # fmt: skip
+
+    def _try(self) -> StepPlan | None:
+        """A plan for `_base`. Without one training goes on as before."""
+        try:
+            return self.planned(self._base)
+        except (BudgetExceeded, Unsupported, DiskUnusable) as error:
+            log.warning("a whole step could not be planned, so entries stay: %s", error)
+            return None
+
+    def _review(self) -> None:
+        """Plan again, now and then, at costs as they are by now; keep that if it pays."""
+        plan = self.plan
+        if plan is None or self._seen < self._next_review:
+            return
+        self._next_review = self._seen * REVIEW
+        began = perf_counter()
+        now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
+        other = self._try()
+        if other and replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
+            took = now_s, other.seconds
+            log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", *took)
+            self.apply(other)
+
+    def prediction(self) -> dict[str, Any] | None:
+        """What a step under the plan should take, at costs of a few steps ago at most; as
+        `prediction.predicted`, with the least that any plan takes, and computes, and what binds."""
+        if self.plan is None:
+            return None
+        if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
+            self._predicted = self._seen, self.predicted_at(self.costs())
+        return self._predicted[1]
+
+    def predicted_at(self, costs: Costs) -> dict[str, Any]:
+        """As `prediction`, at these costs; there is a plan."""
+        assert self.plan is not None
+        return prediction_of(self.session, self.plan, self._base, costs)
+
+    def costs(self) -> Costs:
+        """What is known of this machine and what ran on it."""
+        return costs_of(self.session)
+
+    def planned(self, step: Step) -> StepPlan:
+        """The plan for a step like this one, before the next begins: gradients that are alive then
+        may not stay. raises BudgetExceeded"""
+        alive = (key_of(entry) for entry in self.session.entries() if entry.of is not None)
+        kept = frozenset(step.facts if self._barred else alive)
+        return plan_of(self.session, step, self.costs(), self._least_window, kept)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Move every entry to its home; from here on schedules are arranged for it.
+
+        At every instant a schedule may be arranged for where entries rest by then: what is on the
+        device lies in berths, and the window ends where they begin. An interrupt comes afterwards.
+        """
+        with deferred_interrupts():
+            self._apply(plan)
+
+    def _apply(self, plan: StepPlan) -> None:
+        session, homes = self.session, plan.placement.homes
+        device = session.homes.device
+        self._quiet()
+        device.window_bytes = plan.arena.window_bytes
+        left = send_away(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
+        device.clear()
+        wanted = sorted((key for key, home in homes.items() if home == "device"),
+                        key=lambda key: -plan.step.facts[key].nbytes)  # fmt: skip
+        facts = [plan.step.facts[key] for key in wanted]
+        crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
+        homes = {key: home for key, home in homes.items() if key not in set(crowded)}
+        astray, rests = rehome(session, homes, self._base)
+        # A gradient that has no berth is no entry yet, so that nothing says where it rests.
+        rests = {**dict.fromkeys(crowded, "host"), **rests}
+        plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
+        self.plan, self._predicted = plan, None
+        session.depth = plan.arena.depth
+        session.annex_use.plan(plan.arena.annex)
+        session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
+        lost = len(left) + len(crowded) + len(astray)
+        binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
+        log.info(
+            "a step was planned: %s rest on the device, %s are left to stream through, and %s of "
+            "gradients stay beside; %.3g s a step, bound by %s%s",
+            show_size(device.planned_bytes),
+            show_size(session.window_bytes),
+            show_size(plan.staying_bytes),
+            plan.seconds,
+            ", ".join(binding),
+            f"; {lost} entries found no room where they should rest" if lost else "",
+        )  # fmt: skip
+
+    def withdraw(self) -> None:
+        """Nothing rests on the device any more, as far as other tiers have room."""
+        session, device = self.session, self.session.homes.device
+        with deferred_interrupts():
+            self._quiet()
+            self.plan, session.depth = None, DEPTH
+            session.annex_use.plan(NO_ROOM)
+            session.homes.wanted = {}
+            send_away(session, self._near(), {})
+            device.clear()
+            device.window_bytes = session.arena.budget_bytes
+
+    def let_go(self) -> None:
+        """A forward needs the room of gradients that stayed and were not set to None: they go home.
+        An evaluation may come before they are. If it is so step after step, none stays any more."""
+        session = self.session
+        held = [entry for entry in session.entries() if entry.home == HELD]
+        if not held:
+            return
+        with deferred_interrupts():
+            self._quiet()
+            send_away(session, held, {})
+        again, self._let_go_in = self._seen - self._let_go_in == 1, self._seen
+        log.info("%d gradients that stayed go home: a forward needs their room%s", len(held),
+                 "; the next plan lets none stay" if again else "")  # fmt: skip
+        if again:
+            self._barred, self._tried = True, False
+
+    def replan(self) -> None:
+        """The arena is about to have another size: what was planned for it does not hold."""
+        self._plans = max(0, self._plans - (self.plan is not None))
+        self.withdraw()
+        self._tried = False
+
+    def _quiet(self) -> None:
+        """Nothing is under way, nothing was handed over to what comes next, and no schedule is
+        remembered that was made for where entries rest now."""
+        session = self.session
+        session.executor.foresight.abandon()
+        session.drain()
+        session.forget_steps()
+        self._arranged.clear()
+
+    def _near(self) -> list[Entry]:
+        """What rests on the device."""
+        return [entry for entry in self.session.entries() if entry.place.tier.on_device]
+
+    def _is_misplaced(self, entry: Entry, homes: Mapping[int, str]) -> bool:
+        """Whether it is to leave the device, or its berth there."""
+        key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
+        stays = homes.get(key) == "device" and device.is_berth(key, extent)
+        return not stays or extent.offset < device.window_bytes
+
+    def relieve(self, needed_bytes: int) -> bool:
+        """Something needs more of the arena than the plan left: withdraw, and remember how much.
+
+        False if that cannot help: nothing rests there, or a schedule that reads it is running.
+        """
+        session = self.session
+        resident = session.homes.device.planned_bytes
+        if not resident or session.executor.is_running:
+            return False
+        at_once = session.arena.used_bytes - resident + needed_bytes
+        more = self._least_window + self._least_window // 8
+        self._least_window = min(max(more, at_once), session.arena.budget_bytes)
+        self._reliefs += 1
+        self.withdraw()
+        self._tried = self._reliefs >= MOST_RELIEFS
+        log.log(
+            logging.WARNING if self._tried else logging.INFO,
+            "%s of the arena are needed at once: what rests on the device goes back%s",
+            show_size(at_once),
+            ", and stays there, since this keeps happening" if self._tried else "",
+        )
+        return True
+
+    @property
+    def arranges(self) -> bool:
+        """A plan is in force, or something rests on the device that could not leave."""
+        return self.plan is not None or bool(self.session.homes.device.planned_bytes)
+
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """The schedule for these very entries, where they rest now."""
+        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+            return schedule
+        session = self.session
+        if not self.arranges and schedule.arena_bytes <= session.arena.budget_bytes:
+            return schedule
+        resident = frozenset(
+            EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
+        )
+        try:
+            return self._refitted(schedule, resident, self._staying(schedule, entries))
+        except BudgetExceeded as error:
+            if not self.relieve(error.needed_bytes):
+                raise refusal(session, schedule, error) from error
+            return self.fit(schedule, entries)  # which the arena may be too small for as it is
+
+    def _staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
+        """Of which entries the gradients stay where this call makes them."""
+        if self.plan is None or schedule.serial not in self._base.serials:
+            return frozenset()
+        call = StepCall(schedule, tuple(entry.key for entry in entries))
+        return call.making(self.plan.placement.stay)
+
+    def _refitted(
+        self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+    ) -> Schedule:
+        """Arranged for this; if others hold more than was planned, no gradient stays."""
+        session, key = self.session, (schedule.serial, resident, stay)
+        if key not in self._arranged:
+            made = refitted(session, schedule, resident, session.window_bytes, stay)
+            session.homes.plan_device(made.peak_bytes)
+            self._arranged[key] = made, held_peak(made)
+        made, held = self._arranged[key]
+        if schedule.holds.sizes != made.holds.sizes:
+            made = replace(made, holds=schedule.holds)
+            held = held_peak(made) if stay else 0
+        others = session.holding.nbytes - schedule.holds.saved_bytes
+        if stay and others + held > session.split.held_bytes:
+            return self._refitted(schedule, resident, frozenset())
+        return made

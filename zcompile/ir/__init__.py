@@ -1,0 +1,2 @@
+"""The words that compiler and runtime share: ops, graphs, schedules, steps, and how they are
+printed."""

@@ -1,0 +1,257 @@
+"""Editing verbs for joint graphs: find, insert, follow, and which phase a node belongs to.
+
+A node is asked what it is by its target, never by its name. Aliasing is read from op schemas.
+"""
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.specs import Phase
+from zcompile.ir.torch_private import Dispatched, is_tangent
+
+_PHASE = "zinf_phase"
+_REGION = "zinf_region"
+_USE = "zinf_use"
+_ROOT = re.compile(r"^L\['\w+'\](\.|$)")
+"""What Dynamo calls the object that it traces a method of: "L['self'].", whatever its first
+argument is named."""
+
+UNANNOTATED_VIEWS = frozenset({
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+})  # fmt: skip
+"""Ops whose result shares storage with their first argument, though the schema does not say so."""
+
+KEEP_STRIDES = frozenset({
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+})  # fmt: skip
+"""Their result lies as the first argument does, and its storage has room for the offset of that,
+which the stand-ins of tracing may leave out."""
+
+CASTS = frozenset({torch.ops.aten._to_copy.default})
+"""Copies that are cheaper to make again from a gathered parameter than to keep."""
+
+TURNS = frozenset({torch.ops.aten.t.default, torch.ops.aten.transpose.int,
+                   torch.ops.aten.permute.default})  # fmt: skip
+"""Views that exchange dimensions."""
+
+
+def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
+    """Calls of any of `targets`, in graph order."""
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]
+
+
+def phase_of(node: fx.Node) -> Phase:
+    phase: Phase = node.meta[_PHASE]
+    return phase
+
+
+def set_phase(node: fx.Node, phase: Phase) -> None:
+    node.meta[_PHASE] = phase
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The region a compute node was cut into; None for everything else."""
+    region: int | None = node.meta.get(_REGION)
+    return region
+
+
+def set_region(node: fx.Node, region: int) -> None:
+    node.meta[_REGION] = region
+
+
+def mark_use(gather: fx.Node, use: str) -> None:
+    """This gather is for `use` alone, and an equal one for another use is another gather."""
+    gather.meta[_USE] = use
+
+
+def use_of(gather: fx.Node) -> str:
+    """What a gather is for; "" if for whatever reads it."""
+    use: str = gather.meta.get(_USE, "")
+    return use
+
+
+def is_ours(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in ops.OURS
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Everything a region may hold: calls that are not ours."""
+    return node.op == "call_function" and node.target not in ops.OURS
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    output: fx.Node
+    (output,) = graph.find_nodes(op="output")
+    return output
+
+
+def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes whose storage `node` shares: none for a fresh value."""
+    if node.op != "call_function":
+        return ()
+    if node.target is operator.getitem:
+        (parent, _) = node.args
+        return (parent,) if isinstance(parent, fx.Node) and bases_of(parent) else ()
+    if node.target in UNANNOTATED_VIEWS:
+        base = node.args[0]
+        return (base,) if isinstance(base, fx.Node) else ()
+    if not isinstance(node.target, Dispatched):
+        return ()
+    schema = node.target._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return ()
+    bases: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        bases.extend(v for v in values if isinstance(v, fx.Node))
+    return tuple(bases)
+
+
+def storage_sources(node: fx.Node, results: int) -> list[tuple[fx.Node, ...]]:
+    """For each result of a call, the arguments whose storage it shares; none for a fresh one.
+
+    results  how many there are; one for what is not a tuple
+    """
+    if not isinstance(node.target, Dispatched) or node.target in UNANNOTATED_VIEWS:
+        return [bases_of(node)] * results
+    schema = node.target._schema
+    if len(schema.returns) != results:  # a list of views, of which the schema knows one
+        return [bases_of(node)] * results
+    given: dict[str, list[fx.Node]] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        for name in argument.alias_info.before_set:
+            given.setdefault(name, []).extend(v for v in values if isinstance(v, fx.Node))
+
+    def sources(aliased: Iterable[str]) -> tuple[fx.Node, ...]:
+        named = tuple(n for name in aliased for n in given.get(name, ()))
+        return named or bases_of(node)  # of a list of views no name is told
+
+    infos = (r.alias_info for r in schema.returns)
+    return [() if info is None else sources(info.before_set) for info in infos]
+
+
+def aliases_of(node: fx.Node) -> Iterator[fx.Node]:
+    """`node` and every view of it, directly or through other views, in discovery order."""
+    seen = {node}
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        yield current
+        for user in current.users:
+            if user not in seen and current in bases_of(user):
+                seen.add(user)
+                queue.append(user)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node whose storage a chain of views shares: `node` itself if it is fresh."""
+    while bases := bases_of(node):
+        node = bases[0]
+    return node
+
+
+def readers_of(node: fx.Node) -> set[fx.Node]:
+    """Everything that reads `node` or a view of it; views are readers too."""
+    return {user for alias in aliases_of(node) for user in alias.users}
+
+
+def insert(
+    graph: fx.Graph,
+    op: Dispatched,
+    *args: fx.node.Argument,
+    like: fx.Node,
+    phase: Phase,
+    val: object,
+    name: str | None = None,
+) -> fx.Node:
+    """A call at the graph's insertion point; module and stack trace come along from `like`."""
+    node = graph.create_node("call_function", op, args, name=name)
+    for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["val"] = val
+    set_phase(node, phase)
+    return node
+
+
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy to try something out on, with what is known of each node; old node -> new one."""
+    copy, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
+    results = copy.graph_copy(graph, mapping, return_output_node=True)
+    assert isinstance(results, tuple), "a graph ends with its results"
+    values, old = results
+    copy.output(values).meta = dict(old.meta)
+    return copy, mapping
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def module_of(node: fx.Node) -> str:
+    """Dotted path of the innermost module a node came from; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", str(path))
+
+
+def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
+    """Say of each node whether it runs forward or backward, and put forward first.
+
+    Forward is what the first `forward_outputs` outputs need, and whatever has an effect without
+    reading a gradient; backward is the rest. None: the whole graph is forward (inference).
+    """
+    graph.eliminate_dead_code()
+    output = output_of(graph)
+    results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
+    wanted = results if forward_outputs is None else results[:forward_outputs]
+    forward = _needed_by([r for r in wanted if isinstance(r, fx.Node)])
+    tainted: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or any(n in tainted for n in node.all_input_nodes):
+            tainted.add(node)
+        elif node.op != "output" and node not in forward and node.is_impure():
+            forward |= _needed_by([node])
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.getitem:
+            inside = node.args[0] in forward
+        else:
+            inside = forward_outputs is None or node in forward
+            inside = inside or (node.op in ("placeholder", "get_attr") and not is_tangent(node))
+        if inside:
+            forward.add(node)
+        set_phase(node, Phase.FORWARD if inside else Phase.BACKWARD)
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
+        if phase_of(node) is Phase.BACKWARD:
+            output.prepend(node)
+
+
+def _needed_by(roots: list[fx.Node]) -> set[fx.Node]:
+    seen = set(roots)
+    queue = list(roots)
+    while queue:
+        for source in queue.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                queue.append(source)
+    return seen

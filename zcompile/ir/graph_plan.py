@@ -1,0 +1,161 @@
+"""What has been decided so far. A pass takes a plan and returns it, changed or as it came."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import fx
+
+from zcompile.ir.curve import Curve, Memory
+from zcompile.ir.schedule import Slot
+from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir.specs import Layout, NodeName, ParamSpec, Phase, Work
+
+
+def fetched(fetch: fx.Node) -> Layout:
+    """What a fetch, or a gather, brings: how it lies in its entry, or in a copy of that."""
+    _, size, stride, offset, dtype, _ = fetch.args
+    return Layout(tuple(size), tuple(stride), offset, dtype)  # type: ignore[arg-type]  # op schema
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a pass left undone, and why; the dump prints it."""
+
+    by: str
+    node: NodeName | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Where a pass gave up that every bit is eager's.
+
+    by     name of the pass
+    where  the weight, or module, whose results or gradients may round otherwise
+    why    for people
+    """
+
+    by: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What becomes of a value of forward that backward needs.
+
+    node     that makes it
+    name     for people
+    action   "keep", "again" (made again in backward), or the tier it waits on
+    seconds  that this is expected to cost
+    why      for people
+    """
+
+    node: NodeName
+    name: str
+    nbytes: int
+    action: str
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    """What becomes of all those values together, in seconds that a step is expected to take for it.
+
+    again_s    of compute that is done again
+    exposed_s  of transfers, beyond what compute hides
+    least_s    nothing that fits takes less; None: not known
+    """
+
+    again_s: float
+    exposed_s: float
+    least_s: float | None
+
+
+def _nothing() -> Mapping[NodeName, Slot]:
+    return MappingProxyType({})
+
+
+def _not_counted() -> Mapping[Phase, Work]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Of the device, held by what graphs compute, beside the arena.
+
+    nbytes        by graphs compiled before; once the budget is split, by this one or those
+    where         most are held, for people
+    holders       who holds them there: names for people, and bytes
+    device_bytes  of both together; None as long as the budget is not split
+    """
+
+    nbytes: int = 0
+    where: str = ""
+    holders: tuple[tuple[str, int], ...] = ()
+    device_bytes: int | None = None
+
+    def with_fetches(self, phase: str) -> str:
+        """Where both are on the device: what is held, and what a pass fetches at once."""
+        if not self.nbytes:
+            return f"{phase} pass of the model"
+        return f"{self.where}, with what the {phase} pass fetches at once,"
+
+
+NOTHING_BESIDE = Beside()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions about one graph.
+
+    params        handle -> what is behind it: a parameter, whose handle is a placeholder, or a
+                  value that forward offloads for backward
+    budget_bytes  bytes of the device, and once it is split of its arena; None without tiered
+                  parameters
+    beside        what is held of the device beside the arena
+    cuts          handle -> the most bytes of a tile, of each weight that is to be cut; None as long
+                  as that is not decided
+    sliced        regions that run over slices of tokens, in graph order
+    slots         fetch node -> its range of the arena
+    notes         what was left undone, and why
+    activations   what becomes of each value that backward needs, in the order they are made
+    activation_cost  of those together; None as long as they are not planned
+    kept          what would be held if all of those were kept; None: they are
+    held          what is held; None as long as the budget is not split
+    roundings     where results may round otherwise than eager's; empty: every bit is the same
+    traced_work   what each phase computes as it was traced, before any pass; empty, if no pass ran
+    least_bytes   of the arena, in which the fetches of either phase surely find addresses
+    """
+
+    params: Mapping[NodeName, ParamSpec]
+    budget_bytes: int | None = None
+    beside: Beside = NOTHING_BESIDE
+    cuts: Mapping[str, int] | None = None
+    sliced: tuple[SlicedRegion, ...] = ()
+    slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
+    notes: tuple[Note, ...] = ()
+    activations: tuple[Activation, ...] = ()
+    activation_cost: ActivationCost | None = None
+    kept: Curve | None = None
+    held: Curve | None = None
+    roundings: tuple[Rounding, ...] = ()
+    traced_work: Mapping[Phase, Work] = field(default_factory=_not_counted)
+    least_bytes: int = 0
+
+    def spec_of(self, fetch: fx.Node) -> ParamSpec:
+        """The parameter that a fetch brings."""
+        (handle,) = [n for n in fetch.all_input_nodes if n.name in self.params]
+        return self.params[NodeName(handle.name)]
+
+    @property
+    def memory(self) -> Memory | None:
+        """What is held beside the arena, with all that is saved kept and as it was chosen."""
+        return None if self.held is None else Memory(self.kept or self.held, self.held)
+
+    @property
+    def arena_bytes(self) -> int:
+        """End of the highest slot."""
+        return max((slot.end for slot in self.slots.values()), default=0)

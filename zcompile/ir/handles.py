@@ -1,0 +1,266 @@
+"""Which entry a handle names.
+
+A handle is a 0-dim int64 CPU tensor: the one inner tensor of a tiered tensor, and an input of
+every compiled graph that touches it. Its value stands for a key of the table below: keys are spread
+over all 63 bits, so that a handle that somebody rounded or changed, as hooks on saved tensors may,
+names no entry, and never another one. The graph says which
+handle; the call says which entry. The table is the only thing that two models in one process
+share, and it holds entries weakly: an entry lives as long as its store keeps it.
+"""
+
+import ctypes
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import ParameterChanged
+from zcompile.ir.ties import Tie, Watch
+from zcompile.ir.torch_private import counted_with, is_held_by
+
+
+class Leaf(Protocol):
+    """What gradients need of what a handle names: an entry, or a share of one.
+
+    owner  the parameter whose gradient comes by this handle
+    shown  the layout by which the owner shows what the handle names; None if it does not, since its
+           .data is something else
+    """
+
+    key: int
+    owner: "weakref.ref[Any] | None"
+    shown: object
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        """`grad` becomes, or is added to, the gradient of the owner; or, with an offset, that part
+        of it (`ops.reduce_tile`)."""
+
+
+class Held(Protocol):
+    """What the ops need of an entry; `runtime.store.Entry` is the one that exists."""
+
+    key: int
+    name: str
+    nbytes: int
+    owner: "weakref.ref[Any] | None"
+    shown: object
+    store: Any
+    """Has `offload(value, tier, name)`: a new entry that holds `value`, by its handle."""
+
+    def gather(
+        self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+    ) -> Tensor:
+        """The full value on the compute device, gathered now; blocks."""
+
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        """`grad` becomes, or is added to, the gradient of the parameter this entry holds; or, with
+        an offset, that part of it (`ops.reduce_tile`)."""
+
+
+HOLDERS = 2
+"""Of the memory of a handle: itself, and the tensor of one dimension that it was reshaped from."""
+ANEW = "build the model anew, offload that, and load what was saved"
+"""What to do where entries are gone: their values went with the store."""
+
+_SPREAD, _WIDTH = 0x1E3779B97F4A7C15, 1 << 63
+_GATHER = pow(_SPREAD, -1, _WIDTH)
+_KEYS = itertools.count(1)
+_ENTRIES: dict[int, Tie] = {}
+_GONE: deque[Tie] = deque()
+"""Of entries that have died; a `WeakValueDictionary` would run Python code when they do."""
+
+
+def _spread(key: int) -> int:
+    return key * _SPREAD % _WIDTH
+
+
+def _key_of(handle: Tensor) -> int:
+    return int(handle) * _GATHER % _WIDTH
+
+
+def new_key() -> int:
+    return next(_KEYS)
+
+
+def bind(entry: Held) -> None:
+    """From here on `entry.key` names `entry`."""
+    while _GONE:
+        try:
+            _ENTRIES.pop(_GONE.popleft().mark, None)
+        except IndexError:  # another thread was here
+            break
+    _ENTRIES[entry.key] = Tie(entry, _GONE, entry.key)
+
+
+def handle_of(key: int, watch: Watch) -> Tensor:
+    """A 0-dim tensor that stands for `key`; `watch` is told of what dies with its storage.
+
+    The storage is what counts: autograd may keep the handle for backward after whoever held it is
+    gone.
+    """
+    memory = (ctypes.c_int64 * 1)(_spread(key))
+    watch(memory)
+    return _over(memory)
+
+
+def _over(memory: Any) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.int64).reshape(())
+
+
+class _Cell(ctypes.c_int64 * 1):  # type: ignore[misc]  # made by ctypes
+    """The memory of a further handle, which keeps the entry's own alive as long as it lives.
+
+    Writes are counted for all handles of an entry at once: whichever of them a graph has saved
+    for its backward, autograd sees that the bytes were written since.
+    """
+
+    root: Tensor
+
+
+class Share:
+    """A further handle of an entry: that of a parameter which came to it by `p.data = x`.
+
+    Gradients of a call go to whom its handle belongs to. So each parameter has a handle of its own
+    for what it shows, and one that goes on to show something else leaves it to the calls under way.
+
+    of     key of the entry
+    owner  the parameter
+    tie    to the memory of the handle
+    """
+
+    def __init__(self, key: int, of: int, owner: Tensor, tie: Tie) -> None:
+        self.key, self.of, self.tie = key, of, tie
+        self.owner: weakref.ref[Any] | None = weakref.ref(owner)
+        self.shown: object = None
+
+    @property
+    def entry(self) -> Held:
+        return _entry_at(self.of)
+
+    @property
+    def name(self) -> str:
+        """Of the parameter."""
+        owner = self.owner() if self.owner is not None else None
+        return self.entry.name if owner is None else str(owner._name_in_store())
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        self.entry.store.on_gradient(self, grad, offset)
+
+
+_SHARES: dict[int, Share] = {}
+_SHARES_OF: dict[int, dict[int, Share]] = {}
+"""Key of an entry -> its shares, by their keys."""
+_LEFT: deque[Tie] = deque()
+"""Of shares whose handle has died."""
+
+
+def _bury_shares() -> None:
+    while _LEFT:
+        try:
+            gone = _SHARES.pop(_LEFT.popleft().mark, None)
+        except IndexError:  # another thread was here
+            return
+        if gone is None:
+            continue
+        others = _SHARES_OF.get(gone.of, {})
+        others.pop(gone.key, None)
+        if not others:
+            _SHARES_OF.pop(gone.of, None)
+
+
+def leaf_of(handle: Tensor) -> Leaf:
+    """Whose gradient the calls bring that were made with this handle: the entry, if it is the only
+    handle of that. raises  ParameterChanged if the entry is gone"""
+    return _SHARES.get(_key_of(handle)) or entry_of(handle)
+
+
+def leaves_of(handles: Sequence[Tensor], entries: Sequence[Held]) -> Sequence[Leaf]:
+    """Of each, where `entries` are behind them."""
+    if _LEFT:
+        _bury_shares()
+    if not _SHARES:
+        return entries
+    return [_SHARES.get(_key_of(h)) or e for h, e in zip(handles, entries, strict=True)]
+
+
+def claimed(handle: Tensor, param: Tensor) -> Tensor:
+    """A handle by which `param` names what `handle` does: the same, if it is nobody else's.
+
+    A parameter that comes back to its own entry gets the handle it had there: graphs have saved
+    that, and what is written from now on is to be counted where they look.
+    """
+    leaf = leaf_of(handle)
+    if leaf.owner is None:
+        leaf.owner = weakref.ref(param)
+    if leaf.owner() is param:
+        return handle
+    _bury_shares()
+    before: Any = leaf.tie() if isinstance(leaf, Share) else None
+    root: Tensor = handle if before is None else before.root
+    owner = _entry_at(_key_of(root)).owner
+    if owner is not None and owner() is param:
+        return root
+    key, of, memory = new_key(), _key_of(root), _Cell()
+    memory[0], memory.root = _spread(key), root
+    share = Share(key, of, param, Tie(memory, _LEFT, key))
+    _SHARES[key] = _SHARES_OF.setdefault(of, {})[key] = share
+    return counted_with(root, _over(memory))
+
+
+def shows(param: Any, layout: object) -> None:
+    """What graphs that wait for their backward are to know of the handle that `param` has now: the
+    layout by which it shows what that names; None, if it is about to show something else."""
+    leaf = leaf_of(param._handle)
+    if leaf.owner is not None and leaf.owner() is param:
+        leaf.shown = layout
+
+
+def is_named_once(tiered: Any) -> bool:
+    """Whether nothing but this tiered tensor names its entry: no view, no graph, no share."""
+    shared = isinstance(leaf_of(tiered._handle), Share)
+    return not shared and is_held_by(tiered, "_handle", HOLDERS)
+
+
+def owners_of(entry: Held) -> list[Any]:
+    """The parameters that have a handle of `entry`, be it for calls under way only."""
+    _bury_shares()
+    shares = list(_SHARES_OF.get(entry.key, {}).values())
+    refs = [entry.owner, *(share.owner for share in shares)]
+    found = [ref() for ref in refs if ref is not None]
+    return [param for param in found if param is not None]
+
+
+def entry_of(handle: Tensor) -> Held:
+    """The entry behind a handle.
+
+    handle  [] int64, on the CPU
+    raises  ParameterChanged if the entry is gone, or the handle was changed
+    """
+    key = _key_of(handle)
+    share = _SHARES.get(key)
+    return _entry_at(key if share is None else share.of)
+
+
+def _entry_at(key: int) -> Held:
+    tie = _ENTRIES.get(key)
+    entry: Held | None = None if tie is None else tie()
+    if entry is None:
+        raise ParameterChanged(
+            f"behind handle {key}",
+            "is not there: its store was closed, or hooks on saved tensors gave back another "
+            "number than they were given, or a copy of one that stood for an activation",
+            f"{ANEW}; or let torch.autograd.graph.saved_tensors_hooks leave integers as they are",
+        )
+    return entry

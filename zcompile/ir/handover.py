@@ -1,0 +1,99 @@
+"""Which fetches of the next call may start while this one still computes: pure, for two schedules.
+
+The runtime starts them there (`runtime/foresight.py`), the simulator walks them, the verifier
+proves them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
+from zcompile.ir.specs import Kind, Phase
+
+
+@dataclass(frozen=True)
+class Handover:
+    """starts: instruction of one schedule -> fetches of the next that start after it.
+
+    peak_bytes  the most that both together take of the arena while the first one runs
+    """
+
+    starts: Mapping[int, Sequence[Fetch]]
+    peak_bytes: int
+
+
+NOTHING_WRITTEN: Mapping[int, int] = MappingProxyType({})
+
+
+def handover(
+    now: Schedule, then: Schedule, written: Mapping[int, int] = NOTHING_WRITTEN
+) -> Handover:
+    """After which instruction of `now` each opening fetch of `then` may start.
+
+    Opening fetches are those before the first compute of `then`. Each starts after the last fetch
+    of `now`, so that it delays none, after every slot of `now` under it was given back, and after
+    `now` has written what it brings (`written`, by its ticket), since it would be stale before.
+    Entries that are new in every call cannot be foreseen: a fetch of a gradient stays where it is.
+    """
+    last_fetch = max((i for i, x in enumerate(now.instructions) if isinstance(x, Fetch)), default=0)
+    frees = [(i, x.slot) for i, x in enumerate(now.instructions) if isinstance(x, Free)]
+    ready: dict[int, list[Fetch]] = {}
+    for fetch in _opening(then):
+        under = [i for i, slot in frees if slot.overlaps(fetch.slot)]
+        at = max([last_fetch, written.get(fetch.ticket, 0), *under])
+        if at < len(now.instructions):
+            ready.setdefault(at, []).append(fetch)
+    return Handover(ready, _joint_peak(now, ready))
+
+
+def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], Kind]) -> bool:
+    """Whether what is handed over passes its calls by, from the call before to the one after.
+
+    So it does where gradients are changed where they rest, as by clipping, and nothing else is
+    done: that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
+    """
+    rows = schedule.instructions
+    if schedule.phase is not Phase.STEP or any(isinstance(x, Fetch) for x in rows):
+        return False
+    changed = [x.entry for x in rows if isinstance(x, Borrow) and x.writes]
+    return bool(changed) and all(kind_of(entry) is Kind.GRAD for entry in changed)
+
+
+def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
+    taken = peak = 0
+    for index, instruction in enumerate(now.instructions):
+        if isinstance(instruction, Fetch):
+            taken += instruction.slot.nbytes
+        elif isinstance(instruction, Free):
+            taken -= instruction.slot.nbytes
+        taken += sum(fetch.slot.nbytes for fetch in starts.get(index, ()))
+        peak = max(peak, taken)
+    return peak
+
+
+def _opening(schedule: Schedule) -> Sequence[Fetch]:
+    opening: list[Fetch] = []
+    if schedule.annex_at:
+        return opening  # which the call before it may hold
+    for instruction in schedule.instructions:
+        if isinstance(instruction, Run):
+            break
+        if isinstance(instruction, Fetch) and instruction.lasting:
+            opening.append(instruction)
+    return opening
+
+
+def last_writes(schedule: Schedule, key_of: Callable[[EntryIndex], int]) -> Mapping[int, int]:
+    """Key of an entry -> the instruction of `schedule` after which it is written; for what
+    `schedule` writes at all, which only a step does."""
+    if schedule.phase is not Phase.STEP:
+        return NOTHING_WRITTEN
+    last_run, written = 0, dict[int, int]()
+    for index, x in reversed(list(enumerate(schedule.instructions))):
+        if isinstance(x, Run):
+            last_run = index
+        elif isinstance(x, Store) or (isinstance(x, Borrow) and x.writes):
+            at = index if isinstance(x, Store) else last_run
+            written.setdefault(key_of(x.entry), at)
+    return written

@@ -1,0 +1,157 @@
+"""The one text form of graphs and schedules: for the dump, the golden tests and the errors."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from zcompile.ir.graph import phase_of
+from zcompile.ir.liveness import profile
+from zcompile.ir.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Instruction,
+    Left,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Store,
+    Wait,
+)
+from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.units import show_size
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+_EXCERPT_LINES = 3
+
+
+def type_of(value: object) -> str:
+    """ "f32[4, 32]" for a tensor, "sym" for a size, "" for anything else."""
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{', '.join(str(n) for n in value.size())}]"
+    return "sym" if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else ""
+
+
+def target_of(node: fx.Node) -> str:
+    """ "aten.mm", "zinf.wait", "getitem"; the overload only where it is not the default."""
+    if isinstance(node.target, Dispatched):
+        return str(node.target).removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def argument(value: object) -> str:
+    """An argument as text; a node that is read is written "%name"."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(argument(v) for v in value) + "]"
+    return str(value)
+
+
+def line(node: fx.Node) -> str:
+    """One node as text. A fetch shows its handle alone: the rest stands in its type."""
+    if node.op == "output":
+        (results,) = node.args
+        return f"return {argument(results if isinstance(results, list | tuple) else [results])}"
+    kind = type_of(node.meta.get("val"))
+    left = f"%{node.name}: {kind}" if kind else f"%{node.name}"
+    if node.op != "call_function":
+        return f"{left} = {node.op}"
+    target = target_of(node)
+    args = node.args[:1] if target in ("zinf.gather", "zinf.fetch") else node.args
+    inside = [argument(a) for a in args]
+    inside += [f"{k}={argument(v)}" for k, v in node.kwargs.items()]
+    call = f"{target}({', '.join(inside)})"
+    return call if node.meta.get("val") is None else f"{left} = {call}"
+
+
+def lines(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, int]]:
+    """Each node, its text, and the bytes alive while it runs."""
+    for node, alive in zip(graph.nodes, profile(graph), strict=True):
+        yield node, line(node), alive
+
+
+def text(graph: fx.Graph) -> str:
+    """The graph by phase, one node a line; the right column is what is alive while it runs."""
+    rows: list[str] = []
+    phase = None
+    for node, left, alive in lines(graph):
+        if node.op == "placeholder":
+            continue
+        if node.op != "output" and phase_of(node) is not phase:
+            phase = phase_of(node)
+            rows.append(f"{phase.value}:")
+        rows.append(f"  {left:<86} {show_size(alive)}".rstrip())
+    return "\n".join(rows) + "\n"
+
+
+def excerpt(graph: fx.Graph, culprit: fx.Node) -> str:
+    """The lines around a node, which is marked."""
+    nodes = list(graph.nodes)
+    at = nodes.index(culprit)
+    start, end = max(0, at - _EXCERPT_LINES), at + _EXCERPT_LINES + 1
+    return "\n".join(
+        f"  {'>' if node is culprit else ' '} {line(node)}" for node in nodes[start:end]
+    )
+
+
+def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None]:
+    """stream, kind, name, bytes of an instruction."""
+    match instruction:
+        case Fetch():
+            return "h2d", "fetch", instruction.name, instruction.nbytes
+        case Wait():
+            return "compute", "wait", instruction.name, None
+        case Run():
+            return "compute", "run", instruction.region.text, None
+        case Free():
+            return "compute", "free", instruction.name, instruction.slot.nbytes
+        case Reduce():
+            tile = instruction.nbytes if instruction.of_nbytes else None
+            if instruction.stays:
+                return "compute", "stay", instruction.name, instruction.nbytes
+            return "d2h", "reduce", instruction.name, tile
+        case Store():
+            return "d2h", "store", instruction.name, instruction.nbytes
+        case Offload():
+            return "d2h", "offload", instruction.name, instruction.nbytes
+        case Left():
+            return "compute", "left", instruction.name, instruction.nbytes
+        case Borrow():
+            return "compute", "borrow", instruction.name, instruction.layout.nbytes
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The schedule, one instruction a line: stream, what, which, bytes, address, tickets."""
+    rows = [
+        f"{schedule.phase.value} of {schedule.name}: {len(schedule.instructions)} instructions, "
+        f"peak {show_size(schedule.peak_bytes)} in an arena of {show_size(schedule.arena_bytes)}"
+    ]
+    for index, instruction in enumerate(schedule.instructions):
+        stream, kind, name, nbytes = instruction_row(instruction)
+        size = "" if nbytes is None else str(nbytes)
+        slot = getattr(instruction, "slot", None)
+        where = "" if slot is None else f"@{slot.address}"
+        after = getattr(instruction, "after", ())
+        ticket = getattr(instruction, "ticket", None)
+        tickets = "" if ticket is None else f"t{ticket}"
+        tickets += "".join(f" <t{t}" for t in after)
+        row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
+        rows.append(row.rstrip())
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,126 @@
+"""Regions: the structure of a run of compute, and the callable it is compiled to.
+
+Two regions are the same if their ops, arguments, wiring, shapes, strides and dtypes are; names
+and positions do not count. Dynamic sizes count by their expression. Each distinct region is
+compiled once, so that compile time does not grow with depth.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.ir.printer import target_of
+from zcompile.ir.specs import Region
+from zcompile.ir.work import work_of
+
+aten = torch.ops.aten
+
+Compiled = MutableMapping[str, Region]
+"""Regions compiled so far, by structure."""
+
+
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a region reads from outside, in the order of first use."""
+    inside = set(nodes)
+    return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+
+
+def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a region makes that others read, in order."""
+    inside = set(nodes)
+    return [node for node in nodes if any(user not in inside for user in node.users)]
+
+
+def compile_region(
+    nodes: Sequence[fx.Node], compiled: Compiled, placed: Sequence[int] = ()
+) -> Region:
+    """The region these nodes form, from `compiled` if one of equal structure is there.
+
+    placed  outputs, by position, that `Region.call_into` is to make in memory it is given; each
+            a matrix product (`is_product`)
+    """
+    key = structure(nodes)
+    if key not in compiled:
+        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True)
+    plain = compiled[key]
+    if not placed:
+        return plain
+    known = f"{key} {tuple(placed)}"
+    if known not in compiled:
+        outputs = outputs_of(nodes)
+        call_into = _eager(nodes, [outputs[at] for at in placed])
+        compiled[known] = replace(plain, placed=tuple(placed), call_into=call_into)
+    return compiled[known]
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether it can be made in memory that is given, row-major."""
+    value = node.meta.get("val")
+    if node.target is not aten.mm.default or not isinstance(value, torch.Tensor):
+        return False
+    return value.is_contiguous()
+
+
+def structure(nodes: Sequence[fx.Node]) -> str:
+    """Digest of everything about a region but its names."""
+    number = {node: index for index, node in enumerate((*inputs_of(nodes), *nodes))}
+    parts = [_described(node.meta.get("val")) for node in inputs_of(nodes)]
+    for node in nodes:
+        args = _canonical((node.args, node.kwargs), number)
+        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}")
+    parts.append(str([number[node] for node in outputs_of(nodes)]))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.size())}{tuple(value.stride())}{value.device}"
+    if isinstance(value, list | tuple):
+        return "(" + ",".join(_described(v) for v in value) + ")"
+    return str(value)
+
+
+def _canonical(value: object, number: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{number[value]}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_canonical(v, number) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_canonical(v, number)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def _summary(nodes: Sequence[fx.Node]) -> str:
+    counts = Counter(target_of(node).removeprefix("aten.").split(".")[0] for node in nodes)
+    counts.pop("getitem", None)
+    return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
+
+
+def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
+    """The code of these nodes. Each value is let go of after its last reader, inputs too: they
+    come in a list, which is emptied. `products` are made in the tensors of a second list."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    targets = graph.placeholder("targets") if products else None
+    env = {
+        node: graph.call_function(getitem, (given, position))
+        for position, node in enumerate(inputs_of(nodes))
+    }
+    graph.call_method("clear", (given,))
+    place = {
+        node: graph.call_function(getitem, (targets, position))
+        for position, node in enumerate(products)
+    }
+    for node in nodes:
+        made = env[node] = graph.node_copy(node, env.__getitem__)
+        if node in place:
+            made.target = aten.mm.out
+            made.kwargs = {**made.kwargs, "out": place[node]}
+    graph.output(tuple(env[node] for node in outputs_of(nodes)))
+    return fx.GraphModule(torch.nn.Module(), graph).forward

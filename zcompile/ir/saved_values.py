@@ -1,0 +1,143 @@
+"""What forward keeps for backward: storages, who reads them, and what it takes to make them again.
+
+Values that share a storage are one `Saved`: what is kept, moved or made again is the storage, and
+views of it are taken where they are read. A gathered parameter, its views and its casts are not
+among them, since backward gathers again.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.graph import CASTS, aliases_of, find, output_of, phase_of, root_of
+from zcompile.ir.specs import Layout, Phase
+from zcompile.ir.torch_private import Dispatched, hint, is_random, is_symbol, mutated_inputs
+
+REPEATABLE = frozenset({"aten", "prims"})
+"""Namespaces whose ops say whether they draw random numbers. An op of somebody else may draw some,
+or keep a state, without a word; its values are kept or moved, and never made again."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """root  the node that makes the storage
+    members  the values over it that backward reads, the root or views, in graph order
+    """
+
+    root: fx.Node
+    members: tuple[fx.Node, ...]
+
+
+class SavedValues:
+    """The forward values of a joint graph that backward reads, by storage."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.gathered = frozenset(n for g in find(graph, ops.gather) for n in family_of(g))
+        self._roots: dict[fx.Node, fx.Node] = {}
+        self.mutated = mutated_inputs(graph) | {self.root(n) for n in _written(graph)}
+        """Storages that do not hold the same all the time."""
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """As `graph.root_of`."""
+        if node not in self._roots:
+            self._roots[node] = root_of(node)
+        return self._roots[node]
+
+    @cached_property
+    def saved(self) -> tuple[Saved, ...]:
+        """In graph order; without what the caller gave, which is there anyway."""
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if self.is_forward(node) and any(self.is_backward(user) for user in node.users):
+                root = self.root(node)
+                if is_value(node) and root.op == "call_function":
+                    members.setdefault(root, []).append(node)
+        return tuple(Saved(root, tuple(rows)) for root, rows in members.items())
+
+    @cached_property
+    def returned(self) -> frozenset[fx.Node]:
+        """Storages that a result of the graph lies in: whoever gets that keeps them."""
+        return frozenset(self.root(n) for n in output_of(self.graph).all_input_nodes)
+
+    def is_forward(self, node: fx.Node) -> bool:
+        return node.op != "output" and node not in self.gathered and phase_of(node) is Phase.FORWARD
+
+    @staticmethod
+    def is_backward(node: fx.Node) -> bool:
+        return node.op == "call_function" and phase_of(node) is Phase.BACKWARD
+
+    def maker(self, root: fx.Node) -> fx.Node:
+        """The op that makes a storage: that of all its results, for one of several."""
+        if root.target is operator.getitem:
+            (several, _) = root.args
+            assert isinstance(several, fx.Node)
+            return several
+        return root
+
+    def may_repeat(self, root: fx.Node) -> bool:
+        """Whether its op gives the same again, whenever it is called on the same."""
+        maker = self.maker(root)
+        return (
+            maker.op == "call_function"
+            and isinstance(maker.target, Dispatched)
+            and maker.target.namespace in REPEATABLE
+            and not maker.target._schema.is_mutable
+            and not is_random(maker)
+            and self.root(root) not in self.mutated
+            and not any(self.root(n) in self.mutated for n in maker.all_input_nodes)
+        )
+
+    def may_move(self, root: fx.Node) -> bool:
+        """Whether it can be offloaded: a plain tensor of a known size that nobody else holds."""
+        value = root.meta["val"]
+        if not isinstance(value, torch.Tensor) or root in self.returned | self.mutated:
+            return False
+        fixed = all(isinstance(n, int) for n in (*value.size(), *value.stride()))
+        return fixed and value.layout is torch.strided and storage_bytes(root) > 0
+
+
+def is_value(node: fx.Node) -> bool:
+    """A tensor, not a size."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and not is_symbol(node)
+
+
+def storage_bytes(root: fx.Node) -> int:
+    """Of the storage that a node makes, as torch's allocator is asked for it; a dynamic size as it
+    was when traced."""
+    value = root.meta["val"]
+    return hint(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
+
+
+def layout_of(root: fx.Node) -> Layout:
+    return Layout.of(root.meta["val"])
+
+
+def family_of(gather: fx.Node) -> list[fx.Node]:
+    """A gathered parameter, its views, and casts of those: what is gathered again in backward."""
+    family = list(aliases_of(gather))
+    for member in family:
+        for user in member.users:
+            if user.target in CASTS and user not in family:
+                family.extend(n for n in aliases_of(user) if n not in family)
+    return family
+
+
+def _written(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What ops are given to write to."""
+    for node in graph.nodes:
+        if not isinstance(node.target, Dispatched) or not node.target._schema.is_mutable:
+            continue
+        if node.target in ops.OURS:
+            continue
+        for position, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = node.args[position] if position < len(node.args) else node.kwargs.get(
+                    argument.name)  # fmt: skip
+                many = given if isinstance(given, list | tuple) else (given,)
+                yield from (value for value in many if isinstance(value, fx.Node))

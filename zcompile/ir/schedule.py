@@ -1,0 +1,307 @@
+"""Instructions and schedules: the door between compile time and run time.
+
+A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`, `Left`) act in
+order on the compute stream; transfers (`Fetch`, `Reduce`, `Store`, `Offload`) are started in order
+on the stream of their link and run beside it. What a transfer must wait for is named by tickets, so
+that safety can be read off the list alone. Sizes and addresses are bytes; a register is an index
+into the values of one call.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
+from typing import Any, NewType
+
+import torch
+
+from zcompile.ir.holds import NOTHING_HELD, Holds, Level
+from zcompile.ir.specs import Layout, Phase, Region, Work
+
+Register = NewType("Register", int)
+Ticket = NewType("Ticket", int)
+EntryIndex = NewType("EntryIndex", int)
+"""Which of a schedule's handles; the call says which entry that is."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of the device arena."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+    def overlaps(self, other: "Slot") -> bool:
+        return self.address < other.end and other.address < self.end
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The dtype of an entry's elements, and that of a copy of it."""
+
+    wide: torch.dtype
+    narrow: torch.dtype
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Start moving bytes [begin, begin + nbytes) of an entry into a slot of the arena.
+
+    The slot is taken from here on. `after`: the transfer starts once these are complete.
+    `lasting`: the entry outlives the step, so the fetch can be foreseen in the next one.
+    `cast`: bring the copy in another dtype that the store keeps beside the entry.
+    """
+
+    entry: EntryIndex
+    begin: int
+    nbytes: int
+    slot: Slot
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+    lasting: bool = True
+    cast: Cast | None = None
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute waits for a fetch; `register` becomes a tensor of `layout` over the slot."""
+
+    ticket: Ticket
+    slot: Slot
+    layout: Layout
+    register: Register
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Compute a region. `drops` are registers nobody reads afterwards.
+
+    `ticket`, if given, is complete once compute has passed this instruction. The outputs that its
+    region places are the whole gradients of the entries `into`, and nobody else reads them.
+    """
+
+    region: Region
+    inputs: tuple[Register, ...]
+    outputs: tuple[Register, ...]
+    drops: tuple[Register, ...] = ()
+    ticket: Ticket | None = None
+    names: tuple[str, ...] = ()
+    into: tuple[EntryIndex, ...] = ()
+
+
+@dataclass(frozen=True)
+class Free:
+    """The slot is given back; `register` must not be read any more.
+
+    A later fetch into an overlapping range names, in its `after`, the last `Run` before this.
+    """
+
+    slot: Slot
+    register: Register
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A gradient leaves for its home: it becomes the entry's gradient, or is added to it. Or a tile
+    of one of `of_nbytes`, from `begin` on: all tiles of a contribution, then those of the next.
+
+    stays  it is at home in the memory that compute made it in; nothing moves
+    """
+
+    value: Register
+    entry: EntryIndex
+    after: tuple[Ticket, ...] = ()
+    drop: bool = True
+    name: str = ""
+    nbytes: int = 0
+    begin: int = 0
+    of_nbytes: int = 0
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Store:
+    """Bytes of a slot go home to [begin, begin + nbytes) of an entry (the optimizer step)."""
+
+    entry: EntryIndex
+    begin: int
+    nbytes: int
+    slot: Slot
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Borrow:
+    """`register` becomes a tensor of `layout` over an entry's own bytes, from `begin` on.
+
+    For entries that rest where compute can reach them. What moves these bytes is waited for;
+    `writes`: compute changes them.
+    """
+
+    entry: EntryIndex
+    begin: int
+    layout: Layout
+    register: Register
+    writes: bool
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A value that backward needs leaves for `tier`, where it becomes a new entry.
+
+    `register` becomes the handle that names it, whose life is that of the entry. The value stays
+    in device memory until a `Left` names `ticket`; nothing writes to it meanwhile.
+
+    layout  how the value lies in the entry
+    made    which of the entries that a call makes
+    """
+
+    value: Register
+    tier: str
+    layout: Layout
+    register: Register
+    made: int
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class Left:
+    """Compute waits until the value in `register` has left; its memory is given back."""
+
+    ticket: Ticket
+    register: Register
+    nbytes: int = 0
+    name: str = ""
+
+
+SERIALS = count()
+"""Where `Schedule.serial` comes from."""
+
+Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow | Offload | Left
+
+
+CHANGE_HOLDING = (Run, Reduce, Left)
+"""Instructions that change what a call holds beside the arena."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One phase of one graph, ready to be walked.
+
+    handles      register of each handle among the inputs; an EntryIndex points here
+    inputs       how many registers the call fills, from 0 on
+    constants    registers that hold the same value in every call
+    outputs      register or literal (None, an int) of each result
+    sinks        entries whose gradient backward will send home, as often as it has contributions
+    serial       tells schedules apart; unique in a process
+    arena_bytes  bytes of the device arena that the slots lie in
+    peak_bytes   largest sum of slots taken at once
+    trains       a forward that a backward follows
+    rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
+    holds        what its calls hold of the device beside the arena
+    read_back    parameters that a backward reads, and how they lay in their entries in forward
+    least_bytes  of an arena in which a call of either phase of its graph can be arranged
+    annex_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
+    traced_work  what the phase computed as it was traced: without what passes make again, or cut;
+                 None, if it was not traced
+    """
+
+    phase: Phase
+    name: str
+    instructions: tuple[Instruction, ...]
+    handles: tuple[Register, ...]
+    inputs: int
+    constants: tuple[tuple[Register, Any], ...]
+    outputs: tuple["Register | Literal", ...]
+    registers: int
+    sinks: tuple[EntryIndex, ...]
+    serial: int
+    arena_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+    names: Mapping[int, str]
+    trains: bool = False
+    rows: tuple[Any, ...] = ()
+    holds: Holds = NOTHING_HELD
+    annex_at: int = 0
+    traced_work: Work | None = None
+    least_bytes: int = 0
+    read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
+
+    @property
+    def call_kind(self) -> str:
+        """The value of its phase, but "inference" for a forward that no backward follows."""
+        infers = self.phase is Phase.FORWARD and not self.trains
+        return "inference" if infers else self.phase.value
+
+    def fetches(self) -> Iterator[Fetch]:
+        return (i for i in self.instructions if isinstance(i, Fetch))
+
+    @cached_property
+    def lone_gradients(self) -> tuple[EntryIndex, ...]:
+        """The entries for which a call makes one gradient, and that whole."""
+        made = [x for x in self.instructions if isinstance(x, Reduce)]
+        times = Counter(reduce.entry for reduce in made)
+        return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
+
+    @cached_property
+    def staying(self) -> frozenset[EntryIndex]:
+        """The entries whose gradients stay where compute makes them."""
+        return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
+
+    @cached_property
+    def level_at(self) -> Mapping[int, Level]:
+        """What is held around the instruction at an index, if it changes that and it is known."""
+        changes = (i for i, x in enumerate(self.instructions) if isinstance(x, CHANGE_HOLDING))
+        return dict(zip(changes, self.holds.levels, strict=False))
+
+    def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
+        """As it is if the gradients of these entries stay where compute makes them."""
+        if not entries:
+            return self
+        rows = [replace(x, stays=True) if isinstance(x, Reduce) and x.entry in entries else x
+                for x in self.instructions]  # fmt: skip
+        return replace(self, instructions=tuple(rows), serial=next(SERIALS))
+
+    @cached_property
+    def departing_bytes(self) -> int:
+        """That gradients of calls before may take on their way home when this one begins, and its
+        own where no `Level.departing` is known: one leaves while the next is made."""
+        return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
+
+    @cached_property
+    def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:
+        """The copies in another dtype that it fetches."""
+        return tuple(dict.fromkeys((f.entry, f.cast) for f in self.fetches() if f.cast))
+
+
+@dataclass(frozen=True)
+class Literal:
+    """An output that is known without running: None, or a constant."""
+
+    value: object
+
+
+@dataclass(frozen=True)
+class GradientOf(Literal):
+    """The place of a gradient that went home: None to autograd, unless it is to have this one
+    itself, since hooks of the user may wait for it there (`runtime/gradients.py`)."""
+
+    entry: EntryIndex

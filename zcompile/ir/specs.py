@@ -1,0 +1,235 @@
+"""What a parameter is, what kinds of entry the store holds, and what a region of compute is."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NewType
+
+import torch
+
+from zcompile.ir.units import KiB
+
+ParamName = NewType("ParamName", str)
+"""Dotted name of a parameter, "layers.3.mlp.up.weight"; for people."""
+NodeName = NewType("NodeName", str)
+"""Name of an fx node; unique in its graph, so it serves as a key. Never parsed."""
+SMALL_BYTES = 64 * KiB
+"""An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
+costs several times that. So small ones rest near, even in room that is kept for others."""
+ALIGNMENT = 512
+"""Bytes. What CUDA's own allocator aligns to; enough for every vector width."""
+HELD = "held"
+"""Where a gradient rests that stays in the memory that compute made it in, beside the arena."""
+ON_DEVICE = frozenset({"device", HELD})
+"""Where entries rest that compute uses as they are."""
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to whole `ALIGNMENT`, and at least one."""
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+
+
+def row_major(size: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor of this size that lies without gaps, last dimension last.
+
+    As `torch.empty(size)` has them: a dimension of 0 counts as 1.
+    """
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(1, n)
+    return tuple(reversed(strides))
+
+
+class Kind(enum.Enum):
+    """What an entry of the store is, which decides where it would best rest."""
+
+    PARAM = "parameter"
+    GRAD = "gradient"
+    STATE = "optimizer state"
+    COPY = "parameter in another dtype"
+    RESULT = "result of an optimizer's step, until it is kept as a state"
+    ACTIVATION = "value that backward needs, from one call of forward"
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the entry outlives the step, so that its next use can be foreseen."""
+        return self in (Kind.PARAM, Kind.STATE, Kind.COPY)
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in the bytes of its entry.
+
+    size, stride, offset    in elements, as torch has them; offset from the entry's first byte
+    dtype                   torch dtype
+    conj, neg               it reads as the conjugate, as the negative, of what the bytes hold, as
+                            views do that `conj()` and `.imag` of a complex tensor give
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool = False
+    neg: bool = False
+
+    @cached_property
+    def numel(self) -> int:
+        count = 1
+        for n in self.size:
+            count *= n
+        return count
+
+    @cached_property
+    def span(self) -> int:
+        """Elements from the first to one past the last that the tensor touches, offset excluded."""
+        if self.numel == 0:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the span."""
+        return self.span * self.dtype.itemsize
+
+    @cached_property
+    def dense(self) -> bool:
+        """No gaps and no overlap: every element of the span belongs to exactly one index."""
+        if self.span != self.numel:
+            return False
+        # As many are not yet the same: size (3, 3) with strides (2, 2) touches 5 of its span of 9.
+        below = 1
+        lying = [(s, n) for n, s in zip(self.size, self.stride, strict=True) if n > 1]
+        for stride, count in sorted(lying) if self.numel else ():
+            if stride != below:
+                return False
+            below *= count
+        return True
+
+    def covers(self, nbytes: int) -> bool:
+        """Whether each byte of an entry of `nbytes` belongs to exactly one element of the tensor,
+        and its elements are what the bytes hold.
+
+        To touch the first byte and the last is not to cover: a diagonal does that, and every other
+        row. Only what covers may be written without what was there before.
+        """
+        return self.offset == 0 and self.nbytes == nbytes and self.dense and not self.lazy
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the elements are not what the bytes hold, but are made of it where it is read."""
+        return self.conj or self.neg
+
+    def marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of `tensor`, whose elements are the bytes, that shows those of this layout."""
+        if self.conj:
+            tensor = torch.ops.aten._conj.default(tensor)
+        return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
+
+    @property
+    def end_bytes(self) -> int:
+        """From the entry's first byte to one past the last that the tensor touches."""
+        return self.offset * self.dtype.itemsize + self.nbytes
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.size, self.stride, self.offset, self.dtype, self.conj, self.neg))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        try:
+            return _layout(size, stride, tensor.dtype)
+        except TypeError:  # a dynamic size has no hash
+            return cls(size, stride, 0, tensor.dtype)
+
+    def view(self, storage: torch.Tensor) -> torch.Tensor:
+        """This tensor over bytes that start at the entry's first byte.
+
+        storage  uint8 [n], n at least (offset + span) elements; aligned to the dtype
+        """
+        end = (self.offset + self.span) * self.dtype.itemsize
+        typed = storage[:end].view(self.dtype)
+        start = typed.storage_offset() + self.offset
+        return self.marked(torch.as_strided(typed, self.size, self.stride, start))
+
+
+@lru_cache(maxsize=4096)
+def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The same object for the same layout: gradients lie alike in each step."""
+    return Layout(size, stride, 0, dtype)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A handle of a graph: what the compiler may know of the parameter, or activation, behind it.
+
+    name    of the first call's parameter, for people; identity is a run-time fact
+    layout  how this tensor lies in its entry
+    nbytes  bytes of the whole entry, which is what a gather brings
+    sink    its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
+    home    the tier it rested on when the graph was compiled, for people
+    activation  a value that forward offloads and backward fetches, new in every call
+    """
+
+    name: ParamName
+    layout: Layout
+    nbytes: int
+    sink: bool
+    home: str = "host"
+    activation: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a region does, counted and not measured; a dynamic size as it was when traced.
+
+    flops         of its matrix products, convolutions and attention
+    dense_nbytes  read and written by those
+    nbytes        read and written by all other ops; a view touches nothing
+    dtype         that most of `flops` are done in: "float32", "bfloat16", ...
+    ops           kernels: its ops without views
+    """
+
+    flops: int = 0
+    dense_nbytes: int = 0
+    nbytes: int = 0
+    dtype: str = "float32"
+    ops: int = 0
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Compute between our ops, compiled once per structure.
+
+    key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
+    text  its ops, for people
+    call  values in, a tuple of values out
+    work  what it computes and touches, from which its seconds can be predicted
+    like  names those that take as long per byte touched; "": none do
+    owns  the values come in one list, which `call` empties, so that they can die inside
+    placed  outputs that `call_into` makes in the tensors of a second list, in this order
+    """
+
+    key: str
+    text: str
+    call: Callable[..., tuple[Any, ...]]
+    work: Work = NO_WORK
+    like: str = ""
+    owns: bool = False
+    placed: tuple[int, ...] = ()
+    call_into: Callable[..., tuple[Any, ...]] | None = None

@@ -1,0 +1,126 @@
+"""A training step as it was seen: which schedules ran, in order, on which entries.
+
+Pure data, recorded in a real step or in one on paper; all planning of a whole step starts here.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Reduce, Schedule
+from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.specs import Kind, Phase
+
+
+@dataclass(frozen=True)
+class EntryFact:
+    """One entry of the store, in the step that was recorded.
+
+    key     stands for the same entry in every call; a gradient's is that of its parameter, negated
+    nbytes  of the whole entry
+    home    tier it rested on: "device", "held", "host" or "disk"
+    """
+
+    key: int
+    name: str
+    kind: Kind
+    nbytes: int
+    home: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """How one call uses one entry: bytes its compute reads and writes."""
+
+    key: int
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """One walk of a schedule.
+
+    entries  key of the entry behind each of its entry indices
+    made     keys of those that it made, new in every call
+    """
+
+    schedule: Schedule
+    entries: tuple[int, ...]
+    made: tuple[int, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        return self.schedule.phase
+
+    def making(self, gradients: Container[int]) -> frozenset[EntryIndex]:
+        """Of a backward, the entries whose gradients have one of these keys."""
+        if self.phase is not Phase.BACKWARD:
+            return frozenset()
+        found = (n for n, key in enumerate(self.entries) if -key in gradients)
+        return frozenset(map(EntryIndex, found))
+
+    def with_staying(self, gradients: Container[int]) -> "StepCall":
+        """As it is if the gradients with these keys stay where compute makes them."""
+        return replace(self, schedule=self.schedule.with_staying(self.making(gradients)))
+
+    def uses(self) -> Iterator[Use]:
+        """What compute needs of each entry, however the schedule at hand brings it."""
+        read: dict[int, int] = {}
+        written: dict[int, int] = {}
+        for x in self.schedule.instructions:
+            if isinstance(x, Fetch):
+                key = self.entries[x.entry]
+                read[key] = read.get(key, 0) + x.nbytes
+            elif isinstance(x, Borrow):
+                key = self.entries[x.entry]
+                read[key] = read.get(key, 0) + x.layout.nbytes
+                if x.writes:
+                    written[key] = written.get(key, 0) + x.layout.nbytes
+            elif isinstance(x, StoreHome):
+                key = self.entries[x.entry]
+                written[key] = written.get(key, 0) + x.nbytes
+            elif isinstance(x, Reduce):
+                key = -self.entries[x.entry]
+                written[key] = written.get(key, 0) + x.nbytes
+        for key in dict.fromkeys((*read, *written)):
+            yield Use(key, read.get(key, 0), written.get(key, 0))
+
+
+@dataclass(frozen=True)
+class Step:
+    """All calls from one end of an optimizer's step to the next, in order.
+
+    micro_batches  backward passes that fed it
+    """
+
+    calls: tuple[StepCall, ...]
+    facts: Mapping[int, EntryFact] = field(default_factory=dict)
+    micro_batches: int = 1
+
+    @cached_property
+    def serials(self) -> frozenset[int]:
+        """Of the schedules that its calls walk."""
+        return frozenset(call.schedule.serial for call in self.calls)
+
+
+def joined(before: Step, step: Step) -> Step:
+    """`step`, with those planned for before if it does not replace them: a generator and its
+    discriminator take turns, and each must find its own on the device."""
+    if lasting(before) <= step.facts.keys():
+        return step
+    facts = {**before.facts, **step.facts}
+    return Step((*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches))
+
+
+def of_the_living(step: Step, alive: set[int]) -> Step:
+    """Without the calls that use what is gone by now, as the states of an optimizer made anew."""
+    gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}
+    calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
+    facts = {k: f for k, f in step.facts.items() if k not in gone and -k not in gone}
+    return replace(step, calls=calls, facts=facts)
+
+
+def lasting(step: Step) -> set[int]:
+    """Keys of what outlives the step."""
+    return {key for key, fact in step.facts.items() if fact.kind.lasting}

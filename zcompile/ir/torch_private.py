@@ -1,0 +1,664 @@
+"""Every private torch API that zcompile relies on, in one place, each with a contract test.
+
+What stands here may change between torch releases without notice; `tests/test_torch_private.py`
+says for each name what we rely on. The tested range is `TESTED`.
+"""
+
+import ctypes
+import gc
+import inspect
+import logging
+import sys
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
+from torch import Tensor, fx, library
+from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
+from torch._dynamo.exc import TorchDynamoException as _TracingFailed
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    TangentAOTInput,
+)
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
+from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
+from torch.utils import _pytree as trees
+from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zcompile.errors import TorchUnsupported
+from zcompile.ir.listed import Listed
+
+TESTED = ((2, 11), (2, 13))
+"""First and last torch minor release under test; the CPU suite runs on the last one."""
+
+Dispatched = torch._ops.OpOverload
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+__all__ = [
+    "BackendFailed",
+    "DispatchMode",
+    "Dispatched",
+    "aot_backend",
+    "boxed",
+    "is_traceable_wrapper_subclass",
+    "trees",
+    "without_modes",
+]
+
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
+_sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""`__torch_function__` of a subclass that acts at dispatch only."""
+
+
+def check_torch() -> None:
+    """raises  TorchUnsupported, if the installed torch is outside `TESTED`"""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    first, last = TESTED
+    if not first <= (major, minor) <= last:
+        raise TorchUnsupported(torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}")
+
+
+def wrapper(
+    cls: type[Tensor],
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    conj: bool = False,
+    neg: bool = False,
+) -> Tensor:
+    """A tensor of class `cls` with the given metadata and no storage.
+
+    conj, neg  torch's own marks of lazy views. With one, every op but views, clones and copies
+               arrives with a clone in its place, and what is written to that is copied back
+    """
+    made: Tensor = torch.Tensor._make_wrapper_subclass(
+        cls,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
+    )
+    if conj or neg:
+        mark(made, conj, neg)
+    return made
+
+
+def mark(tensor: Tensor, conj: bool, neg: bool) -> None:
+    """`tensor` says of itself that it is a lazy conjugate, a lazy negative, or neither."""
+    torch._C._set_conj(tensor, conj)
+    torch._C._set_neg(tensor, neg)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """True for the stand-ins that tracing uses; False for a tensor that has bytes."""
+    return type(tensor) is not Tensor
+
+
+def support_foreach(cls: type[Tensor]) -> None:
+    """Let stock optimizers choose for `cls` what they choose for plain tensors.
+
+    Without it `foreach=None` means the for-loop for a subclass and the fused list kernels for a
+    plain tensor on CUDA, which round differently. Optimizers ask one list of types, clipping asks
+    another.
+    """
+    for types in (_foreach_lists, _foreach_optimizers):
+        if cls not in types:
+            types.append(cls)
+
+
+def aot_backend(
+    forward: Compiler, backward: Compiler, inference: Compiler, partition: Partition
+) -> Callable[..., Any]:
+    """A Dynamo backend: AOTAutograd with our partitioner and compilers."""
+    backend: Callable[..., Any] = _aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+    )
+    return backend
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """`function` takes one list, which it may empty: the boxed calling convention."""
+    function._boxed_call = True  # type: ignore[attr-defined]  # the convention's marker
+    return function
+
+
+def handle_input(node: fx.Node) -> int | None:
+    """If a placeholder is the handle inside a tiered input: that input's position, else None."""
+    desc = node.meta.get("desc")
+    if isinstance(desc, SubclassGetAttrAOTInput) and isinstance(desc.base, PlainAOTInput):
+        return desc.base.idx
+    return None
+
+
+def gradient_of(desc: object) -> int | None:
+    """If an output is the gradient of a plain input: that input's position, else None."""
+    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+        return desc.grad_of.idx
+    return None
+
+
+def pin_phase(node: fx.Node, backward: bool) -> None:
+    """Tell torch's extraction on which side of the cut a node belongs."""
+    node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def cut(
+    joint: fx.GraphModule, saved: list[fx.Node], saved_symbols: list[fx.Node], forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward modules of a joint graph, saving exactly the nodes named.
+
+    Every node must carry its phase (`pin_phase`), so that nothing is computed twice.
+    """
+    # Each node is looked for in the sum of these and others, which begins with the symbols.
+    forward, backward = _extract_fwd_bwd_modules(
+        joint, Listed(saved), Listed(saved_symbols), num_fwd_outputs=forward_outputs
+    )
+    return forward, backward
+
+
+def hooks_of(param: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Tensor hooks and post-accumulate hooks that a user registered on a leaf."""
+    return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+
+
+def current_pass() -> int:
+    """Which backward pass is running on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def wish_of(node: fx.Node) -> str:
+    """What the user asked for a value through torch.utils.checkpoint: the name of a
+    `CheckpointPolicy`, "PREFER_RECOMPUTE" inside a plain checkpoint; "" outside of any."""
+    return str(getattr(node.meta.get("recompute"), "name", ""))
+
+
+def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The placeholders whose tensors hold something else after forward than before it."""
+    (output,) = graph.find_nodes(op="output")
+    descs = output.meta.get("desc") or ()
+    changed = [d.mutated_input for d in descs if isinstance(d, InputMutationAOTOutput)]
+    return frozenset(
+        node
+        for node in graph.find_nodes(op="placeholder")
+        if node.meta.get("desc") in changed
+        or any(
+            isinstance(user.target, Dispatched) and user.target._schema.is_mutable
+            for user in node.users
+        )
+    )
+
+
+def mutated_positions(graph: fx.Graph) -> frozenset[int]:
+    """Of those that are plain inputs of the traced function: which ones."""
+    descs = (node.meta.get("desc") for node in mutated_inputs(graph))
+    return frozenset(desc.idx for desc in descs if isinstance(desc, PlainAOTInput))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, or may give other bits when it is called again.
+
+    Attention is marked as random for its dropout, also where it drops nothing.
+    """
+    assert isinstance(node.target, Dispatched)
+    if getattr(torch.Tag, "nondeterministic_bitwise", None) in node.target.tags:
+        return True
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(
+                argument.name, argument.default_value)  # fmt: skip
+            return bool(given != 0.0)
+    return torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def save_unchecked(node: fx.Node) -> None:
+    """A saved value whose later in-place changes do not matter to backward."""
+    node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def forget_hooks(param: Tensor) -> None:
+    """Drop the hooks of a leaf that is about to be swapped.
+
+    `swap_tensors` exchanges what calls the hooks, but not the dicts that later ones are put into.
+    """
+    param._backward_hooks = None
+    param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as before the first one
+
+
+def is_applied_by_a_module() -> bool:
+    """Whether `nn.Module._apply`, which `to` and `float` of a module call, is running here."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
+    """Recurrent modules do not refer to their parameters weakly; afterwards they do again."""
+    recurrent = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [
+                None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+            ]
+
+
+def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
+    """What a parametrization does to the value of a tensor of `cls` that it is registered on, or
+    that it is the original of, is `put(tensor, value)`. Torch swaps the two tensors otherwise."""
+    torchs: Any = parametrize
+    stock = torchs._maybe_set
+
+    def maybe_set(tensor: Tensor, value: Tensor) -> None:
+        if isinstance(tensor, cls):
+            put(tensor, value)
+        else:
+            stock(tensor, value)
+
+    torchs._maybe_set = maybe_set
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """A placeholder that carries a gradient into the backward half."""
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def hint(value: int | torch.SymInt) -> int:
+    """A size as an int; a dynamic one as it was when the graph was traced. Adds no guard."""
+    if isinstance(value, torch.SymInt):
+        found = value.node.hint
+        return int(found) if found is not None else 1
+    return int(value)
+
+
+def symbols_of(value: int | torch.SymInt) -> frozenset[str]:
+    """The dynamic sizes that a size is computed from, by name. Adds no guard."""
+    if not isinstance(value, torch.SymInt):
+        return frozenset()
+    return frozenset(symbol.name for symbol in value.node.expr.free_symbols)
+
+
+def is_bare(value: int | torch.SymInt) -> bool:
+    """Whether a size is a dynamic one itself, and not computed from such."""
+    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
+
+
+def size_at(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """A size as an int, where the dynamic ones are what `sizes` says; others count as `hint` has
+    them. Adds no guard."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    term = value.node.expr
+    known = {s: Integer(sizes[s.name]) for s in term.free_symbols if s.name in sizes}
+    found = term.xreplace(known)
+    return int(found) if found.is_number else hint(value)
+
+
+def grad_fn_of(tensor: Tensor) -> Any:
+    """`tensor.grad_fn`, past a property of that name that a subclass has."""
+    return _GRAD_FN.__get__(tensor)
+
+
+def grad_of(tensor: Tensor) -> Tensor | None:
+    """`tensor.grad`, past a property of that name that a subclass has."""
+    found: Tensor | None = _GRAD.__get__(tensor)
+    return found
+
+
+def set_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """`tensor.grad = grad`, past a property of that name that a subclass has. Autograd sets it past
+    any property."""
+    _GRAD.__set__(tensor, grad)
+
+
+def next_sequence_number() -> int:
+    """Of the next autograd node that this thread makes; those made before have smaller ones."""
+    number: int = _sequence_number()
+    return number
+
+
+def node_of_call(values: Sequence[Any], since: int) -> Any | None:
+    """The node by which autograd will run the backward of a compiled call; None without one.
+
+    values  what the call gave, or was called with and wrote
+    since   `next_sequence_number()` before the call: older nodes are those of its inputs
+    """
+    seen = [grad_fn_of(value) for value in values if isinstance(value, Tensor)]
+    while seen:
+        node = seen.pop()
+        if node is None or node.name() == "torch::autograd::AccumulateGrad":
+            continue
+        if node._sequence_nr() >= since:
+            if node.name() == "CompiledFunctionBackward":
+                return node
+            seen.extend(before for before, _ in node.next_functions)  # of a view of a result
+    return None
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward pass that is running now comes to `node`, or has been there. Of the one
+    node that a pass begins with torch knows it only while it runs."""
+    if node is torch._C._current_autograd_node():
+        return True
+    return torch._C._will_engine_execute_node(node)
+
+
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward pass that is running now is to add to `param.grad`."""
+    # As `torch.autograd.graph.get_gradient_edge` finds it, but past `__torch_dispatch__`.
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+        view: Any = param.view_as(param)
+    return will_run(grad_fn_of(view).next_functions[0][0])
+
+
+def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those of `params` whose AccumulateGrad node is kept, as it must be for hooks on it."""
+    held: list[Any] = [*params]
+    held = [param for param in held if param._use_count() > 1]  # a graph, or a node
+    if not held:
+        return []
+    nodes = (found for found in gc.get_objects() if type(found).__name__ == "AccumulateGrad")
+    kept = {id(node.variable) for node in nodes}
+    return [param for param in held if id(param) in kept]
+
+
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` does not hold its values: those of a lazy conjugate or a lazy
+    negative, or of a zero that autograd made without memory."""
+    return torch._is_zerotensor(tensor) or tensor.is_conj() or tensor.is_neg()
+
+
+def materialised(tensor: Tensor) -> Tensor:
+    """`tensor`, or one with the same values in memory, if it is lazy."""
+    if torch._is_zerotensor(tensor):
+        return torch.zeros(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def counted_with(other: Tensor, value: Tensor) -> Tensor:
+    """A tensor over the memory of `value` whose writes are counted together with those of `other`:
+    autograd refuses a backward that saved either, if one of them was written since."""
+    made = other.detach()
+    made.data = value  # which leaves the count as it is
+    return made
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """`tensor.untyped_storage()`, past what a subclass makes of that: of a wrapper it has no bytes,
+    and says only which tensors share it."""
+    return torch.Tensor.untyped_storage(tensor)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Names the memory of `tensor` among all that live."""
+    key: int = storage_of(tensor)._cdata
+    return key
+
+
+def is_asked_by_tracing() -> bool:
+    """Whether torch's tracing, or what it puts around a traced graph, called who calls this. It
+    asks tensors for their storage to see which of them share one, and never for bytes."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return str(caller).startswith(("torch._dynamo.", "torch._functorch.", "torch._subclasses."))
+
+
+def holders_of_memory(tensor: Tensor) -> int:
+    """How many tensors hold the memory of `tensor`, this one included; and one more, if somebody
+    holds the storage itself (`tensor.untyped_storage()`)."""
+    named = _references_to_storage(tensor) > _references_to_own_storage()
+    storage = tensor.untyped_storage()  # which counts too
+    uses: int = torch._C._storage_Use_Count(storage._cdata)
+    return uses - 1 + named
+
+
+def _references_to_storage(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+@cache
+def _references_to_own_storage() -> int:
+    return _references_to_storage(torch.zeros(1))
+
+
+def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
+    """Whether nothing else holds a tensor that is an attribute of `owner`: no name, no list, no
+    graph that waits for its backward.
+
+    memory_holders  of its memory, if it is so
+    """
+    if _references_to_attribute(owner, name) > _references_to_own_attribute():
+        return False
+    tensor: Any = vars(owner)[name]
+    alone = tensor._use_count() == 1
+    return alone and holders_of_memory(tensor) == memory_holders
+
+
+def _references_to_attribute(owner: object, name: str) -> int:
+    tensor = vars(owner)[name]
+    return sys.getrefcount(tensor)
+
+
+@cache
+def _references_to_own_attribute() -> int:
+    return _references_to_attribute(SimpleNamespace(value=torch.zeros(())), "value")
+
+
+def others_hold_gradient(param: Tensor) -> bool:
+    """Whether somebody else holds the gradient of `param`, or memory of it: who gave it, the
+    gradient of another parameter, or autograd, as long as it runs."""
+    if is_gradient_named(param):  # asked first: a name here would count
+        return True
+    return holders_of_memory(param.grad) > 1  # type: ignore[arg-type]  # there is one
+
+
+def is_gradient_named(param: Tensor) -> bool:
+    """Whether somebody has the tensor that is the gradient of `param` by another name."""
+    return _references_to_gradient(param) > _references_to_own_gradient()
+
+
+def _references_to_gradient(param: Tensor) -> int:
+    grad = param.grad
+    return sys.getrefcount(grad)
+
+
+@cache
+def _references_to_own_gradient() -> int:
+    leaf = torch.zeros(())
+    leaf.grad = torch.zeros(())
+    return _references_to_gradient(leaf)
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether its memory is torch's own, and not that of an array, a file, a Python buffer or other
+    processes."""
+    return tensor.untyped_storage().resizable() and not is_shared_between_processes(tensor)
+
+
+def is_shared_between_processes(tensor: Tensor) -> bool:
+    """Whether it lies in memory that other processes map, or a file."""
+    return tensor.is_cpu and tensor.is_shared()  # of CUDA tensors torch always says so
+
+
+def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
+    """Of each, whether somebody holds its memory otherwise than by a tensor of Python and its
+    views: a graph, or another library that got it by DLPack and may write it unseen.
+
+    Looks at all objects that Python knows, which takes a tenth of a second; where it cannot tell
+    (`gc.freeze` hides objects), it says so.
+    """
+    found: dict[int, dict[int, Tensor]] = {memory_of(tensor): {} for tensor in tensors}
+    with torch._C.DisableTorchFunctionSubclass():
+        for known in gc.get_objects():
+            if Tensor not in type(known).__mro__:
+                continue
+            try:
+                held = found.get(torch._C._storage_address(known))  # type: ignore[attr-defined]
+            except (RuntimeError, NotImplementedError):  # on purpose: it has no memory to be held
+                continue
+            if held is not None:
+                held[id(known)] = known
+                if known._base is not None:
+                    held[id(known._base)] = known._base
+        return [_is_held_beside(tensor, found[memory_of(tensor)]) for tensor in tensors]
+
+
+def _is_held_beside(tensor: Tensor, known: Mapping[int, Any]) -> bool:
+    """Whether more holds the memory of `tensor` than the tensors `known`, by their ids."""
+    storage = tensor.untyped_storage()  # which counts too
+    if torch._C._storage_Use_Count(storage._cdata) - 1 > len(known):
+        return True
+    views = Counter(id(other._base) for other in known.values())
+    return any(other._use_count() > 1 + views[key] for key, other in known.items())
+
+
+def watch_memory(tensor: Tensor) -> bool:
+    """From here on `is_untouched(tensor)` says whether the memory of `tensor` was written, through
+    any tensor or storage. Whether torch can tell: not of memory of an array, a file or a buffer.
+
+    The memory is marked as one that a lazy clone shares (copy on write), and that clone is dropped:
+    who writes it next, or asks for its address, takes the mark away, and copies nothing.
+    """
+    if not owns_memory(tensor) or not tensor.untyped_storage().nbytes():
+        return False
+    if not is_untouched(tensor):
+        try:
+            torch._lazy_clone(tensor.detach())
+        except RuntimeError:  # memory of an allocator that it does not know
+            return False
+    return is_untouched(tensor)
+
+
+def is_untouched(tensor: Tensor) -> bool:
+    """Of memory that is watched: whether nobody has written it, or was given its address."""
+    untouched: bool = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]  # private
+    return untouched
+
+
+def raw_bytes(tensor: Tensor) -> Any:
+    """A buffer over the bytes of a contiguous tensor on the CPU, to be read only. As `numpy()`, but
+    torch takes note of nothing: the memory can still be resized, and counts as untouched."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # of its storage
+    return (ctypes.c_char * nbytes).from_address(address + begin)
+
+
+def set_data(tensor: Tensor, value: Tensor) -> None:
+    """As `tensor.data = value` of plain tensors, past what a subclass makes of that: `tensor` takes
+    over size, strides, offset, and whether it is lazy."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]  # torch's own
+    lazy = value.is_conj(), value.is_neg()
+    if lazy != (tensor.is_conj(), tensor.is_neg()):
+        mark(tensor, *lazy)  # which torch leaves as it was
+
+
+_ATEN = library.Library("aten", "IMPL")
+_ASKED_FIRST = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+def refuse_as_data(cls: type[Tensor], refuse: Callable[[Tensor, Tensor], None]) -> None:
+    """`x.data = value` with a `value` of `cls` and an x of another class calls `refuse(x, value)`.
+
+    Torch takes a wrapper for any tensor of its device there: x would point to memory that there is
+    not, and the next read of it end the process. Called once for the process.
+    """
+
+    def fits(x: Tensor, value: Tensor) -> bool:
+        if isinstance(value, cls) and not isinstance(x, cls):
+            refuse(x, value)
+        with torch._C._ExcludeDispatchKeyGuard(_ASKED_FIRST):
+            return torch._has_compatible_shallow_copy_type(x, value)
+
+    _ATEN.impl("_has_compatible_shallow_copy_type", fits, "PythonTLSSnapshot")
+
+
+def is_symbol(node: fx.Node) -> bool:
+    """A node whose value is a dynamic size or a flag of one, not a tensor."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def is_compiling_now() -> bool:
+    """Whether torch traces or compiles on this thread."""
+    return TracingContext.try_get() is not None
+
+
+def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.FrameSummary]]:
+    """The error behind what a compiled call raised, and where the traced code was then."""
+    if isinstance(error, BackendFailed):
+        inner: BaseException = error.inner_exception
+        return inner, traceback.extract_tb(inner.__traceback__)
+    reason = error
+    while isinstance(reason, _TracingFailed):
+        behind = reason.__cause__ or reason.__context__
+        if behind is None:
+            break
+        reason = behind
+    return reason, getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+
+
+def says_not_resizable(error: RuntimeError) -> bool:
+    """Whether an op failed because it would have to resize a tensor over memory of others."""
+    return "resize storage that is not resizable" in str(error)
+
+
+@contextmanager
+def muted_tracing() -> Iterator[None]:
+    """Tracing does not log the traceback of an op that cannot be, for a caller that tells it."""
+    log = logging.getLogger(FakeTensor.__module__)
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def without_recompile_limit() -> Any:
+    """A context in which code may be compiled however often it was before, and no garbage is looked
+    for afterwards."""
+    return torch._dynamo.config.patch(
+        recompile_limit=_MANY, accumulated_recompile_limit=_MANY, run_gc_after_compile=False
+    )
+
+
+_MANY = 1 << 30

@@ -1,0 +1,122 @@
+"""The work of a region, counted from its nodes: FLOPs, bytes and kernels.
+
+Formulas of matrix products, convolutions and attention are torch's own. What else computes counts
+by the bytes that it reads and writes, and a view costs nothing.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from zcompile.ir.graph import bases_of, is_compute, phase_of
+from zcompile.ir.specs import Phase, Work
+from zcompile.ir.torch_private import hint
+
+aten = torch.ops.aten
+BY_SIZE = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+"""Ops whose formulas read sizes, and need no tensors that have them: there are many of these."""
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""Of the CPU, and its backward: torch counts those of the other devices."""
+
+
+def work_of(nodes: Sequence[fx.Node]) -> Work:
+    """What a region of these nodes does; each has `meta["val"]`, as tracing leaves it."""
+    flops = Counter[str]()
+    dense_nbytes = nbytes = ops = 0
+    for node in nodes:
+        if not _computes(node):
+            continue
+        ops += 1
+        touched = touched_bytes(node)
+        if (count := flops_of(node)) is None:
+            nbytes += touched
+        else:
+            flops[_dtype_of(node)] += count
+            dense_nbytes += touched
+    ((dtype, _),) = flops.most_common(1) or [("float32", 0)]
+    return Work(flops.total(), dense_nbytes, nbytes, dtype, ops)
+
+
+def work_by_phase(graph: fx.Graph) -> dict[Phase, Work]:
+    """What forward and backward of a graph compute, whose phases are assigned."""
+    nodes: dict[Phase, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_compute(node):
+            nodes.setdefault(phase_of(node), []).append(node)
+    return {phase: work_of(of) for phase, of in nodes.items()}
+
+
+def flops_of(node: fx.Node) -> int | None:
+    """Multiplications and additions of a dense op; None for an op that is not one."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formulas = cast(Mapping[Any, Any], flop_registry)
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    if packet not in formulas and name.removesuffix("_backward") != _ATTENTION:
+        return None
+    shaped = _size if packet in BY_SIZE else _shaped
+    given = cast(Any, fx.map_arg((node.args, dict(node.kwargs)), cast(Any, shaped)))
+    args, kwargs = given
+    if packet in formulas:
+        return int(formulas[packet](*args, **kwargs, out_val=shaped(node)))
+    if name == _ATTENTION:
+        return int(sdpa_flop_count(*(a.size() for a in args[:3])))
+    return int(sdpa_backward_flop_count(*(a.size() for a in args[:4])))
+
+
+def touched_bytes(node: fx.Node) -> int:
+    """Bytes of what an op reads and makes; an operand that is expanded counts once."""
+    return sum(_nbytes(n) for n in (*node.all_input_nodes, node))
+
+
+def _computes(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, list | tuple) else (value,)
+    name = getattr(node.target, "__name__", "")
+    if not any(isinstance(v, torch.Tensor) for v in tensors) or name == "getitem":
+        return False
+    return not bases_of(node) or _writes(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, list | tuple) else (value,)
+    return sum(_touched(v) for v in tensors if isinstance(v, torch.Tensor))
+
+
+def _touched(value: torch.Tensor) -> int:
+    pairs = zip(value.size(), value.stride(), strict=True)
+    return prod(hint(n) for n, stride in pairs if hint(stride)) * value.dtype.itemsize
+
+
+def _shaped(node: fx.Node) -> Any:
+    """Values with the sizes they had when traced, for formulas that read nothing else."""
+    return _sized(node.meta.get("val"))
+
+
+def _size(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return tuple(hint(n) for n in value.size()) if isinstance(value, torch.Tensor) else value
+
+
+def _sized(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        size = [hint(n) for n in value.size()]
+        return torch.empty(size, dtype=value.dtype, device="meta")
+    if isinstance(value, list | tuple):
+        return type(value)(_sized(v) for v in value)
+    return hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype_of(node: fx.Node) -> str:
+    (value, *_) = (n.meta.get("val") for n in (*node.all_input_nodes, node))
+    return str(getattr(value, "dtype", "float32")).removeprefix("torch.")

@@ -1,0 +1,177 @@
+"""What things cost: seconds of a region, of an instruction, of a transfer; and whether to replan.
+
+Measured where something has run, predicted from work and machine where nothing may. Pure: what was
+measured comes in as data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from zcompile.ir.schedule import Fetch, Instruction, Offload, Reduce, Schedule, Store
+from zcompile.ir.specs import Region, Work
+from zcompile.ir.units import MiB
+from zcompile.machine.model import Compute, Link, Machine
+
+NOTHING: Mapping[Any, float] = MappingProxyType({})
+
+WEIGHT = 0.25
+"""Of a new measurement in a link's moving estimate: four steps after a link has changed for good,
+two thirds of the change are believed; a single odd step moves it by a quarter."""
+LEAST_MEASURED_BYTES = 8 * MiB
+"""Less traffic than this says more about starting transfers than about the link."""
+LEAST_GAIN = 0.03
+"""Of a step: less is what steps differ by themselves, and replanning would never end."""
+STEPS_TO_PAY = 50
+"""Planning again must be earned back within so many steps."""
+
+
+class Line(NamedTuple):
+    """Seconds of regions that differ only in how much they touch."""
+
+    fixed_s: float
+    s_per_byte: float
+
+
+NO_LINES: Mapping[str, Line] = MappingProxyType({})
+
+
+def line_through(points: Sequence[tuple[int, float]]) -> Line:
+    """(bytes, seconds) of some regions: the least of them is the fixed part of each, the rest goes
+    by their bytes. Then their sum is right, and none costs less than nothing."""
+    fixed_s = min(seconds for _, seconds in points)
+    nbytes = sum(n for n, _ in points)
+    return Line(fixed_s, (sum(s for _, s in points) - fixed_s * len(points)) / max(nbytes, 1))
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How bytes travel in the runtime that is predicted.
+
+    asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
+    straight_read   a file is read into the arena without a buffer between, on no link but the disk
+    straight_write  slots of the arena are written to a file likewise
+    granule         of the disk: what moves there is whole ones
+    chunk_bytes     of the staging ring, through which all else goes between disk and device
+    ring_bytes      of all its chunks
+    backlog_bytes   of gradients on their way, at most, before the next waits for one to leave
+    """
+
+    asynchronous: bool = False
+    straight_read: bool = False
+    straight_write: bool = False
+    granule: int = 512
+    chunk_bytes: int = 4 * MiB
+    ring_bytes: int = 256 * MiB
+    backlog_bytes: int = 256 * MiB
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Machine and measurements together.
+
+    regions   region key -> seconds of compute
+    alike     `Region.like` -> seconds of compute by the bytes it touches
+    launches  region key -> seconds of the host to start it, where compute runs beside it
+    issues    (instruction class, `issued_bytes`) -> seconds of the host
+    gaps      (`call_name` of one call, of the next) -> seconds of the host between them
+    idle      region key -> seconds of compute while no transfer was under way
+    """
+
+    machine: Machine
+    ways: Ways = Ways()
+    regions: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    alike: Mapping[str, "Line"] = field(default_factory=lambda: NO_LINES)
+    launches: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    issues: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    gaps: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+    idle: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
+
+    def region_seconds(self, region: Region) -> float:
+        """Measured if it has run, by others like it if those have, else predicted."""
+        if (known := self.regions.get(region.key)) is not None:
+            return known
+        if (line := self.alike.get(region.like)) is not None:
+            return line.fixed_s + line.s_per_byte * region.work.nbytes
+        return predicted_seconds(region.work, self.machine.compute)
+
+    def idle_seconds(self, region: Region) -> float:
+        """As `region_seconds`, while no transfer is under way, and never more than that."""
+        seconds = self.region_seconds(region)
+        return min(seconds, self.idle.get(region.key, seconds))
+
+    def launch_seconds(self, region: Region) -> float:
+        """Of the host, which starts a region and goes on."""
+        known = self.launches.get(region.key)
+        return region.work.ops * self.machine.compute.launch_s if known is None else known
+
+    def issue_seconds(self, instruction: Instruction) -> float:
+        """Of the host, when it need not wait; 0 if none of its kind was measured."""
+        return issue_seconds(self.issues, type(instruction), issued_bytes(instruction))
+
+    def gap_seconds(self, before: Schedule, after: Schedule) -> float:
+        """Of the host between two calls; 0 if they were not seen to follow each other."""
+        return self.gaps.get((call_name(before), call_name(after)), 0.0)
+
+
+def predicted_seconds(work: Work, compute: Compute) -> float:
+    """Dense ops by FLOPs or bytes, whichever takes longer; the others by bytes; and their starts.
+
+    A dtype whose rate is not known counts at the lowest that is.
+    """
+    dense = work.dense_nbytes / compute.memory_bytes_per_s
+    if work.flops:
+        rate = compute.flops_per_s.get(work.dtype) or min(compute.flops_per_s.values())
+        dense = max(dense, work.flops / rate)
+    return dense + work.nbytes / compute.memory_bytes_per_s + work.ops * compute.launch_s
+
+
+def call_name(schedule: Schedule) -> str:
+    """Names what a schedule computes, however it is planned."""
+    return f"{schedule.phase.value} {schedule.name}"
+
+
+def issued_bytes(instruction: Instruction) -> int:
+    """What the host's part in an instruction depends on: its bytes, where it handles them."""
+    return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store | Offload) else 0
+
+
+def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float:
+    """That of the same kind and size, else of the size that is nearest."""
+    if (known := issues.get((kind, nbytes))) is not None:
+        return known
+    sizes = [(abs(size - nbytes), seconds) for (k, size), seconds in issues.items() if k is kind]
+    return min(sizes)[1] if sizes else 0.0
+
+
+def measured(link: Link, nbytes: int, busy_s: float) -> Link:
+    """`link` after `nbytes` took it `busy_s`: a moving estimate of its rate."""
+    if nbytes < LEAST_MEASURED_BYTES or busy_s <= 0:
+        return link
+    seconds_per_byte = (1 - WEIGHT) / link.bytes_per_s + WEIGHT * busy_s / nbytes
+    return replace(link, bytes_per_s=1 / seconds_per_byte)
+
+
+def remeasured(machine: Machine, nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> Machine:
+    """`machine` after a step that moved so much, in so many busy seconds, over each link."""
+    links = {
+        name: measured(link, nbytes.get(name, 0), busy_s.get(name, 0.0))
+        for name, link in machine.links.items()
+    }
+    return replace(machine, links=links)
+
+
+def replan_pays(
+    step_s: float, replanned_step_s: float, planning_s: float, steps_left: int | None = None
+) -> bool:
+    """Whether to plan again, since costs are not what the plan was made for.
+
+    step_s            a step of the present plan, at costs as they are now
+    replanned_step_s  a step of the new plan, at the same costs
+    planning_s        what replacing it takes, once: planning, and moving what rests elsewhere
+    steps_left        None: not known
+    """
+    gain_s = step_s - replanned_step_s
+    horizon = STEPS_TO_PAY if steps_left is None else min(STEPS_TO_PAY, steps_left)
+    return gain_s > LEAST_GAIN * step_s and gain_s * horizon > planning_s

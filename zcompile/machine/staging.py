@@ -1,0 +1,69 @@
+"""How large the staging ring between disk and device is, and how much each direction takes of
+it."""
+
+from typing import NamedTuple
+
+from zcompile.errors import ConfigInvalid
+from zcompile.ir.units import KiB, MiB, show_size
+
+MOST_CHUNK_BYTES = 4 * MiB
+LEAST_CHUNK_BYTES = 64 * KiB
+LEAST_CHUNKS = 4
+LEAST_BYTES = LEAST_CHUNKS * LEAST_CHUNK_BYTES
+MOST_STAGING_BYTES = 256 * MiB
+"""At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
+MOST_BESIDE_BYTES = 32 * MiB
+"""Where most transfers go straight between disk and arena, and the ring serves the others."""
+RING_PART = 128
+"""Such a part of the host is the ring. Nothing rests in it: a byte more of it is a byte more that
+is read from disk and written there in every step."""
+SMALL_RING_BYTES = 1 * MiB
+"""An eighth of the host, up to this, where a 128th is less: small chunks are mostly overhead."""
+BACKLOG_PART = 4
+"""Of the host: gradients on their way take at most as much, though never less than the least ring
+and never more than the largest."""
+
+
+class StagingSize(NamedTuple):
+    """chunk_bytes: the largest buffer that is handed out; chunks: how many of those there are."""
+
+    chunk_bytes: int
+    chunks: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunk_bytes * self.chunks
+
+
+def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
+    """How much of the host budget is the ring.
+
+    straight  most transfers between disk and device do not need it: the disk may be as fast as it
+              is, and what does need it is moved in larger chunks, a quarter of a small host
+
+    raises  ConfigInvalid if the budget is smaller than the least ring
+    """
+    if host_budget < LEAST_BYTES:
+        raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
+                            f"least {show_size(LEAST_BYTES)}; give that or more")  # fmt: skip
+    small = min(host_budget // 8, SMALL_RING_BYTES)
+    part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
+    target = min(part, _most(straight))
+    chunk = MOST_CHUNK_BYTES
+    while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
+        chunk //= 2
+    return StagingSize(chunk, max(LEAST_CHUNKS, target // chunk))
+
+
+def backlog_bytes(host_budget: int, straight: bool = False) -> int:
+    """Of gradients on their way home, at most, before the next waits for one to arrive."""
+    return max(LEAST_BYTES, min(host_budget // BACKLOG_PART, _most(straight)))
+
+
+def _most(straight: bool) -> int:
+    return MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
+
+
+def lane_bytes(ring_bytes: int) -> int:
+    """Of the staging ring, what reads hold at most, and what writes do."""
+    return ring_bytes - ring_bytes // 4

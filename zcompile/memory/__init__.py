@@ -1,0 +1,1 @@
+"""Bytes that are alive, and static addresses for them."""

@@ -1,0 +1,154 @@
+"""What is held beside the arena from call to call: kept for backward, or still on its way home.
+
+Within a call the levels of its schedule say what is held; this adds what other calls hold then. The
+runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
+"""
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+
+from zcompile.ir.holds import Level
+from zcompile.ir.schedule import CHANGE_HOLDING, Reduce, Schedule
+from zcompile.ir.specs import Phase
+from zcompile.ir.steps import StepCall
+
+
+def most_inherited(schedule: Schedule) -> int:
+    """Bytes of gradients that may be under way still when a call of `schedule` begins. A step of an
+    optimizer holds nothing of its own beside the arena, so that all may that were at the end."""
+    if schedule.phase is Phase.STEP:
+        return sys.maxsize
+    return schedule.departing_bytes if schedule.phase is Phase.BACKWARD else 0
+
+
+class HeldWalk:
+    """Walks the calls of a step, in order, and may do so again and again.
+
+    others  bytes that are not of the call at hand
+    now     all bytes held, after the last instruction
+    """
+
+    def __init__(self) -> None:
+        self._kept = self._stayed = 0
+        self._inherited, self._own = _Row(), _Row()
+        self._level = Level()
+        self.now = 0
+
+    @property
+    def others(self) -> int:
+        return self._kept + self._stayed + self._inherited.held_bytes
+
+    def begin(self, schedule: Schedule) -> int:
+        """A call begins; how many departures are joined before. What stayed is gone when a forward
+        begins: nothing is told to stay where that is not so (`staying.py`)."""
+        self._schedule = schedule
+        joined, most = 0, most_inherited(schedule)
+        while self._inherited.rows and (not most or self._inherited.nbytes > most):
+            self._join(self._inherited)
+            joined += 1
+        if schedule.phase is Phase.FORWARD:
+            self._stayed = 0
+        self._kept -= schedule.holds.saved_bytes
+        levels = schedule.holds.levels
+        self._levels = iter(levels)
+        self.now = self.others + (levels[0].before if levels else 0)
+        return joined
+
+    def rise(self) -> int:
+        """The most held while the next instruction is carried out that changes what is held."""
+        level = self._level = next(self._levels, Level())
+        most = self.others + level.peak
+        self.now = self.others + level.after
+        return most
+
+    def leave(self, reduce: Reduce) -> int:
+        """A gradient leaves: the oldest on their way are joined until it fits; how many."""
+        joined, most = 0, self._level.departing or self._schedule.departing_bytes
+        for row in (self._inherited, self._own):
+            while row.rows and self._under_way + reduce.nbytes > most:
+                self._join(row)
+                joined += 1
+        carried = self._level.carried
+        self._own.append(reduce, reduce.nbytes if carried is None else carried)
+        self.now = self.others + self._level.after
+        return joined
+
+    def _join(self, row: "_Row") -> None:
+        """The oldest of these is under way no more; held it still is, if it stays."""
+        reduce, held_bytes = row.popleft()
+        if reduce.stays:
+            self._stayed += held_bytes
+
+    def through(self, schedule: Schedule) -> int:
+        """From the beginning of a call to its end; the most that is held meanwhile."""
+        most = self.now
+        for x in schedule.instructions:
+            if isinstance(x, CHANGE_HOLDING):
+                most = max(most, self.rise())
+                if isinstance(x, Reduce):
+                    self.leave(x)
+        return max(most, self.now)
+
+    def end(self, then: Phase) -> int:
+        """The call is over, and one of `then` follows; how many departures are joined now. After
+        an optimizer's step, which may be several calls, nothing is on its way any more."""
+        self._kept += self._schedule.holds.kept_bytes
+        while self._own.rows:
+            self._inherited.append(*self._own.popleft())
+        over = self._schedule.phase is Phase.STEP and then is not Phase.STEP
+        joined = len(self._inherited.rows) if over else 0
+        for _ in range(joined):
+            self._join(self._inherited)
+        self.now = self.others
+        return joined
+
+    @property
+    def _under_way(self) -> int:
+        return self._inherited.nbytes + self._own.nbytes
+
+
+class _Row:
+    """Gradients under way, the oldest first, each with the bytes of what it holds as the last.
+
+    nbytes      that travel, which decides how many may be under way
+    held_bytes  of whole storages, which is what the device lacks
+    """
+
+    def __init__(self) -> None:
+        self.rows: deque[tuple[Reduce, int]] = deque()
+        self.nbytes = self.held_bytes = 0
+
+    def append(self, reduce: Reduce, held_bytes: int) -> None:
+        self.rows.append((reduce, held_bytes))
+        self.nbytes += reduce.nbytes
+        self.held_bytes += held_bytes
+
+    def popleft(self) -> tuple[Reduce, int]:
+        reduce, held_bytes = self.rows.popleft()
+        self.nbytes -= reduce.nbytes
+        self.held_bytes -= held_bytes
+        return reduce, held_bytes
+
+
+def held_peak(schedule: Schedule) -> int:
+    """The most that a call of `schedule` holds, with its own gradients that stay."""
+    walk = HeldWalk()
+    walk.begin(schedule)
+    kept = walk.others  # what a forward would have left
+    return walk.through(schedule) - kept
+
+
+def held_in_steps(calls: Sequence[StepCall]) -> int:
+    """The most that is held beside the arena when an optimizer goes on; `calls` come again and
+    again. That is gradients on their way, or that stay, and what a backward that never came would
+    need."""
+    walk, most = HeldWalk(), 0
+    for number in range(-len(calls), len(calls)):
+        call, after = calls[number], calls[(number + 1) % len(calls)]
+        walk.begin(call.schedule)
+        if call.phase is Phase.STEP:
+            most = max(most, walk.now)
+        walk.through(call.schedule)
+        walk.end(after.phase)
+    return most

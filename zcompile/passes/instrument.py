@@ -1,0 +1,271 @@
+"""Who watches the passes: the log, one line a pass, and the dump, everything a pass did.
+
+`TORCH_LOGS="+zcompile"` shows the lines; `ZINF_DUMP=DIR` or `Config(dump=DIR)` writes the files of
+`ir/run_format.py`. With neither, nothing is computed and nothing is written.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from zcompile.config import Config
+from zcompile.errors import DiskUnusable
+from zcompile.ir import ops, printer, records
+from zcompile.ir import run_format as form
+from zcompile.ir.graph import aliases_of, find, is_compute, module_of, phase_of, region_of
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.liveness import nbytes_of, profile
+from zcompile.ir.regions import structure
+from zcompile.ir.schedule import Instruction, Run, Schedule
+from zcompile.ir.specs import NodeName, ParamSpec
+from zcompile.version import VERSION
+
+log = logging.getLogger("zcompile.passes")
+
+Runs = MutableMapping[Path, "RunDir"]
+"""Run directories opened so far, by the directory asked for; kept by whoever owns the model."""
+
+
+@dataclass
+class RunDir:
+    """One run on disk: the graphs a model was compiled to, in order."""
+
+    path: Path
+    config: Config
+    graphs: list[str] = field(default_factory=list)
+
+    def add(self, name: str) -> Path:
+        """The directory of a new graph; run.json names it from here on."""
+        path = form.graph_dir(self.path, len(self.graphs))
+        path.mkdir()
+        self.graphs.append(name)
+        config = {f.name: _plain(getattr(self.config, f.name)) for f in fields(self.config)}
+        record = form.RunRecord(VERSION, torch.__version__, config, tuple(self.graphs))
+        form.run_file(self.path).write_text(records.encode(record))
+        return path
+
+
+def open_run(config: Config, runs: Runs) -> RunDir | None:
+    """The run this model's graphs are written to; None if no dump was asked for.
+
+    raises  DiskUnusable, if the directory cannot be made
+    """
+    if config.dump is None:
+        return None
+    root = Path(config.dump)
+    if root not in runs:
+        try:
+            runs[root] = RunDir(form.new_run(root), config)
+        except OSError as error:
+            raise DiskUnusable(
+                root,
+                f"cannot take a dump ({error})",
+                "give a directory that can be made and written to as dump or ZINF_DUMP",
+            ) from error
+    return runs[root]
+
+
+class Watcher:
+    """Told of every pass, the final plan and each schedule of one graph."""
+
+    def __init__(self, name: str, run: RunDir | None = None) -> None:
+        self.name = name
+        self._dir = run.add(name) if run is not None else None
+        self._passes: list[form.PassRecord] = []
+        self._counts: Counter[str] = Counter()
+        self._peak = 0
+        self._placement = 0
+        self._arrangements: dict[str, list[int]] = {}
+        """Phase -> serials of the schedules that stand in the dump, in the order of its files."""
+
+    @property
+    def _idle(self) -> bool:
+        return self._dir is None and not log.isEnabledFor(logging.DEBUG)
+
+    def before(self, graph: fx.Graph, plan: Plan) -> None:
+        if not self._idle:
+            self._counts, self._peak = _census(graph), max(profile(graph), default=0)
+            self._record(form.PassRecord(0, form.CAPTURED, {}, self._peak, self._peak), graph, plan)
+
+    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+        if self._idle:
+            return
+        counts, peak = _census(graph), max(profile(graph), default=0)
+        did = {op: counts[op] - self._counts[op] for op in counts | self._counts}
+        notes = tuple(note.text for note in plan.notes if note.by == name)
+        row = form.PassRecord(
+            step, name, {op: n for op, n in did.items() if n}, self._peak, peak, notes
+        )
+        self._counts, self._peak = counts, peak
+        self._record(row, graph, plan)
+
+    def planned(self, graph: fx.Graph, plan: Plan) -> None:
+        if self._dir is not None:
+            form.plan_file(self._dir).write_text(records.encode(_plan(self.name, graph, plan)))
+
+    def lowered(self, schedule: Schedule) -> None:
+        """Write what the passes made of one phase; no call has walked it yet."""
+        if self._dir is not None:
+            self._write(schedule, [])
+
+    def walked(self, schedule: Schedule, placement: int) -> None:
+        """Write the schedule that a call walks, if the dump lacks it.
+
+        placement  a number per placement of entries: a new one takes the files of the one before
+        """
+        if self._dir is None:
+            return
+        if placement != self._placement:
+            self._placement = placement
+            self._arrangements.clear()
+        known = self._arrangements.setdefault(schedule.call_kind, [])
+        if schedule.serial not in known:
+            self._write(schedule, known)
+
+    def _write(self, schedule: Schedule, known: list[int]) -> None:
+        """Write one more arrangement of a phase beside those `known`; stale files go first."""
+        assert self._dir is not None
+        phase = schedule.call_kind
+        if not known:
+            form.remove_schedules(self._dir, phase)
+        known.append(schedule.serial)
+        rows = [_instruction(i, x) for i, x in enumerate(schedule.instructions)]
+        form.schedule_file(self._dir, phase, len(known)).write_text(records.encode(rows))
+        text = form.schedule_text_file(self._dir, phase, len(known))
+        text.write_text(printer.schedule_text(schedule))
+
+    def _record(self, row: form.PassRecord, graph: fx.Graph, plan: Plan) -> None:
+        log.debug("%s %s", self.name, form.pass_line(row))
+        self._passes.append(row)
+        if self._dir is not None:
+            form.passes_file(self._dir).write_text(records.encode(self._passes))
+            form.text_file(self._dir, row.step, row.name).write_text(printer.text(graph))
+            nodes = form.nodes_file(self._dir, row.step, row.name)
+            nodes.write_text(records.encode(_nodes(graph, plan)))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return dict(value) if hasattr(value, "keys") else value  # type: ignore[call-overload]  # a mapping
+
+
+def _census(graph: fx.Graph) -> Counter[str]:
+    return Counter(printer.target_of(n) for n in graph.nodes if n.op == "call_function")
+
+
+def _owners(graph: fx.Graph, plan: Plan) -> dict[fx.Node, str]:
+    """Which parameter, or value that is away, a handle and every zinf node about it belongs to."""
+    owners: dict[fx.Node, str] = {}
+    for handle in graph.nodes:
+        if handle.name not in plan.params:
+            continue
+        name = str(plan.params[NodeName(handle.name)].name)
+        owners[handle] = name
+        for user in handle.users:
+            owners[user] = name
+            for alias in aliases_of(user) if user.target in (ops.fetch, ops.gather) else ():
+                for reader in (alias, *alias.users):
+                    if reader.target in ops.OURS:
+                        owners[reader] = name
+    return {n: name for n, name in owners.items() if n.op == "placeholder" or n.target in ops.OURS}
+
+
+def _nodes(graph: fx.Graph, plan: Plan) -> list[form.NodeRecord]:
+    owners = _owners(graph, plan)
+    rows = []
+    for node, alive in zip(graph.nodes, profile(graph), strict=True):
+        value = node.meta.get("val")
+        tensor = isinstance(value, torch.Tensor)
+        rows.append(
+            form.NodeRecord(
+                name=node.name,
+                op=node.op,
+                target=printer.target_of(node),
+                phase=phase_of(node).value,
+                args=tuple(printer.argument(a) for a in node.args),
+                shape=tuple(n if isinstance(n, int) else str(n) for n in value.size())
+                if tensor
+                else None,
+                dtype=str(value.dtype).removeprefix("torch.") if tensor else None,
+                nbytes=nbytes_of(node),
+                live_bytes=alive,
+                module=module_of(node) or None,
+                param=owners.get(node),
+            )
+        )
+    return rows
+
+
+def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
+    regions: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_compute(node):
+            regions.setdefault(region_of(node) or 0, []).append(node)
+    cost = plan.activation_cost
+    return form.PlanRecord(
+        name=name,
+        budget_bytes=plan.budget_bytes,
+        params=tuple(_param(handle, spec) for handle, spec in plan.params.items()),
+        slots=tuple(_slots(graph, plan)),
+        regions=len(regions),
+        distinct_regions=len({structure(nodes) for nodes in regions.values()}),
+        notes=tuple(note.text for note in plan.notes),
+        activations=tuple(
+            form.ActivationRecord(str(a.node), a.name, a.nbytes, a.action, a.seconds, a.why)
+            for a in plan.activations
+        ),
+        activation_cost=None
+        if cost is None
+        else form.ActivationCostRecord(cost.again_s, cost.exposed_s, cost.least_s),
+        memory=plan.memory,
+        sliced=plan.sliced,
+    )
+
+
+def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
+    layout = spec.layout
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return form.ParamRecord(handle, spec.name, layout.size, dtype, spec.nbytes, spec.home)
+
+
+def _slots(graph: fx.Graph, plan: Plan) -> Iterator[form.SlotRecord]:
+    """Of each fetch, in graph order; lines count from 0 within its phase."""
+    owners = _owners(graph, plan)
+    lines: dict[str, list[fx.Node]] = {}
+    for node in graph.nodes:
+        lines.setdefault(phase_of(node).value, []).append(node)
+    for fetch in find(graph, ops.fetch):
+        slot = plan.slots[NodeName(fetch.name)]
+        phase = phase_of(fetch).value
+        (wait,) = fetch.users
+        first = lines[phase].index(fetch)
+        last = max(lines[phase].index(user) for user in wait.users)
+        owner = owners.get(fetch)
+        yield form.SlotRecord(fetch.name, owner, phase, slot.address, slot.nbytes, first, last)
+
+
+def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord:
+    stream, kind, name, nbytes = printer.instruction_row(instruction)
+    slot = getattr(instruction, "slot", None)
+    inputs = instruction.inputs if isinstance(instruction, Run) else ()
+    outputs = instruction.outputs if isinstance(instruction, Run) else ()
+    return form.InstructionRecord(
+        index,
+        stream,
+        kind,
+        name,
+        nbytes or 0,
+        None if slot is None else slot.address,
+        getattr(instruction, "ticket", None),
+        tuple(getattr(instruction, "after", ())),
+        tuple(inputs),
+        tuple(outputs),
+    )

@@ -1,0 +1,110 @@
+"""The order of passes, top to bottom, written once; and the runner that does for every pass what
+no pass does for itself: verify, tell the watcher, recompile at the end.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import fx
+
+from zcompile.config import Config
+from zcompile.errors import PassOrder
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.work import work_by_phase
+from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.cut_regions import CutRegions
+from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.narrow_params import NarrowParams
+from zcompile.passes.plan_activations.activation_graph import Surroundings
+from zcompile.passes.plan_activations.plan_activations import PlanActivations
+from zcompile.passes.reduce_grads import ReduceGrads
+from zcompile.passes.release_params import ReleaseParams
+from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.passes.split_budget import SplitBudget
+from zcompile.passes.tile_loss.tile_loss import TileLoss
+from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_tokens.tile_tokens import TileTokens
+from zcompile.verify.graph import verify
+
+
+class Watch(Protocol):
+    """Who is told what each pass did: the log, the dump, both, or nobody."""
+
+    def before(self, graph: fx.Graph, plan: Plan) -> None: ...
+
+    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None: ...
+
+
+class Silence:
+    """A watcher that looks at nothing."""
+
+    def before(self, graph: fx.Graph, plan: Plan) -> None:
+        pass
+
+    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+        pass
+
+
+SILENT = Silence()
+
+
+def _tile_bytes(config: Config) -> int | None:
+    return None if config.tile_bytes is None else int(config.tile_bytes)
+
+
+def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -> tuple[Pass, ...]:
+    """The passes in order; the one place where the user's wishes become the fields of a pass.
+
+    around  the machine that activations are planned for; None: all are kept
+    """
+    gathered = (
+        GatherParams(),  # one gather per parameter and phase, before its first reader
+        NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
+        ReleaseParams(),  # full -> nothing, after its last reader
+        ReduceGrads(),  # gradient -> home tier, as soon as it is made
+        CutRegions(),  # compute between our ops, numbered
+    )
+    in_place = (SchedulePrefetch(0), PlanArena())
+    activations = PlanActivations(  # what backward needs: kept, made again, or moved off the device
+        config.activations, around, (*gathered, *in_place)
+    )
+    within = (
+        *gathered,
+        SplitBudget(),  # what the graph itself holds is not the arena's
+    )
+    in_tiles = TileMatmuls(  # what the budget cannot hold whole comes in tiles
+        _tile_bytes(config), (replace(activations, compares=False), *within, *in_place)
+    )
+    again = config.activations in ("auto", "recompute")  # whether values may be computed again
+    return (
+        TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
+        TileTokens(in_tiles if again else None),  # what fits over slices of tokens only
+        in_tiles,
+        activations,
+        *within,
+        SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
+        PlanArena(),  # every gathered parameter has an address; the peak is proven
+    )
+
+
+def run(
+    joint: fx.GraphModule, plan: Plan, passes: Sequence[Pass], *, watch: Watch = SILENT
+) -> Plan:
+    """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
+
+    raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes
+    """
+    facts = {Fact.PHASES_ASSIGNED}
+    plan = replace(plan, traced_work=work_by_phase(joint.graph))
+    watch.before(joint.graph, plan)
+    for step, pass_ in enumerate(passes, start=1):
+        if missing := pass_.needs - facts:
+            raise PassOrder(pass_.name, [f.value for f in missing], [p.name for p in passes])
+        plan = pass_.rewrite(joint.graph, plan)
+        facts |= pass_.gives
+        verify(joint.graph, plan, after=pass_.name, facts=frozenset(f.name for f in facts))
+        watch.after(step, pass_.name, joint.graph, plan)
+    joint.recompile()
+    return plan

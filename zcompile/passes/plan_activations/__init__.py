@@ -1,0 +1,1 @@
+"""Which saved values are kept, made again, or kept elsewhere."""

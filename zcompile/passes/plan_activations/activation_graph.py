@@ -1,0 +1,232 @@
+"""A joint graph as the question what to keep for backward (`activation_problem.py`), and back."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.graph import aliases_of, find, is_compute, phase_of
+from zcompile.ir.graph_plan import Plan
+from zcompile.ir.saved_values import SavedValues, family_of, is_value, storage_bytes
+from zcompile.ir.specs import Layout, NodeName, Phase, aligned
+from zcompile.ir.torch_private import gradient_of, is_tangent, wish_of
+from zcompile.ir.work import work_of
+from zcompile.machine.cost import predicted_seconds
+from zcompile.machine.model import Machine
+from zcompile.passes.plan_activations.activation_problem import Away, Maker, Problem, Value, Weight
+from zcompile.passes.plan_activations.activation_split import Streams
+
+LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
+"""Tier -> the links on the way there and back."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """machine  rates of compute and links
+    rooms       tier -> bytes that activations may take there
+    beside      compute runs beside the host, which starts transfers meanwhile (CUDA)
+    """
+
+    machine: Machine
+    rooms: Mapping[str, int]
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Read:
+    """problem  with a budget of nothing yet
+    roots       the node of each of its values
+    streams     what else takes its time
+    clock       seconds of compute before each node
+    """
+
+    problem: Problem
+    roots: tuple[fx.Node, ...]
+    streams: Streams
+    clock: tuple[float, ...]
+
+
+def read(values: SavedValues, plan: Plan, around: Surroundings) -> Read:
+    """The question that a joint graph poses before its parameters are gathered."""
+    return _Reading(values, plan, around).read()
+
+
+class _Reading:
+    def __init__(self, values: SavedValues, plan: Plan, around: Surroundings) -> None:
+        self.values, self.plan, self.around = values, plan, around
+        self.nodes: tuple[fx.Node, ...] = tuple(values.graph.nodes)
+        self.where = {node: at for at, node in enumerate(self.nodes)}
+        backward = (at for at, node in enumerate(self.nodes) if values.is_backward(node))
+        self.boundary = next(backward, len(self.nodes) - 1)
+        self.gathers, self.gather_of = _gathers(values.graph)
+        self.roots: list[fx.Node] = []
+        self.index: dict[fx.Node, int] = {}
+
+    def read(self) -> Read:
+        made: list[Value] = []
+        makers: list[Maker] = []
+        for node in self.nodes[: self.boundary]:
+            if self._makes(node):
+                maker, results = self._maker(node, len(makers), len(made))
+                makers.append(maker)
+                made += results
+        weights = tuple(self._weight(gathers) for gathers in self.gathers)
+        weights_s, weight_bytes = self._traffic()
+        problem = Problem(
+            tuple(made), tuple(makers), weights, self._other(), self.boundary,
+            {tier: self._away(tier, room) for tier, room in self.around.rooms.items()},
+            (0.0, 0.0), 0,
+        )  # fmt: skip
+        clock = tuple(self._clock())
+        compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
+        slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
+        started = 0 if self.around.beside else len(self.gathers)
+        streams = Streams(compute, weights_s, weight_bytes, started)
+        return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
+
+    def _makes(self, node: fx.Node) -> bool:
+        values = self.values
+        if not is_compute(node) or not values.is_forward(node):
+            return False
+        return self._results(node) != []
+
+    def _results(self, node: fx.Node) -> list[fx.Node]:
+        """The storages that an op makes; none for a view, or what picks a result of another."""
+        values = self.values
+        if is_value(node):
+            return [node] if values.root(node) is node and values.maker(node) is node else []
+        parts = [user for user in node.users if is_value(user) and values.root(user) is user]
+        return [user for user in parts if values.maker(user) is node]
+
+    def _maker(self, node: fx.Node, number: int, first: int) -> tuple[Maker, list[Value]]:
+        results = self._results(node)
+        reads, weights = [], []
+        for source in node.all_input_nodes:
+            if source in self.gather_of:
+                weights.append(self.gather_of[source])
+            elif (root := self.values.root(source)) in self.index:
+                reads.append(self.index[root])
+        made = [self._value(node, root, number) for root in results]
+        for offset, root in enumerate(results):
+            self.index[root] = first + offset
+            self.roots.append(root)
+        seconds = predicted_seconds(work_of([node]), self.around.machine.compute)
+        maker = Maker(
+            seconds, tuple(dict.fromkeys(reads)), tuple(range(first, first + len(results))),
+            tuple(dict.fromkeys(weights)), self.values.may_repeat(results[0]),
+        )  # fmt: skip
+        return maker, made
+
+    def _value(self, node: fx.Node, root: fx.Node, number: int) -> Value:
+        at = self.where[node]
+        aliases = set(aliases_of(root))  # a view is taken where it is read, and reads nothing
+        read = sorted({self.where[user] for alias in aliases for user in alias.users
+                       if user.op != "output" and user not in aliases})  # fmt: skip
+        forward = [when for when in read if when < self.boundary]
+        held = root in self.values.returned
+        return Value(
+            root.name, storage_bytes(root), at, max(forward, default=at),
+            tuple(when for when in read if when >= self.boundary), number,
+            self.values.may_move(root), "MUST_SAVE" if held else wish_of(root) or wish_of(node),
+        )  # fmt: skip
+
+    def _weight(self, gathers: list[fx.Node]) -> Weight:
+        family = {n for gather in gathers for n in (gather, *self._family(gather))}
+        read = sorted({self.where[user] for n in family for user in n.users
+                       if user not in family and user.op != "output"})  # fmt: skip
+        nbytes = aligned(Layout.of(gathers[0].meta["val"]).nbytes)
+        early = tuple(at for at in read if at < self.boundary)
+        return Weight(nbytes, early, tuple(at for at in read if at >= self.boundary))
+
+    def _family(self, gather: fx.Node) -> list[fx.Node]:
+        mine = self.gather_of[gather]
+        return [n for n, number in self.gather_of.items() if number == mine]
+
+    def _other(self) -> list[int]:
+        """Bytes at each time of what forward does not make: gradients, mostly."""
+        curve = [0] * (len(self.nodes) + 1)
+        sinks = self._sinks()
+        for node in self.nodes:
+            for root, first in self._late(node):
+                last = max((self.where[user] for alias in aliases_of(root)
+                            for user in (alias, *alias.users)), default=first)  # fmt: skip
+                if root in sinks and last == len(self.nodes) - 1:
+                    last = sinks[root]
+                nbytes = storage_bytes(root)
+                curve[first] += nbytes
+                curve[max(first, last) + 1] -= nbytes
+        total, sums = 0, []
+        for change in curve[:-1]:
+            total += change
+            sums.append(total)
+        return sums
+
+    def _late(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
+        """The storages that a node of backward makes, and when; of what it is given, at once."""
+        if node.op == "placeholder":
+            return [(node, self.boundary)] if is_tangent(node) and is_value(node) else []
+        if node in self.values.gathered or not is_compute(node):
+            return []
+        if phase_of(node) is not Phase.BACKWARD:
+            return []
+        return [(root, self.where[node]) for root in self._results(node)]
+
+    def _sinks(self) -> dict[fx.Node, int]:
+        """Storage of a gradient that goes home by itself -> until when it is held: until the next
+        but one is made, as long as it may be under way."""
+        output = self.nodes[-1]
+        results = output.args[0] if isinstance(output.args[0], list | tuple) else ()
+        descs = output.meta.get("desc") or ()
+        found = [
+            self.values.root(result)
+            for result, desc in zip(results, descs, strict=False)
+            if isinstance(result, fx.Node) and gradient_of(desc) is not None
+        ]
+        late = sorted({root for root in found if root in self.where}, key=self.where.__getitem__)
+        times = [self.where[root] for root in late]
+        return {root: times[min(n + 2, len(times) - 1)] for n, root in enumerate(late)}
+
+    def _traffic(self) -> tuple[tuple[float, float], int]:
+        """Seconds of weights and gradients on the link that takes longest; bytes of the weights."""
+        links = self.around.machine.links
+        seconds = [0.0, 0.0]
+        total = 0
+        for gathers in self.gathers:
+            (handle, *_) = gathers[0].all_input_nodes
+            spec = self.plan.params[NodeName(handle.name)]
+            ways = ("h2d", "disk_read") if spec.home == "disk" else ("h2d",)
+            slowest = min((links[w].bytes_per_s for w in ways if w in links), default=0.0)
+            nbytes = Layout.of(gathers[0].meta["val"]).nbytes
+            total += nbytes
+            for phase in (0, 1):
+                seconds[phase] += nbytes / slowest if slowest else 0.0
+        return (seconds[0], seconds[1]), total
+
+    def _away(self, tier: str, room: int) -> Away:
+        links = self.around.machine.links
+        out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
+        start = sum(link.latency_s for link in (*out, *back))
+        leave_s, back_s = (max((1 / link.bytes_per_s for link in ways), default=0.0)
+                           for ways in (out, back))  # fmt: skip
+        return Away(leave_s, back_s, room, start)
+
+    def _clock(self) -> Iterator[float]:
+        compute, now = self.around.machine.compute, 0.0
+        for node in self.nodes:
+            yield now
+            if is_compute(node):
+                now += predicted_seconds(work_of([node]), compute)
+
+
+def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+    """Gathers that will be one, and of every gathered value the number of those."""
+    groups: dict[object, list[fx.Node]] = {}
+    for gather in find(graph, ops.gather):
+        groups.setdefault(tuple(str(argument) for argument in gather.args), []).append(gather)
+    numbers: dict[fx.Node, int] = {}
+    for number, gathers in enumerate(groups.values()):
+        for gather in gathers:
+            for member in family_of(gather):
+                numbers[member] = number
+    return list(groups.values()), numbers

@@ -1,0 +1,1 @@
+"""A loss over a large vocabulary, in tiles."""

@@ -1,0 +1,1 @@
+"""Weights larger than their share of the device, in tiles."""

@@ -1,0 +1,248 @@
+"""The gradient of a weight in tiles, each of which leaves for home as soon as it is made.
+
+A weight that is used several times gets as many contributions, and their sum is its gradient. Each
+contribution leaves by itself, and the sum is formed at home, in the order in which autograd would
+form it; so no tile waits for another use. Where that order would be another one, tiles are summed
+in the graph.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.graph import phase_of, root_of
+from zcompile.ir.specs import Phase
+from zcompile.ir.tiling import VIEWS, Writer, came_from, is_op, shape
+
+aten = torch.ops.aten
+Known = Mapping[fx.Node, Sequence[fx.Node]]
+"""Values that are there in tiles already."""
+SCATTERS = (aten.select_backward.default, aten.slice_backward.default)
+"""Zeros but for a few rows."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What is wanted: the rows of `handle`'s gradient, so many at a time."""
+
+    handle: fx.Node
+    sizes: tuple[int, ...]
+    name: str
+
+
+def leave_in_tiles(
+    graph: fx.Graph, grad: fx.Node, tiles: Tiles, known: Known
+) -> tuple[fx.Node, bool]:
+    """The last node that takes a tile of `grad` home, and whether any was cut out of a whole."""
+    last, whole = grad, False
+    for parts in contributions(grad, known):
+        made = [_Contribution(graph, part, tiles, known) for part in parts]
+        whole |= any(part.is_whole for part in made)
+        begin, row = 0, _row(grad)
+        for n, rows in enumerate(tiles.sizes):
+            last = _leave(made, tiles, n, begin * row)
+            begin += rows
+    return last, whole
+
+
+def _row(grad: fx.Node) -> int:
+    row = 1
+    for n in shape(grad)[1:]:
+        row *= int(n)
+    return row
+
+
+def _leave(made: Sequence["_Contribution"], tiles: Tiles, n: int, offset: int) -> fx.Node:
+    """Tile `n` of the sum of `made` goes home."""
+    found = [(part.write, tile) for part in made if (tile := part.tile(n)) is not None]
+    if not found:
+        write = made[-1].write
+        size = [tiles.sizes[n], *shape(made[-1].node)[1:]]
+        return _home(write, write.zeros(made[-1].leaf.all_input_nodes[0], size), tiles, offset)
+    _, total = found[0]
+    write = found[-1][0]
+    for _, tile in found[1:]:
+        total = write.call(aten.add.Tensor, total, tile)
+    return _home(write, total, tiles, offset)
+
+
+def _home(write: Writer, tile: fx.Node, tiles: Tiles, offset: int) -> fx.Node:
+    if not tile.meta["val"].is_contiguous() or root_of(tile).op == "placeholder":
+        tile = write.call(aten.clone.default, tile, memory_format=torch.contiguous_format)
+    return write.call(ops.reduce_tile, tile, tiles.handle, offset, name=f"{tiles.name}_tile_grad")
+
+
+def contributions(grad: fx.Node, known: Known) -> list[list[fx.Node]]:
+    """What is summed up to `grad`, each as it leaves: alone, or with others of its tiles."""
+    parts = list(_summed(grad))
+    scatters = [p for p in parts if is_op(_leaf(p, 0, known)[0], *SCATTERS)]
+    leaving = [[p] for p in parts if p not in scatters] + ([scatters] if scatters else [])
+    # a + b is b + a, and (a + b) + c is summed from the left.
+    made = [max(part) for part in leaving]
+    in_order = made[1:] == sorted(made[1:]) and all(made[0] < later for later in made[2:])
+    backward = all(phase_of(part) is Phase.BACKWARD for part in parts)
+    mixed = len(scatters) > 1 and len(leaving) > 1
+    return leaving if in_order and backward and not mixed else [parts]
+
+
+def _summed(grad: fx.Node) -> Iterator[fx.Node]:
+    """The terms of a sum, as autograd adds them: the sum so far, and one more."""
+    more = []
+    node = grad
+    while is_op(node, aten.add.Tensor) and not node.kwargs and len(node.args) == 2:
+        left, right = node.args
+        if not (isinstance(left, fx.Node) and isinstance(right, fx.Node)):
+            break
+        if len(node.users) > 1 or shape(left) != shape(node) or shape(right) != shape(node):
+            break
+        more.append(right)
+        node = left
+    yield node
+    yield from reversed(more)
+
+
+def _leaf(node: fx.Node, dim: int, known: Known) -> tuple[fx.Node, int, list[tuple[fx.Node, int]]]:
+    """Back through views and casts: what they were made of, which dimension of it is wanted, and
+    the views, outermost first."""
+    chain = []
+    while node not in known and node.op == "call_function" and node.target in VIEWS:
+        before = came_from(node, dim)
+        if before is None:
+            break
+        chain.append((node, dim))
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node, dim = source, before
+    return node, dim, chain
+
+
+class _Contribution:
+    """One term of a gradient, tile by tile."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, tiles: Tiles, known: Known) -> None:
+        self.node = node
+        self.leaf, self._dim, self._chain = _leaf(node, 0, known)
+        self._sizes = tiles.sizes
+        self._known = known.get(self.leaf)
+        makers: dict[Any, Callable[[], Callable[[int], fx.Node | None] | None]] = {
+            aten.mm.default: self._matmul,
+            aten.bmm.default: self._matmul,
+            aten.embedding_dense_backward.default: self._embedding,
+            aten.select_backward.default: self._select,
+            aten.slice_backward.default: self._slice,
+        }
+        phase = phase_of(node)
+        self.write = Writer(graph, self.leaf, self.leaf, phase)
+        make = makers.get(self.leaf.target)
+        self._make = make() if make is not None and self._known is None else None
+        self.is_whole = self._make is None and self._known is None
+        if self.is_whole:
+            after = self.leaf if self.leaf.op == "call_function" else node
+            self.write.point = after.next if after is self.leaf else after
+            parts = self.write.split(self.leaf, self._sizes, self._dim)
+            self._make = parts.__getitem__
+
+    def tile(self, n: int) -> fx.Node | None:
+        """None: nothing but zeros."""
+        if self._known is not None:
+            made: fx.Node | None = self._known[n]
+            assert made is not None
+            self.write.point = made.next
+        else:
+            assert self._make is not None
+            made = self._make(n)
+        for view, dim in reversed(self._chain if made is not None else []):
+            assert made is not None
+            made = self.write.again(view, made, dim, self._sizes[n])
+        return made
+
+    def _matmul(self) -> Callable[[int], fx.Node]:
+        left, right = self.leaf.args[:2]
+        assert isinstance(left, fx.Node)
+        assert isinstance(right, fx.Node)
+        last = len(shape(self.leaf)) - 1
+        whole = [left] * len(self._sizes), [right] * len(self._sizes)
+        lefts = whole[0] if self._dim == last else self.write.split(left, self._sizes, self._dim)
+        rights = whole[1]
+        if self._dim == last or (last == 2 and self._dim == 0):
+            rights = self.write.split(right, self._sizes, self._dim)
+        target = self.leaf.target
+        return lambda n: self.write.call(target, lefts[n], rights[n])
+
+    def _embedding(self) -> Callable[[int], fx.Node] | None:
+        """Ids outside of a tile are counted to a row of their own, which is left out."""
+        grad, ids, rows, padding, by_count = self.leaf.args
+        if self._dim != 0 or by_count or not isinstance(ids, fx.Node):
+            return None
+        write = self.write
+        if isinstance(padding, int) and 0 <= padding < int(rows):  # type: ignore[arg-type]  # schema
+            ids = write.call(
+                aten.masked_fill.Scalar, ids, write.call(aten.eq.Scalar, ids, padding), -1
+            )
+        here = [ids]
+
+        def make(n: int) -> fx.Node:
+            size, local = self._sizes[n], here[0]
+            inside = write.call(
+                aten.logical_and.default,
+                write.call(aten.ge.Scalar, local, 0),
+                write.call(aten.lt.Scalar, local, size),
+            )
+            outside = write.call(aten.logical_not.default, inside)
+            row = write.call(aten.masked_fill.Scalar, local, outside, size)
+            made = write.call(self.leaf.target, grad, row, size + 1, size, False)
+            if n + 1 < len(self._sizes):
+                here[0] = write.call(aten.sub.Tensor, local, size)
+            return write.call(aten.slice.Tensor, made, 0, 0, size)
+
+        return make
+
+    def _begin(self, n: int) -> int:
+        return sum(self._sizes[:n])
+
+    def _select(self) -> Callable[[int], fx.Node | None] | None:
+        grad, sizes, dim, index = self.leaf.args
+        if dim != self._dim:
+            return None
+        count = sum(self._sizes)
+        at = int(index) % count  # type: ignore[arg-type]  # op schema
+
+        def make(n: int) -> fx.Node | None:
+            row, rows = at - self._begin(n), self._sizes[n]
+            if not 0 <= row < rows:
+                return None
+            if rows == 1:
+                return self.write.call(aten.unsqueeze.default, grad, dim)
+            return self.write.call(self.leaf.target, grad, _with(sizes, dim, rows), dim, row)
+
+        return make
+
+    def _slice(self) -> Callable[[int], fx.Node | None] | None:
+        grad, sizes, dim, start, end, step = self.leaf.args
+        if dim != self._dim or step != 1:
+            return None
+        count = sum(self._sizes)
+        low, high, _ = slice(start, end).indices(count)
+
+        def make(n: int) -> fx.Node | None:
+            begin, rows = self._begin(n), self._sizes[n]
+            first, last = max(low, begin), min(high, begin + rows)
+            if first >= last:
+                return None
+            part = self.write.call(aten.slice.Tensor, grad, dim, first - low, last - low)
+            if last - first == rows:
+                return part
+            size = _with(sizes, dim, rows)
+            return self.write.call(
+                self.leaf.target, part, size, dim, first - begin, last - begin, 1
+            )
+
+        return make
+
+
+def _with(sizes: Any, dim: Any, rows: int) -> list[Any]:
+    return [rows if d == dim else n for d, n in enumerate(sizes)]

@@ -1,0 +1,261 @@
+"""What a use of a weight is, tile by tile.
+
+    out of the tile's dimension    y = x @ w.T                y = cat(x @ w_i.T)         as it was
+    over the tile's dimension      dx = dy @ w                dx = sum(dy_i @ w_i)       rounds anew
+    rows by number                 e = w[ids]                 each id in its tile        as it was
+
+The rounding of a sum over tiles is that of adding up partial products in the order of the tiles,
+instead of in the order that the library's kernel has. In float16 and bfloat16 each partial product
+is rounded to that dtype, and their sum, kept in float32, once more.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zcompile.ir.tiling import WIDE, Writer, is_op, shape
+
+aten = torch.ops.aten
+Tile = Callable[[int], fx.Node]
+"""Makes the operand of a number, where the writer stands."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A node that reads a weight, or a view of it, and what is tiled of that operand.
+
+    at     position among the node's arguments
+    dim    the dimension of the operand that is tiled
+    sizes  of the tiles along it
+    """
+
+    node: fx.Node
+    at: int
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What takes the place of the node, and of its results if there are several. `tiles`: of those
+    results that are left in tiles."""
+
+    value: fx.Node | None = None
+    items: tuple[fx.Node | None, ...] = ()
+    tiles: tuple[tuple[int, tuple[fx.Node, ...]], ...] = ()
+
+
+Rule = Callable[[Use, Writer, Tile], Result | None]
+
+
+def rule_of(use: Use) -> Rule | None:
+    """How the use is written over tiles; None if it cannot be."""
+    found = RULES.get((use.node.target, use.at, use.dim))
+    return found if found is not None and _plain(use) else None
+
+
+def _plain(use: Use) -> bool:
+    """No argument that the rules do not know, and the operand is read once."""
+    node, args = use.node, use.node.args
+    if node.kwargs or sum(argument is args[use.at] for argument in args) > 1:
+        return False
+    if is_op(node, aten.convolution.default):
+        return args[6:9:2] == (False, 1)
+    if is_op(node, aten.convolution_backward.default):
+        return args[7:10:2] == (False, 1)
+    return not (is_op(node, aten.embedding.default) and any(args[3:]))  # by count, or sparse
+
+
+def _joined(use: Use, write: Writer, part: Callable[[int], fx.Node], dim: int) -> Result:
+    """The results of all tiles side by side."""
+    parts = [part(n) for n in range(len(use.sizes))]
+    return Result(parts[0] if len(parts) == 1 else write.call(aten.cat.default, parts, dim))
+
+
+def _matmul_out(other: int, dim: int) -> Rule:
+    """mm, bmm: the tile's dimension is one of the result. other  position of the other operand"""
+
+    def rule(use: Use, write: Writer, tile: Tile) -> Result:
+        held = _node(use.node.args[other])
+        batch = len(shape(held)) == 3 and use.dim == 0
+        others = write.split(held, use.sizes, 0) if batch else [held] * len(use.sizes)
+
+        def part(n: int) -> fx.Node:
+            operand = tile(n)
+            pair = (others[n], operand) if other == 0 else (operand, others[n])
+            return write.call(use.node.target, *pair)
+
+        return _joined(use, write, part, dim)
+
+    return rule
+
+
+def _matmul_over(other: int, other_dim: int) -> Rule:
+    """mm, bmm: the tile's dimension is summed over."""
+
+    def rule(use: Use, write: Writer, tile: Tile) -> Result:
+        others = write.split(_node(use.node.args[other]), use.sizes, other_dim)
+        pairs = ((others[n], tile(n)) if other == 0 else (tile(n), others[n])
+                 for n in range(len(use.sizes)))  # fmt: skip
+        return Result(_total(use.node, write, pairs))
+
+    return rule
+
+
+def _total(node: fx.Node, write: Writer, pairs: Any, first: fx.Node | None = None) -> fx.Node:
+    """The sum of the products of `pairs`, and of `first`."""
+    batch = is_op(node, aten.bmm.default)
+    product, fused = (
+        (aten.bmm.default, aten.baddbmm.default) if batch else (aten.mm.default, aten.addmm.default)
+    )
+    dtype = node.meta["val"].dtype
+    wide, total = WIDE.get(dtype), first
+    for pair in pairs:
+        if wide is None:
+            total = write.call(product, *pair) if total is None else write.call(fused, total, *pair)
+            continue
+        part = write.call(aten._to_copy.default, write.call(product, *pair), dtype=wide)
+        total = part if total is None else write.call(aten.add.Tensor, total, part)
+    assert total is not None
+    return total if wide is None else write.call(aten._to_copy.default, total, dtype=dtype)
+
+
+def _addmm_out(use: Use, write: Writer, tile: Tile) -> Result:
+    """y = bias + x @ w, over columns of w."""
+    bias, x = _node(use.node.args[0]), _node(use.node.args[1])
+    along = len(shape(bias)) - 1
+    wide = shape(bias)[along] != 1
+    biases = [bias] * len(use.sizes)
+    if wide:
+        biases = write.split(bias, use.sizes, along, copied=True)
+    return _joined(use, write, lambda n: write.call(use.node.target, biases[n], x, tile(n)), 1)
+
+
+def _addmm_over(use: Use, write: Writer, tile: Tile) -> Result:
+    """y = bias + x @ w, over rows of w."""
+    bias = _node(use.node.args[0])
+    others = write.split(_node(use.node.args[1]), use.sizes, 1)
+    pairs = ((others[n], tile(n)) for n in range(len(use.sizes)))
+    return Result(_total(use.node, write, pairs, bias))
+
+
+def _embedding(use: Use, write: Writer, tile: Tile) -> Result | None:
+    """Each id is looked up in the tile that has its row.
+
+    An id that no row has is asked of the first or the last tile, which refuses it.
+    """
+    ids = _node(use.node.args[1])
+    last, out = len(use.sizes) - 1, None
+    for n, rows in enumerate(use.sizes):
+        local = ids
+        if n:
+            local = write.call(aten.clamp.default, local, 0, None)
+        if n < last:
+            local = write.call(aten.clamp.default, local, None, rows - 1)
+        found = write.call(aten.embedding.default, tile(n), local)
+        if out is None:
+            out = found
+        else:
+            inside = write.call(aten.unsqueeze.default, write.call(aten.ge.Scalar, ids, 0), -1)
+            out = write.call(aten.where.self, inside, found, out)
+        if n < last:
+            ids = write.call(aten.sub.Tensor, ids, rows)
+    return Result(out)
+
+
+def _convolution(use: Use, write: Writer, tile: Tile) -> Result:
+    """Over output channels."""
+    x, _, bias, *rest = use.node.args
+    biases: Sequence[fx.Node | None] = [None] * len(use.sizes)
+    if isinstance(bias, fx.Node):
+        biases = write.split(bias, use.sizes, 0, copied=True)
+    return _joined(
+        use, write, lambda n: write.call(use.node.target, x, tile(n), biases[n], *rest), 1
+    )
+
+
+def _convolution_backward(use: Use, write: Writer, tile: Tile) -> Result:
+    """Input gradients of all tiles add up; each tile has its own weight and bias gradient."""
+    grad, x, _, bias_sizes, *rest = use.node.args
+    grads = write.split(_node(grad), use.sizes, 1)
+    mask: Any = rest[-1]
+    total: fx.Node | None = None
+    weights: list[fx.Node] = []
+    biases: list[fx.Node] = []
+    for n, rows in enumerate(use.sizes):
+        sizes = [rows] if bias_sizes and mask[2] else bias_sizes
+        made = write.call(use.node.target, grads[n], x, tile(n), sizes, *rest)
+        if mask[0]:
+            part = write.item(made, 0)
+            total = part if total is None else write.call(aten.add.Tensor, total, part)
+        if mask[1]:
+            weights.append(write.item(made, 1))
+        if mask[2]:
+            biases.append(write.item(made, 2))
+    bias = write.call(aten.cat.default, biases, 0) if biases else None
+    return Result(None, (total, None, bias), ((1, tuple(weights)),) if weights else ())
+
+
+def _node(argument: object) -> fx.Node:
+    assert isinstance(argument, fx.Node), argument
+    return argument
+
+
+RULES: dict[tuple[Any, int, int], Rule] = {
+    (aten.mm.default, 1, 1): _matmul_out(0, 1),
+    (aten.mm.default, 1, 0): _matmul_over(0, 1),
+    (aten.mm.default, 0, 0): _matmul_out(1, 0),
+    (aten.mm.default, 0, 1): _matmul_over(1, 0),
+    (aten.bmm.default, 1, 0): _matmul_out(0, 0),
+    (aten.bmm.default, 1, 2): _matmul_out(0, 2),
+    (aten.bmm.default, 1, 1): _matmul_over(0, 2),
+    (aten.bmm.default, 0, 0): _matmul_out(1, 0),
+    (aten.bmm.default, 0, 1): _matmul_out(1, 1),
+    (aten.bmm.default, 0, 2): _matmul_over(1, 1),
+    (aten.addmm.default, 2, 1): _addmm_out,
+    (aten.addmm.default, 2, 0): _addmm_over,
+    (aten.embedding.default, 0, 0): _embedding,
+    (aten.convolution.default, 1, 0): _convolution,
+    (aten.convolution_backward.default, 2, 0): _convolution_backward,
+}
+"""(op, position of the weight, its tiled dimension) -> how it is written over tiles."""
+
+
+SUMMED = frozenset(
+    {
+        (aten.mm.default, 1, 0),
+        (aten.mm.default, 0, 1),
+        (aten.bmm.default, 1, 1),
+        (aten.bmm.default, 0, 2),
+        (aten.addmm.default, 2, 0),
+        (aten.convolution_backward.default, 2, 0),
+    }
+)
+"""Of `RULES`, those that add up what the tiles give: input gradients, where the op makes some."""
+
+
+ADDED_UP = "products with its tiles are added up one after the other"
+ALIKE = "products with its tiles have eager's bits only where the library computes them alike"
+
+
+def rounding_of(use: Use) -> str:
+    """Why the use may round otherwise over several tiles, for people; "": it does not."""
+    if (use.node.target, use.at, use.dim) in SUMMED:
+        return ADDED_UP
+    return "" if is_op(use.node, aten.embedding.default) else ALIKE
+
+
+def same_kind(made: Sequence[fx.Node | None], instead: Sequence[fx.Node | None]) -> bool:
+    """Whether what was made lies as what it stands for does."""
+    return all(
+        new is None or old is None or _lies(new) == _lies(old)
+        for new, old in zip(made, instead, strict=True)
+    )
+
+
+def _lies(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.size()), tuple(value.stride())

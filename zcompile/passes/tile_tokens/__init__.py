@@ -1,0 +1,1 @@
+"""Regions that are row-wise in tokens, in slices."""

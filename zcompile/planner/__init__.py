@@ -1,0 +1,1 @@
+"""Plans a whole step: placement, windows, simulation, lower bounds, the report."""

@@ -1,0 +1,95 @@
+"""The floor of a step: what no plan within the same budgets goes below, however it splits them.
+
+`bounds.py` takes for granted what the plans of this compiler have in common: that weights and
+states rest in the arena only, that values are made again where this plan makes them again, that
+compute takes the seconds it took while links were at work. Here none of that is:
+
+- Compute is what was traced, before any pass: without what is made again or cut, at seconds that
+  regions took while no transfer was under way. What is known of compute is what was measured: where
+  a region never ran with links idle, its seconds beside transfers are all there is, and what passes
+  added is taken off by its share of the predicted work. Kernels that nobody has run may be faster.
+- All of `device_memory` and all of `host_memory` are there for what rests at the border of two
+  segments, so that over each link go only the bytes which no use of that memory can save
+  (`bounds.least_of_segment`).
+- Everything overlaps: a step lasts as long as the busiest of compute and the links, and not as
+  long as the sum over its segments.
+
+Optimizers are called after backward, as the user's loop does it: a plan that moved updates into
+backward would read gradients once less.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zcompile.ir.schedule import Run, Schedule
+from zcompile.ir.steps import Step
+from zcompile.machine.cost import Costs, predicted_seconds
+from zcompile.machine.model import TIER_LINKS, Link
+from zcompile.planner.bounds import least_of_segment
+from zcompile.planner.demand import Demand, least_compute
+from zcompile.planner.least_program import COMPUTE
+from zcompile.planner.loads import Room
+
+ASSUMES = (
+    "no plan within these budgets that steps its optimizer after backward takes less, if compute "
+    "cannot be faster than it was seen: the busiest of compute as it was traced, at the seconds "
+    "its regions took with links idle, where they ran so, and of each link at its rate for the "
+    "bytes that have to move"
+)
+"""What `floor` is, for people."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The floor of a step.
+
+    seconds    no plan takes less
+    compute_s  of the compute that was traced, with links idle
+    nbytes     that have to move over each link
+    binding    "compute", or the link (of links that take turns, the first) that is busiest
+    """
+
+    seconds: float
+    compute_s: float
+    nbytes: Mapping[str, int]
+    binding: str
+
+
+def floor(step: Step, demand: Demand, costs: Costs, links: Mapping[str, Link], room: Room) -> Floor:
+    """The floor of `step`, whose demand is `demand`. Pure.
+
+    costs  with seconds of regions while links were idle, where such are known
+    links  at the rates that they were measured to have
+    room   with the whole budgets of device, host and disk
+    """
+    nbytes = {link: 0 for link in links if link in TIER_LINKS}
+    for segment in demand.segments:
+        for link, n in least_of_segment(segment, demand.gradients, links, room).nbytes.items():
+            nbytes[link] += n
+    known: dict[int, float] = {}
+    compute_s = 0.0
+    for call in step.calls:
+        serial = call.schedule.serial
+        if serial not in known:
+            known[serial] = traced_compute(call.schedule, costs)
+        compute_s += known[serial]
+    busy = {COMPUTE: compute_s}
+    for link, n in nbytes.items():
+        lane = links[link].lane
+        busy[lane] = busy.get(lane, 0.0) + n / links[link].bytes_per_s
+    binding = max(busy, key=lambda name: busy[name])
+    return Floor(busy[binding], compute_s, nbytes, binding)
+
+
+def traced_compute(schedule: Schedule, costs: Costs) -> float:
+    """Seconds that a call computes while links are idle, less what passes added to what was traced:
+    by the share of that in the work, each op priced as `predicted_seconds` prices it. Where a
+    region never ran with links idle, its seconds beside transfers count."""
+    seconds = least_compute(schedule, costs.idle_seconds)
+    if schedule.traced_work is None:
+        return seconds
+    compute = costs.machine.compute
+    scheduled = [x.region.work for x in schedule.instructions if isinstance(x, Run)]
+    scheduled_s = sum(predicted_seconds(work, compute) for work in scheduled)
+    traced_s = predicted_seconds(schedule.traced_work, compute)
+    return seconds * min(1.0, traced_s / scheduled_s) if scheduled_s else seconds

@@ -1,0 +1,262 @@
+"""What a step will cost on a machine: placed, arranged, simulated, and held against the bound.
+
+Pure: a step, terms, and nothing else. `frontend/dry_run/plan.py` finds the step, `report.py` tells
+the answer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from zcompile.ir.specs import HELD, Phase, aligned
+from zcompile.ir.steps import Step
+from zcompile.ir.timeline import Timeline
+from zcompile.ir.units import GiB
+from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.model import TIERS, Machine
+from zcompile.machine.staging import backlog_bytes, staging_size
+from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.planner.bounds import Bound, bound
+from zcompile.planner.demand import Demand, demand_of
+from zcompile.planner.floor import Floor, floor
+from zcompile.planner.loads import Room, group, totals
+from zcompile.planner.place_states import Placement, place
+from zcompile.planner.simulate import simulate, step_seconds
+from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_annex
+
+MORE_BYTES = GiB
+"""What a shadow price is the price of."""
+MORE_ENTRIES = 4
+"""Entries rest whole, so that one more GiB may hold none more: planned again is with room for so
+many of the largest, and the price is per GiB of that."""
+
+COMPARED = 1
+"""Walks of a step that is only compared with others. In the first nothing is ahead, for any."""
+LEAST_SHARE = 8
+"""A device that activations fill is planned as if this part of it were left for entries; the report
+says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a step is planned for.
+
+    emulates     compute reaches the host's memory, and disks reach the device's (`Room`)
+    prefetch     whether a fetch may start ahead of its reader
+    bounded      the device's tier bounds all that a step takes of it, as `device_memory` does: what
+                 graphs hold is chosen for it; else everything is kept, and takes its part of it
+    chunk_bytes  per operand and chunk of an optimizer's step, at most
+    activations, tile_bytes  as in `Config`
+    """
+
+    machine: Machine
+    ways: Ways
+    emulates: bool
+    prefetch: bool
+    bounded: bool
+    chunk_bytes: int
+    activations: str = "auto"
+    tile_bytes: int | None = None
+
+    def on(self, machine: Machine) -> "Terms":
+        """The same for another machine, whose host has room for another staging ring."""
+        host = machine.tiers["host"]
+        ring = staging_size(host, self.emulates and "disk" in machine.tiers)
+        ways = replace(self.ways, chunk_bytes=ring.chunk_bytes, ring_bytes=ring.nbytes,
+                       backlog_bytes=backlog_bytes(host, self.emulates))  # fmt: skip
+        return replace(self, machine=machine, ways=ways)
+
+    def costs(self) -> Costs:
+        return Costs(self.machine, self.ways)
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """What one more GiB of a tier saves of a step, in seconds.
+
+    least_s    of the bound
+    planned_s  of the simulated step, planned again with `nbytes` more; per GiB of them
+    """
+
+    tier: str
+    least_s: float
+    planned_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The plan of a step and what is to be said of it.
+
+    room        bytes of each tier for entries
+    used_bytes  by tier, residents only
+    missing     bytes that a tier would have to have more; empty if all fits
+    lanes_s     phase -> link, or links that take turns -> busy seconds under the plan
+    """
+
+    plan: StepPlan
+    timeline: Timeline
+    bound: Bound
+    floor: Floor
+    room: Room
+    used_bytes: Mapping[str, int]
+    missing: Mapping[str, int]
+    shadows: tuple[Shadow, ...]
+    compute_s: Mapping[Phase, float]
+    lanes_s: Mapping[Phase, Mapping[str, float]]
+
+    @property
+    def batch_factor(self) -> float:
+        """How much larger a batch hides all transfers of forward and backward behind compute.
+
+        Compute grows with the batch and what moves does not, to first order: that is how regions
+        are priced, and no plan is made for the other batch.
+        """
+        return max(
+            (
+                max(self.lanes_s.get(phase, {}).values(), default=0.0) / seconds
+                for phase, seconds in self.compute_s.items()
+                if phase is not Phase.STEP and seconds > 0
+            ),
+            default=0.0,
+        )
+
+
+def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
+         prices: bool = True) -> Outlook:  # fmt: skip
+    """The outlook of a step.
+
+    beside_bytes  of the device, that graphs hold beside its arena
+    chunk_bytes   of its optimizer's chunks, if those are to be larger than the device's
+    prices        whether to plan again for one more GiB of each tier
+    raises  BudgetExceeded, if the device has no room for what one region reads
+    """
+    room = room_of(terms, beside_bytes)
+    costs = terms.costs()
+    demand = demand_of(step, costs.region_seconds)
+    compute_s = demand.phases_s
+    lead = UNBOUNDED_LEAD if terms.prefetch else 0
+    chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
+    arena_bytes = room.nbytes["device"]
+    beside = terms.machine.tiers["device"] - arena_bytes
+    stay, annex = stay_and_annex(step, terms.machine, arena_bytes, beside, chunk_bytes)
+    arena = ArenaShare(0, lead, chunk_bytes, room.reach, annex=annex)
+
+    def seconds(made: Step, homes: Mapping[int, str]) -> float:
+        return step_seconds(made, costs, homes, COMPARED)
+
+    least = bound(demand, terms.machine.links, room)
+    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds,
+                        stay)  # fmt: skip
+    homes = planned.placement.homes
+    used = _used(step, homes)
+    return Outlook(
+        plan=planned,
+        timeline=simulate(planned.step, costs, homes),
+        bound=least,
+        floor=floor(step, demand, costs, terms.machine.links, whole_room(terms)),
+        room=room,
+        used_bytes=used,
+        missing=_missing(terms, room, used, beside_bytes),
+        shadows=_shadows(step, terms, room, planned, demand, least) if prices else (),
+        compute_s=compute_s,
+        lanes_s=_lanes(step, terms.machine, room, planned.placement),
+    )
+
+
+def room_of(terms: Terms, beside_bytes: int) -> Room:
+    """What the tiers have for entries."""
+    tiers = dict(terms.machine.tiers)
+    most = tiers["device"] if terms.bounded else activation_room(terms)
+    if most is not None:
+        tiers["device"] -= min(beside_bytes, most)
+    tiers["host"] -= terms.ways.ring_bytes
+    return Room(
+        {tier: tiers[tier] for tier in TIERS if tier in tiers},
+        reach=terms.emulates,
+        straight=terms.emulates,
+        ring_bytes=terms.ways.ring_bytes,
+        held_bytes=beside_bytes,
+    )
+
+
+def whole_room(terms: Terms) -> Room:
+    """The tiers as they are, whatever they are split into."""
+    tiers = {tier: terms.machine.tiers[tier] for tier in TIERS if tier in terms.machine.tiers}
+    return Room(tiers, reach=terms.emulates, straight=terms.emulates)
+
+
+def activation_room(terms: Terms) -> int | None:
+    """Bytes of the device that activations may take, if all are kept; None, if they are chosen to
+    fit, or lie beside what is planned."""
+    if terms.bounded or terms.emulates:
+        return None
+    whole = terms.machine.tiers["device"]
+    return whole - whole // LEAST_SHARE
+
+
+def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> dict[str, int]:
+    """What each tier lacks. `beside`: bytes of the device for activations."""
+    missing = {tier: n - room.nbytes.get(tier, 0) for tier, n in used.items()}
+    if activation_room(terms) is not None:
+        missing["device"] = room.nbytes["device"] + beside - terms.machine.tiers["device"]
+    return {tier: n for tier, n in missing.items() if n > 0}
+
+
+def _used(step: Step, homes: Mapping[int, str]) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for key, home in homes.items():
+        if home != HELD:  # which is where graphs hold values
+            used[home] = used.get(home, 0) + aligned(step.facts[key].nbytes)
+    return used
+
+
+def _shadows(
+    step: Step,
+    terms: Terms,
+    room: Room,
+    planned: StepPlan,
+    demand: Demand,
+    least: Bound,
+) -> tuple[Shadow, ...]:
+    """One more GiB of device and host; a disk has room, or lacks it, and saves no time.
+
+    The window stays as it is, so that the GiB goes to what rests.
+    """
+    links, costs = terms.machine.links, terms.costs()
+    largest = max((fact.nbytes for fact in step.facts.values()), default=0)
+    more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
+    made = []
+    for tier in ("device", "host"):
+        nbytes = room.nbytes[tier]
+        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
+        window = planned.arena.window_bytes
+        beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
+        stay = planned.placement.stay
+        homes = place(
+            step, terms.machine, replace(larger, nbytes=beside), demand.phases_s, stay
+        ).homes
+        made_again = arranged(step, homes, planned.arena)
+        again_s = step_seconds(made_again, costs, homes, COMPARED)
+        dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
+        least_s = least.seconds - bound(demand, links, dearer).seconds
+        saved_s = (planned.seconds - again_s) * MORE_BYTES / more
+        made.append(Shadow(tier, least_s, saved_s, more))
+    return tuple(made)
+
+
+def _lanes(
+    step: Step, machine: Machine, room: Room, placement: Placement
+) -> dict[Phase, dict[str, float]]:
+    groups, homes = group(step, machine, room, placement.stay), placement.homes
+    counts = []
+    for g in groups:
+        count: dict[str, float] = {}
+        for key in g.keys:
+            count[homes[key]] = count.get(homes[key], 0) + 1
+        counts.append(count)
+    lanes: dict[Phase, dict[str, float]] = {}
+    for (phase, link), seconds in totals(groups, counts).items():
+        of = lanes.setdefault(phase, {})
+        lane = machine.links[link].lane
+        of[lane] = of.get(lane, 0.0) + seconds
+    return lanes

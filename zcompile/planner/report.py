@@ -1,0 +1,310 @@
+"""What `zcompile.plan` answers: a record for programs, `str()` of it for people."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from zcompile.ir.curve import Memory
+from zcompile.ir.records import encode, plain
+from zcompile.ir.tables import table
+from zcompile.ir.units import show_count, show_seconds, show_size
+from zcompile.planner import bounds, floor
+from zcompile.planner.outlook import Outlook, Shadow, Terms, activation_room
+from zcompile.planner.report_rows import COLUMNS, Facts, LinkRow, TierRow, bottleneck_of, tier_rows
+
+
+@dataclass(frozen=True)
+class Report:
+    """One training step of a model on a machine, on paper. Sizes in bytes, times in seconds.
+
+    optimizer          its class
+    fits               whether every tier holds what is to rest on it
+    missing_bytes      tier -> how much more it would have to have
+    activation_bytes   that forward keeps for backward on the device, outside the arena
+    held_bytes         most that compiled graphs hold of the device at once, outside the arena
+    bounded            the device's bytes bound entries and what graphs hold together; else
+                       activations are all kept
+    memories           of each compiled graph: what it holds, node by node, if everything were kept
+                       and as it was chosen
+    step_seconds       of one optimizer step with all its micro-batches, once training is under way
+    compute_seconds    of which the device computes; it idles in the others
+    bottleneck         "compute", a link, or two that take turns: what the step waits for longest
+    bound_seconds      no plan takes less that computes what this one does, and has the same arena
+                       for weights and states (`bounds.py`); due to `bound_by` most of all
+    floor_seconds      no plan within these budgets takes less (`floor.py`); due to `floor_by`
+    activation_room    bytes of the device that activations may take, so that enough is left for
+                       entries; None: they lie beside what is planned, or were chosen to fit a
+                       bounded device, and larger batches were not tried
+    hiding_samples     per micro-batch: the smallest batch whose forward and backward hide what
+                       moves, since compute grows with the batch and what moves does not
+    shadows            what one more GiB of a tier saves
+    peak_device_bytes  of the arena, with what rests there
+    annex_bytes        beside it, for the optimizer's step, while no graph holds them
+    staying_bytes      of gradients that stay there from backward to that step
+    ranks              that the machine has; one of them, which trains the whole model by itself, is
+                       what is planned for
+    """
+
+    machine: str
+    ranks: int
+    parameters: int
+    samples: int
+    tokens: int
+    micro_batches: int
+    optimizer: str
+    fits: bool
+    missing_bytes: Mapping[str, int]
+    activation_bytes: int
+    held_bytes: int
+    bounded: bool
+    memories: tuple[Memory, ...]
+    tiers: tuple[TierRow, ...]
+    step_seconds: float
+    compute_seconds: float
+    idle_seconds: float
+    phase_seconds: Mapping[str, float]
+    bottleneck: str
+    bound_seconds: float
+    bound_by: str
+    floor_seconds: float
+    floor_by: str
+    links: tuple[LinkRow, ...]
+    activation_room: int | None
+    hiding_samples: int
+    shadows: tuple[Shadow, ...]
+    peak_device_bytes: int
+    annex_bytes: int
+    staying_bytes: int
+
+    @classmethod
+    def of(cls, found: Outlook, terms: Terms, facts: Facts) -> "Report":
+        timeline, least = found.timeline, found.bound
+        return cls(
+            machine=terms.machine.name,
+            ranks=terms.machine.ranks,
+            parameters=facts.parameters,
+            samples=facts.samples,
+            tokens=facts.tokens,
+            micro_batches=facts.micro_batches,
+            optimizer=facts.optimizer,
+            fits=not found.missing,
+            missing_bytes=found.missing,
+            activation_bytes=facts.activation_bytes,
+            held_bytes=facts.held_bytes,
+            bounded=terms.bounded,
+            memories=facts.memories,
+            tiers=tier_rows(found, terms),
+            step_seconds=timeline.step_s,
+            compute_seconds=timeline.compute_s,
+            idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
+            phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
+            bottleneck=terms.machine.told(bottleneck_of(found)),
+            bound_seconds=least.seconds,
+            bound_by=terms.machine.told(least.binding),
+            floor_seconds=found.floor.seconds,
+            floor_by=terms.machine.told(found.floor.binding),
+            links=tuple(
+                LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
+                        timeline.busy_s.get(name, 0.0))
+                for name in least.nbytes
+            ),
+            activation_room=activation_room(terms),
+            hiding_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
+            shadows=found.shadows,
+            peak_device_bytes=found.plan.peak_bytes,
+            annex_bytes=found.plan.annex_bytes,
+            staying_bytes=found.plan.staying_bytes,
+        )  # fmt: skip
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sample; 0, if the inputs do not say."""
+        return self.tokens // self.samples
+
+    @property
+    def most_samples(self) -> int | None:
+        """Per micro-batch: the largest batch whose activations fit, 0 if those of one sample do
+        not; None if nothing bounds it. Activations grow with the batch, to first order."""
+        if self.activation_room is None or not self.activation_bytes:
+            return None
+        return self.samples * self.activation_room // self.activation_bytes
+
+    @property
+    def suggested_samples(self) -> int:
+        """`hiding_samples`, or `most_samples` if those are fewer; 0: no batch fits."""
+        most = self.most_samples
+        return self.hiding_samples if most is None else min(self.hiding_samples, most)
+
+    @property
+    def fullest(self) -> Memory | None:
+        """Of the graph that holds most."""
+        return max(self.memories, key=lambda memory: memory.after.peak, default=None)
+
+    @property
+    def gap(self) -> float:
+        """Seconds over the least; 1 is as good as can be."""
+        return self.step_seconds / self.bound_seconds if self.bound_seconds else 1.0
+
+    @property
+    def floor_gap(self) -> float:
+        """Seconds over the floor; what is above 1 may be due to memory, and not to this plan."""
+        return self.step_seconds / self.floor_seconds if self.floor_seconds else 1.0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples * self.micro_batches / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0, if the inputs do not say."""
+        return self.tokens * self.micro_batches / self.step_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
+        names = (
+            "sequence",
+            "gap",
+            "floor_gap",
+            "samples_per_second",
+            "tokens_per_second",
+            "most_samples",
+            "suggested_samples",
+        )
+        derived = {name: getattr(self, name) for name in names}
+        return {**plain(self), **derived}
+
+    def to_json(self) -> str:
+        return encode(self.to_dict())
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield from _verdict(report)
+    yield ""
+    yield from table(
+        ("tier", "capacity", "used", *COLUMNS),
+        [
+            (row.tier, *(show_size(n) for n in (row.capacity, row.used)),
+             *(_size(getattr(row, column)) for column in COLUMNS))
+            for row in report.tiers
+        ],
+    )  # fmt: skip
+    if report.activation_bytes or report.bounded:
+        yield f"  {_beside(report)}"
+    if report.staying_bytes:
+        yield (f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
+               "until the optimizer has read them")  # fmt: skip
+    if report.annex_bytes:
+        yield (f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
+               "no graph holds then")  # fmt: skip
+    if report.fullest is not None:
+        yield f"  graphs hold {report.fullest.told()}"
+    yield ""
+    yield from _times(report)
+    if report.links:
+        yield ""
+        rows = [(row.link, show_size(row.nbytes), show_size(row.least_nbytes),
+                 f"{row.busy_seconds / report.step_seconds:.0%}")
+                for row in report.links]  # fmt: skip
+        yield from table(("link", "per step", "least", "busy"), rows)
+    yield ""
+    yield from _advice(report)
+
+
+def _beside(report: Report) -> str:
+    """Where the activations are, and what the device's capacity in the table is."""
+    left = next(row.capacity for row in report.tiers if row.tier == "device")
+    if report.bounded:
+        held = f"{show_size(report.held_bytes)}, held by graphs,"
+        return f"the device's capacity above is what {held} leave of its " + show_size(
+            left + report.held_bytes)  # fmt: skip
+    activations = f"{show_size(report.activation_bytes)} of activations"
+    most = report.activation_room
+    if most is None:
+        return f"beside them on the device: {activations}"
+    whole = show_size(left + min(report.activation_bytes, most))
+    if report.activation_bytes <= most:
+        return f"the device's capacity above is what {activations} leave of its {whole}"
+    return (f"{activations} leave too little of the device's {whole}: the capacity above is the "
+            f"least that is kept for entries, so activations have {show_size(most)}")  # fmt: skip
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    yield from _fits(report)
+    if note := note_of_ranks(report.ranks):
+        yield f"  {note}"
+
+
+def note_of_ranks(ranks: int) -> str:
+    """What a plan makes of a machine with so many ranks; "" if it has one."""
+    if ranks == 1:
+        return ""
+    return (
+        f"the machine has {ranks} ranks, of which one trains the whole model by itself here: "
+        "several ranks are not planned yet"
+    )
+
+
+def _fits(report: Report) -> Iterator[str]:
+    model = f"{show_count(report.parameters)} parameters on {report.machine}"
+    if report.fits:
+        yield f"{model}: fits"
+        return
+    lacks = ", ".join(f"{show_size(n)} of {tier}" for tier, n in report.missing_bytes.items())
+    yield f"{model}: does not fit, it lacks {lacks}"
+    yield "  what follows is what would be, if it had them"
+
+
+def _times(report: Report) -> Iterator[str]:
+    phases = ", ".join(f"{name} {show_seconds(s)}" for name, s in report.phase_seconds.items() if s)
+    rate = f"{report.samples_per_second:.4g} samples/s"
+    if report.tokens:
+        rate += f", {report.tokens_per_second:.4g} tokens/s"
+    batch = f"batch {report.samples}" + (f" of {report.sequence} tokens" if report.tokens else "")
+    if report.micro_batches > 1:
+        batch = f"{report.micro_batches} micro-batches, each {batch}"
+    seconds = show_seconds(report.step_seconds)
+    yield f"step of {batch}, {report.optimizer}: {seconds} ({phases}); {rate}"
+    yield (f"  compute {show_seconds(report.compute_seconds)}, idle "
+           f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}")  # fmt: skip
+    yield (
+        f"  least of a plan like this: {show_seconds(report.bound_seconds)} (bound by "
+        f"{report.bound_by}); this one takes {report.gap:.2f} times that"
+    )
+    yield f"    ({bounds.ASSUMES})"
+    yield (
+        f"  floor of all plans: {show_seconds(report.floor_seconds)} (bound by {report.floor_by}); "
+        f"this one takes {report.floor_gap:.2f} times that"
+    )
+    yield f"    ({floor.ASSUMES})"
+
+
+def _advice(report: Report) -> Iterator[str]:
+    yield _batch(report)
+    for row in report.shadows:
+        yield (f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
+               f"{show_seconds(row.least_s)})")  # fmt: skip
+
+
+def _batch(report: Report) -> str:
+    """Which batch to take."""
+    now, hiding, most = report.samples, report.hiding_samples, report.most_samples
+    if most is not None and most < now:
+        single = ", those of a single sample do not either" if now > 1 else ""
+        most_told = f", those of {most} fit" if most else single
+        return (f"activations of batch {now} do not fit{most_told}: recompute some "
+                "(checkpoints), or take shorter samples")  # fmt: skip
+    if hiding <= now:
+        return (f"batch {now}: compute hides what forward and backward move; from {hiding} on "
+                "it does")  # fmt: skip
+    if most is not None and most < hiding:
+        return (f"batch {now} is small, but activations of at most {most} fit; only from {hiding} "
+                "on would compute hide what forward and backward move")  # fmt: skip
+    return f"batch {now} is small: from {hiding} on, compute hides what forward and backward move"
+
+
+def _size(nbytes: int) -> str:
+    return show_size(nbytes) if nbytes else "-"

@@ -1,0 +1,263 @@
+"""Transfers over links in simulated time: first come, first served, none before what it follows.
+
+A transfer is cut into pieces, and each piece passes its links one after the other, so that while
+one is copied the next is read. A link carries one piece at a time; two that share a lane take
+turns, reads first. What a transfer that is not over keeps of the staging ring, others lack. Compute
+is a journey that takes its time and no link.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from zcompile.ir.units import KiB
+from zcompile.machine.model import Link
+from zcompile.machine.staging import lane_bytes
+from zcompile.planner.journeys import Journey
+
+RING_BLOCK = 4 * KiB
+"""Buffers of the staging ring are multiples of it, as `runtime/transfer/staging.py` hands them
+out."""
+MOST_PIECES = 4
+"""Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
+link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
+
+
+class _Piece:
+    """`ways`: where it passes; `pool`: that holds `ring_bytes` for it; None, if not staged."""
+
+    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
+
+    def __init__(self, journey: Journey, ways: "_Ways", nbytes: int, last: bool,
+                 pool: "_Pool | None", ring_bytes: int) -> None:  # fmt: skip
+        self.journey = journey
+        self.ways = ways
+        self.nbytes = nbytes
+        self.last = last
+        self.pool, self.ring_bytes = pool, ring_bytes
+        self.at = 0
+
+
+class _Lane:
+    """What one piece at a time may use; who waits for it, by urgency."""
+
+    __slots__ = ("busy", "first", "then")
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.first: deque[_Piece] = deque()
+        self.then: deque[_Piece] = deque()
+
+
+_Ways = tuple[tuple[_Lane, deque[_Piece], float, float], ...]
+"""Of a route, each link: its lane, where to wait for that, bytes per second, latency."""
+
+
+class _Pool:
+    """What pieces of one direction hold of the staging ring; who waits is served in order."""
+
+    __slots__ = ("held", "waiting")
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.waiting: deque[_Piece] = deque()
+
+
+class Traffic:
+    """All transfers; `now` never goes back.
+
+    chunk_bytes  of the staging ring
+    ring_bytes   of all its chunks. Reads, or writes, hold three quarters at most, and reads are
+                 served first: in a ring of four chunks writes get one
+    """
+
+    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
+        self.now = 0.0
+        self._chunk_bytes = chunk_bytes
+        self._events: list[tuple[float, int, Callable[[Traffic, Any], None], Any]] = []
+        self._count = 0
+        self._lanes: dict[str, _Lane] = {}
+        for name, link in links.items():
+            shared = self._lanes.get(link.shares) if link.shares else None
+            self._lanes[name] = shared or _Lane()
+        self._ways: dict[int, tuple[Sequence[Link], _Ways]] = {}
+        self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
+        self._reads, self._writes = _Pool(), _Pool()
+
+    def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),
+              after_home: Iterable[Journey] = ()) -> None:  # fmt: skip
+        """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
+        `after_home` is all done."""
+        for other in after:
+            if other.over_s is None:
+                other.after_over.append(journey)
+                journey.blockers += 1
+        for other in after_home:
+            if other.home_s is None:
+                other.after_home.append(journey)
+                journey.blockers += 1
+        self._at(at_s if at_s > self.now else self.now, Traffic._unblock, journey)
+
+    def advance(self, to_s: float) -> None:
+        """Let everything happen until then."""
+        events = self._events
+        while events and events[0][0] <= to_s:
+            self.now, _, act, what = heappop(events)
+            act(self, what)
+        self.now = max(self.now, to_s)
+
+    def finish(self) -> float:
+        """Let everything happen; the time it is then."""
+        while self._events:
+            self.advance(self._events[0][0])
+        return self.now
+
+    def until(self, journey: Journey, moment: str) -> float:
+        """Let things happen until `journey` has that one of its times; which it is."""
+        events = self._events
+        while (time_s := getattr(journey, moment)) is None:
+            assert events, "what is waited for was never started"
+            self.now, _, act, what = heappop(events)
+            act(self, what)
+        return float(time_s)
+
+    def _at(self, time_s: float, act: "Callable[[Traffic, Any], None]", what: object) -> None:
+        self._count = count = self._count + 1
+        heappush(self._events, (time_s, count, act, what))
+
+    def _unblock(self, journey: Journey) -> None:
+        journey.blockers -= 1
+        if not journey.blockers:
+            self._set_out(journey)
+
+    def _set_out(self, journey: Journey) -> None:
+        if not journey.route or not journey.nbytes:
+            journey.begin_s = journey.queued_s = self.now
+            if journey.seconds:
+                self._at(self.now + journey.seconds, Traffic._end, journey)
+            else:
+                self._end(journey)
+            return
+        ways = self._ways_of(journey.route)
+        if not journey.staged:
+            journey.over_left = journey.home_left = 1
+            self._queue(_Piece(journey, ways, journey.nbytes, True, None, 0))
+            return
+        pool = self._reads if journey.arrives else self._writes
+        size, cut_in = self._size(journey), journey.cut_in
+        whole, rest = divmod(journey.nbytes, size)
+        journey.over_left = journey.home_left = whole + bool(rest)
+        ring_bytes, last = self._buffer(size) * cut_in, 0 if rest else whole
+        for number in range(1, whole + 1):
+            pool.waiting.append(_Piece(journey, ways, size, number == last, pool, ring_bytes))
+        if rest:
+            ring_bytes = self._buffer(rest) * cut_in
+            pool.waiting.append(_Piece(journey, ways, rest, True, pool, ring_bytes))
+        self._admit()
+
+    def _ways_of(self, route: Sequence[Link]) -> _Ways:
+        found = self._ways.get(id(route))
+        if found is None:
+            made = []
+            for link in route:
+                lane = self._lanes[link.name]
+                queue = lane.then if link.name == "disk_write" else lane.first
+                made.append((lane, queue, link.bytes_per_s, link.latency_s))
+            # The route is kept, so that no other can have its id.
+            found = self._ways[id(route)] = route, tuple(made)
+        return found[1]
+
+    def _size(self, journey: Journey) -> int:
+        """Of its pieces, but for the last."""
+        chunk = self._chunk_bytes // journey.cut_in
+        chunks = -(-journey.nbytes // chunk)
+        size = -(-chunks // MOST_PIECES) * chunk
+        return max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
+
+    def _buffer(self, nbytes: int) -> int:
+        """What so many bytes take of the ring: whole blocks."""
+        block = min(RING_BLOCK, self._chunk_bytes)
+        return -(-nbytes // block) * block
+
+    def _admit(self) -> None:
+        """Give what is free of the ring to who waits for it; one at a time may take more than all
+        that there is."""
+        reads, writes = self._reads, self._writes
+        for pool, other in ((reads, writes), (writes, reads)):
+            waiting = pool.waiting
+            while waiting:
+                held = pool.held + waiting[0].ring_bytes
+                if held > self._lane_bytes and pool.held:
+                    break
+                if held + other.held > self._ring_bytes and (pool.held or other.held):
+                    break
+                pool.held = held
+                self._queue(waiting.popleft())
+
+    def _queue(self, piece: _Piece) -> None:
+        lane, queue, _, _ = piece.ways[piece.at]
+        if lane.busy:
+            queue.append(piece)
+        else:
+            lane.busy = True
+            self._carry(piece)
+
+    def _carry(self, piece: _Piece) -> None:
+        """It has its lane for itself."""
+        journey, at, now = piece.journey, piece.at, self.now
+        if journey.begin_s is None:
+            journey.begin_s = now
+        if piece.last and at + 1 == journey.over_after:
+            journey.queued_s = now
+        self._count = count = self._count + 1
+        over_s = now + piece.nbytes / piece.ways[at][2]
+        heappush(self._events, (over_s, count, Traffic._passed, piece))
+
+    def _passed(self, piece: _Piece) -> None:
+        """The lane is free: the next piece sets out, if there is one."""
+        lane, _, _, latency_s = piece.ways[piece.at]
+        if queue := lane.first or lane.then:
+            self._carry(queue.popleft())
+        else:
+            lane.busy = False
+        if latency_s:
+            self._count = count = self._count + 1
+            heappush(self._events, (self.now + latency_s, count, Traffic._arrive, piece))
+        else:
+            self._arrive(piece)
+
+    def _arrive(self, piece: _Piece) -> None:
+        journey = piece.journey
+        piece.at = at = piece.at + 1
+        if at == journey.over_after:
+            journey.over_left -= 1
+            if not journey.over_left:
+                self._over(journey)
+        if at < len(piece.ways):
+            self._queue(piece)
+            return
+        if (pool := piece.pool) is not None:
+            pool.held -= piece.ring_bytes
+            if self._reads.waiting or self._writes.waiting:
+                self._admit()
+        journey.home_left -= 1
+        if not journey.home_left:
+            self._home(journey)
+
+    def _end(self, journey: Journey) -> None:
+        self._over(journey)
+        self._home(journey)
+
+    def _over(self, journey: Journey) -> None:
+        journey.over_s = self.now
+        self._release(journey.after_over)
+
+    def _home(self, journey: Journey) -> None:
+        journey.home_s = self.now
+        self._release(journey.after_home)
+
+    def _release(self, waiting: list[Journey]) -> None:
+        for journey in waiting:
+            self._unblock(journey)
+        waiting.clear()

@@ -1,0 +1,1 @@
+"""Compute devices and their memory."""

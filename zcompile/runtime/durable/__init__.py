@@ -1,0 +1,1 @@
+"""A disk tier whose content outlives the run."""

@@ -1,0 +1,104 @@
+"""How entries take over what a commit holds: on disk by its extents, on the host by reading."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zcompile.runtime.durable.checksums import BEST, Pieces
+from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.data_check import DataReader
+from zcompile.runtime.durable.index import Index, Resting
+from zcompile.runtime.durable.versions import Versions
+from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.io.disk_trial import BLOCK_BYTES
+from zcompile.runtime.store.sources import before_write
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.tiers.tiers import Extent
+
+
+class Copier:
+    """Reads tensors of a commit in `directories`, which keeps all it has."""
+
+    def __init__(self, directories: Sequence[Directory]) -> None:
+        self._directories = directories
+
+    def adopt(self, kept: Resting, entry: Entry) -> bool:
+        """`entry` becomes `kept`; False if its bytes have to be read and written anew."""
+        return False
+
+    def read(self, kept: Resting) -> Tensor:
+        """The bytes in ordinary host memory: uint8 [nbytes]."""
+        memory = torch.zeros(kept.nbytes, dtype=torch.uint8, device="cpu")
+        with DataReader(self._directories) as data:
+            for begin, end in kept.written:
+                low, high = _blocks(kept, begin, end)
+                for at, view in data.chunks(kept, low, high):
+                    first, last = max(at, begin), min(at + len(view), end)
+                    part = torch.frombuffer(view, dtype=torch.uint8)
+                    memory[first:last] = part[first - at : last - at]
+        return memory
+
+
+class Adopter(Copier):
+    """Hands out the extents of one commit, each to one entry."""
+
+    def __init__(self, ledger: Ledger, index: Index) -> None:
+        super().__init__(ledger.files.directories)
+        self._ledger = ledger
+        self._index = index
+        self._adopted: set[str] = set()
+
+    def adopt(self, kept: Resting, entry: Entry) -> bool:
+        same = self._index.granule % self._ledger.tier.granule == 0 and kept.sum == BEST
+        if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
+            return False
+        self._adopted.add(kept.name)
+        self._ledger.adopting = True
+        versions = Versions(committed=_extent(kept), pieces=Pieces(kept.pieces), step=kept.step)
+        written = [(begin, end) for begin, end in kept.written]
+        if entry.place.tier.in_memory:
+            entry.store.zero(entry)
+            with DataReader(self._directories) as data:
+                for begin, end in written:
+                    self._to_host(data, kept, entry, begin, end)
+            self._ledger.keep_copy(entry, versions)
+        else:
+            extent = self._ledger.tier.adopt(versions, kept.room, entry.name)
+            _move_in(entry, extent, written)
+        return True
+
+    def left(self) -> list[Extent]:
+        """Extents that nobody took; the next commit does not name them."""
+        return [_extent(kept) for kept in self._index.tensors if kept.name not in self._adopted]
+
+    def _to_host(self, data: DataReader, kept: Resting, entry: Entry, begin: int,
+                 end: int) -> None:  # fmt: skip
+        low, high = _blocks(kept, begin, end)
+        for at, view in data.chunks(kept, low, high):
+            first, last = max(at, begin), min(at + len(view), end)
+            part = torch.frombuffer(view, dtype=torch.uint8)[first - at : last - at]
+            entry.store.put(entry, part, begin=first).wait()
+
+
+def _extent(kept: Resting) -> Extent:
+    return Extent(kept.file, kept.offset, kept.room, kept.name)
+
+
+def _move_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
+    """`entry` rests in `extent` of its tier from here on, where `written` ranges hold a value."""
+    entry.store.drain()
+    before_write(entry)
+    place, old = entry.place, entry.place.extent
+    place.extent = extent
+    place.written.clear()
+    for begin, end in written:
+        place.written.add(begin, end)
+    entry.unset = False
+    entry.version += 1
+    place.tier.release(old)
+
+
+def _blocks(kept: Resting, begin: int, end: int) -> tuple[int, int]:
+    """Whole blocks of the file that hold the bytes, inside the extent."""
+    return begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, kept.room)

@@ -1,0 +1,264 @@
+"""A commit: what a training is at this instant becomes what a killed run resumes from.
+
+    what is under way ends; what rests on the host is written; half-new entries are completed
+    the data files are synced
+    the index is written beside the old one, synced, and takes its name: this is the commit
+    extents that only the old index named are free
+
+An error before the rename leaves the last commit as it was; after one that comes with it, or later,
+only the disk knows which of the two is the last.
+"""
+
+import errno
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import CommitFailed, DurableHeld, TierFull
+from zcompile.ir.specs import Layout
+from zcompile.ir.units import KiB
+from zcompile.runtime.durable import index as rf
+from zcompile.runtime.durable.checksums import BEST
+from zcompile.runtime.durable.moving import Moving
+from zcompile.runtime.durable.tier_durable import DurableTier
+from zcompile.runtime.durable.versions import Versions
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.tiers.tiers import Extent
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
+from zcompile.runtime.transfer.staging import Staging
+
+MOST_SMALL_BYTES = 64 * KiB
+"""What rests on the host and is no larger goes into the index: a request each would cost more."""
+
+_BROKEN_OFF = OSError(errno.EINTR, "it was broken off")
+
+Named = Mapping[str, tuple[Entry, Layout]]
+"""Name of a tensor -> its entry, and how it lies there."""
+
+
+@dataclass
+class _Copy:
+    """Of an entry that rests on the host.
+
+    version  of the entry when it was last copied to `extent`; -1 before
+    """
+
+    extent: Extent
+    version: int
+
+
+class Ledger:
+    """The commits of one store.
+
+    step     optimizer steps so far, those before a resume included
+    resumed  what the directory held when it was opened was put back, or there was nothing
+    adopting   entries have begun to take it over
+    optimizer  whose states are committed
+    unresumed  class of the optimizer whose states the commit holds, and which was not resumed
+    extra      what the user adds to each commit
+    extra_step   when that was given
+    """
+
+    def __init__(self, store: Store, tier: DurableTier, staging: Staging) -> None:
+        self._store = store
+        self._staging = staging
+        self.tier = tier
+        self.files = tier.files
+        self.step = self.serial = 0
+        self.resumed = self.files.index is None
+        self.adopting = False
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.unresumed: str | None = None
+        self.extra: dict[str, Any] = {}
+        self.extra_step = 0
+        self._copies: dict[int, _Copy] = {}
+        self._failed: CommitFailed | None = None
+        """Whether the index was switched may not be known then, so nothing is written after it."""
+
+    def check(self, changing: Iterable[Entry] = ()) -> None:
+        """Before a step, with what it will change.
+
+        raises  DurableHeld, if a commit would be lost; TierFull, if the disk has no room for the
+                new versions; CommitFailed, if an earlier commit did
+        """
+        if self._failed is not None:
+            raise self._failed
+        if not self.resumed and self.files.index is not None:
+            raise DurableHeld(self.files.home.path,
+                              f"holds step {self.files.index.step} of an earlier run")  # fmt: skip
+        extents = [extent for entry in changing if (extent := self._extent_of(entry)) is not None]
+        needed = self.tier.bytes_to_come(extents)
+        _, used, most = self.tier.usage()
+        if used + needed > most:
+            raise TierFull("the new version of what this step changes", needed, [self.tier.usage()])
+
+    def commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
+               step: int) -> None:  # fmt: skip
+        """raises  DurableHeld, TierFull, CommitFailed, and what a transfer failed with"""
+        self.check()
+        for entry, _ in named.values():
+            self._store.deferrals.settle(entry)
+        self._store.drain()
+        with deferred_interrupts():  # there is no going on from half of a commit
+            try:
+                self._commit(named, smalls, meta, step)
+            finally:
+                if self._failed is not None:
+                    self.tier.freeze(self._failed)
+
+    def _commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
+                step: int) -> None:  # fmt: skip
+        # Until the end nobody knows which copies and which index are good; nor after an error.
+        self._failed = CommitFailed(self.files.home.path, step, self.step, _BROKEN_OFF)
+        self.files.unsure = False
+        large, small = _sorted(named)
+        try:
+            lying = self._moved(large)
+            versions = {name: self.tier.versions_of(extent) for name, extent in lying.items()}
+            for one in versions.values():
+                one.step = step if one.working is not None else one.step
+            content = self._content(large, versions, {**smalls, **small}, meta, step)
+            self.files.sync()
+            self.files.switch(content)
+        except BaseException as error:
+            why = error if isinstance(error, OSError) else _BROKEN_OFF
+            self._failed = CommitFailed(self.files.home.path, step, self.step, why,
+                                        self.files.unsure)  # fmt: skip
+            if why is error:
+                raise self._failed from error
+            raise
+        for one in versions.values():
+            self.tier.settle(one)
+        self._forget({entry.key for entry, _ in large.values()})
+        self.tier.give_dead()
+        self.step, self.serial = step, self.serial + 1
+        self._failed = None
+
+    def resume(self, index: rf.Index, left: Sequence[Extent]) -> None:
+        """The entries hold what `index` names, but for `left`, which nobody wanted."""
+        self.step, self.serial, self.resumed = index.step, index.serial + 1, True
+        self.tier.bury(left)
+
+    def keep_copy(self, entry: Entry, versions: Versions) -> None:
+        """What rests on the host is, as of now, what a commit names."""
+        self._drop_copy(entry.key)
+        room = versions.current.nbytes
+        self._copies[entry.key] = _Copy(self.tier.adopt(versions, room, entry.name), entry.version)
+
+    def _moved(self, named: Named) -> dict[str, Extent]:
+        """Where each entry lies on disk, in one extent, all of it written."""
+        moving = Moving(self._staging, self.tier)
+        lying = {name: self._saved(name, entry, moving) for name, (entry, _) in named.items()}
+        moving.wait()
+        for extent in lying.values():
+            self._complete(extent, moving)
+        return lying
+
+    def _extent_of(self, entry: Entry) -> Extent | None:
+        if not entry.place.tier.in_memory:
+            return entry.place.extent
+        copy = self._copies.get(entry.key)
+        return None if copy is None else copy.extent
+
+    def _saved(self, name: str, entry: Entry, moving: "Moving") -> Extent:
+        """Where the durable tier holds the entry; what rests on the host is sent there."""
+        if not entry.place.tier.in_memory:
+            return entry.place.extent
+        copy = self._copies.get(entry.key)
+        if copy is None:
+            copy = _Copy(self.tier.reserve(entry.nbytes, name), -1)
+            self._copies[entry.key] = copy
+        if copy.version != entry.version:
+            moving.from_host(entry.place, copy.extent)
+            copy.version = entry.version
+        return copy.extent
+
+    def _complete(self, extent: Extent, moving: "Moving") -> None:
+        """All that was ever written lies in one extent, and each piece has its checksum."""
+        versions = self.tier.versions_of(extent)
+        if versions.working is None:
+            return
+        left = [(low, high) for piece in versions.pieces.all()
+                for low, high, holder in versions.where(piece.begin, piece.end)
+                if holder is not versions.working]  # fmt: skip
+        moving.over(extent, versions, left)
+        moving.sum(extent, versions, [p for p in versions.pieces.all() if p.checksum is None])
+
+    def _content(self, named: Named, versions: Mapping[str, Versions],
+                 smalls: Mapping[str, Tensor], meta: Mapping[str, object],
+                 step: int) -> bytes:  # fmt: skip
+        rows, raw = pack_smalls(smalls)
+        tensors = tuple(_resting(name, entry, layout, versions[name])
+                        for name, (entry, layout) in named.items())  # fmt: skip
+        index = rf.Index(self.files.run, step, self.serial, time.strftime("%F %T"),
+                         self.tier.granule, self.files.named, tensors,
+                         rows, meta)  # fmt: skip
+        return rf.encode(index, raw)
+
+    def _forget(self, alive: set[int]) -> None:
+        for key in [key for key in self._copies if key not in alive]:
+            self._drop_copy(key)
+
+    def _drop_copy(self, key: int) -> None:
+        if (copy := self._copies.pop(key, None)) is not None:
+            self.tier.release(copy.extent)
+
+
+def _sorted(named: Named) -> tuple[Named, Mapping[str, Tensor]]:
+    """What gets extents, and the values of what goes into the index: small, or named twice."""
+    large: dict[str, tuple[Entry, Layout]] = {}
+    small: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, (entry, layout) in named.items():
+        if _small(entry, layout):
+            small[name] = _value(entry, layout)
+        elif entry.key in seen:
+            small[name] = layout.view(entry.store.read_all(entry))
+        else:
+            large[name] = (entry, layout)
+            seen.add(entry.key)
+    return large, small
+
+
+def _small(entry: Entry, layout: Layout) -> bool:
+    on_host = entry.place.tier.in_memory
+    return on_host and entry.nbytes <= MOST_SMALL_BYTES and layout.offset == 0
+
+
+def _value(entry: Entry, layout: Layout) -> Tensor:
+    """Of a small entry on the host; nothing is under way on it."""
+    tier, place = entry.place.tier, entry.place
+    assert tier.in_memory
+    pieces = list(tier.pieces(place.extent, 0, entry.nbytes))
+    if len(pieces) == 1 and place.written.covers(0, entry.nbytes):
+        return layout.view(pieces[0][1])
+    return layout.view(entry.store.read_all(entry))
+
+
+def _resting(name: str, entry: Entry, layout: Layout, versions: Versions) -> rf.Resting:
+    extent = versions.current
+    written = tuple((low, high) for low, high, held in entry.place.written.pieces(0, entry.nbytes)
+                    if held)  # fmt: skip
+    return rf.Resting(
+        name=name, kind=entry.kind.value, dtype=str(layout.dtype).removeprefix("torch."),
+        size=layout.size, stride=layout.stride, start=layout.offset, nbytes=entry.nbytes,
+        file=extent.file, offset=extent.offset, room=extent.nbytes, step=versions.step,
+        written=written, sum=BEST, pieces=versions.pieces.all())  # fmt: skip
+
+
+def pack_smalls(smalls: Mapping[str, Tensor]) -> tuple[tuple[rf.Small, ...], bytes]:
+    """Small tensors as rows of the index and the bytes that follow its text."""
+    rows, parts, at = [], [], 0
+    for name, tensor in smalls.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        part = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        rows.append(rf.Small(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
+                             at, at + len(part)))  # fmt: skip
+        parts.append(part)
+        at += len(part)
+    return tuple(rows), b"".join(parts)

@@ -1,0 +1,115 @@
+"""What gradient clipping means on tiered gradients: norms that are known, scales that wait.
+
+`clip_grad_norm_` measures every gradient, then multiplies all of them by one number. The norms were
+taken when the gradients were produced (`runtime/norms.py`); the multiplication waits for the
+optimizer's step, which reads every gradient anyway (`runtime/store/deferred.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.ir.specs import Kind
+from zcompile.ir.torch_private import Dispatched
+from zcompile.runtime.norms import Measure
+from zcompile.runtime.session import session_of
+from zcompile.runtime.store.deferred import Deferred
+from zcompile.runtime.store.near import is_near
+from zcompile.runtime.store.sources import before_write
+
+aten = torch.ops.aten
+
+MEASURES = frozenset({aten._foreach_norm.Scalar, aten.linalg_vector_norm.default})
+SCALES = frozenset({aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten.mul_.Tensor})
+MOST_DEFERRED = 4
+"""Changes of one gradient that wait; a loop that asks for more reads the gradient often anyway."""
+
+
+def known_norm(
+    cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any | None:
+    """The result of a norm of one gradient, in the form `func` gives, if it was measured before."""
+    if func not in MEASURES or not args:
+        return None
+    lists = isinstance(args[0], list)
+    tensor: Any = args[0][0] if lists else args[0]
+    if not is_gradient(cls, tensor):
+        return None
+    if func is aten.linalg_vector_norm.default and (len(args) > 2 or "dim" in kwargs):
+        return None  # of rows or columns, as some optimizers ask; not of all elements
+    rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
+    measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
+    known = session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
+    if known is not None:
+        return known
+    at_rest = _measured_at_rest(tensor, measure)
+    return at_rest if at_rest is not None else _measured_in_tiles(tensor, measure)
+
+
+def _measured_at_rest(tensor: Any, measure: Measure) -> Any | None:
+    """The norm of a gradient that compute reaches where it rests; None for others. One that was
+    summed up, of a tied weight for one, was not measured as a whole before."""
+    entry, session = tensor.entry, session_of(tensor.entry)
+    if not session.lendable(entry):
+        return None
+    return measure(tensor.lies.view(session.borrow(entry, 0, entry.nbytes, False)))
+
+
+def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
+    """The norm of a gradient that the device cannot hold whole, tile by tile; None for others."""
+    entry, session = tensor.entry, session_of(tensor.entry)
+    dtype, budget = tensor.lies.dtype, session.arena.budget_bytes
+    if entry.nbytes <= budget or not measure.joins:
+        return None
+    most, count = max(1, budget // 4 // dtype.itemsize), tensor.lies.numel
+    cuts = session.norms.cuts_of(entry)
+    if sum(numel for _, numel in cuts) != count:  # it came whole, or as elements of another dtype
+        cuts = [(begin, min(most, count - begin)) for begin in range(0, count, most)]
+    session.executor.foresight.abandon()  # what was fetched ahead lies where tiles will
+    parts = []
+    for offset, numel in cuts:
+        memory = session.arena.take(numel * dtype.itemsize, entry.name)
+        after = (session.device.mark(),)
+        session.fetch(entry, memory, begin=offset * dtype.itemsize, after=after).join_compute()
+        parts.append(measure(memory.view(dtype)))
+    return measure.join(parts)
+
+
+def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`gradients *= number`, kept for the next reader; NotImplemented if that cannot be."""
+    lists = isinstance(args[0], list)
+    tensors: list[Any] = args[0] if lists else [args[0]]
+    if not _is_number(cls, args[1]) or not all(is_gradient(cls, t) for t in tensors):
+        return NotImplemented
+    entries = {t.entry.key: t.entry for t in tensors}
+    if len(entries) < len(tensors):
+        return NotImplemented
+    if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
+        return NotImplemented
+    if any(c.layout.dtype != t.lies.dtype for t in tensors for c in t.entry.deferred):
+        return NotImplemented  # of complex numbers, then of their parts: one after the other
+    if all(map(is_near, entries.values())):
+        return NotImplemented  # nothing is to be saved by waiting
+    operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
+    for tensor in tensors:
+        change = Deferred(func, operand, lists, tensor.lies)
+        before_write(tensor.entry)
+        session_of(tensor.entry).deferrals.defer(tensor.entry, change)
+    return None if lists else args[0]
+
+
+def is_gradient(cls: Any, tensor: Any) -> bool:
+    """Whether it is a tiered gradient, all of it."""
+    if not isinstance(tensor, cls):
+        return False
+    tiered: Any = tensor
+    entry = tiered.entry
+    return entry.kind is Kind.GRAD and tiered.covers and entry.nbytes > 0
+
+
+def _is_number(cls: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, cls) and value.is_floating_point()
+    return isinstance(value, float)

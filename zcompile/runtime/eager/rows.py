@@ -1,0 +1,172 @@
+"""Ops on lists of tensors, cut into rows: one op on one parameter with its gradient and states.
+
+`_fused_adamw_(params, grads, ...)` is one row per parameter; `param.mul_(0.5)` is one row. A row
+whose operands have the same elements in the same order of storage may be applied to any range of
+them, and gives the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.ir.specs import Layout
+from zcompile.ir.torch_private import Dispatched, trees
+
+REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
+"""List ops whose result is not elementwise."""
+UNANNOTATED_WRITES: dict[Dispatched, frozenset[str]] = dict.fromkeys(
+    (torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_batch_norm.out),
+    frozenset({"running_mean", "running_var"}),
+)
+"""Arguments that an op writes, though its schema does not say so."""
+UNTAGGED = frozenset({"abs_", "_to_copy"})
+"""Elementwise, though torch does not tag them so."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """One op on one row of operands: `func(*args, **kwargs)` with lists cut down to one item."""
+
+    func: Dispatched
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        leaves, _ = trees.tree_flatten((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def written(self) -> list[Tensor]:
+        """The tensors that the op writes: as its schema says, or `UNANNOTATED_WRITES`."""
+        return self._given(written=True)
+
+    def read(self) -> list[Tensor]:
+        """The tensors of all other arguments; in `x.copy_(x)` one is both."""
+        return self._given(written=False)
+
+    def _given(self, *, written: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+        unsaid = UNANNOTATED_WRITES.get(self.func, ())
+        for position, argument in enumerate(self.func._schema.arguments):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes or argument.name in unsaid
+            if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
+                writes = False  # fused optimizers write gradients only to unscale them in place
+            if writes is not written:
+                continue
+            value = (
+                self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
+            )
+            found.extend(
+                v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Tensor)
+            )
+        return found
+
+
+def leaves_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What an op was called with, lists taken apart."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if type(value) is list:
+            found.extend(value)
+        elif type(value) in (tuple, dict):
+            found.extend(trees.tree_leaves(value))
+        else:
+            found.append(value)
+    return found
+
+
+def counts_in_kernels(func: Dispatched) -> bool:
+    """Whether torch counts the writes of an op where it computes, and not before it asks us."""
+    return func._schema.name.startswith("aten::_foreach")
+
+
+def goes_in_one_call(app: Application) -> bool:
+    """Whether rows such as this one, of one list op, may be put together again as they came."""
+    func, values = app.func, (*app.args, *app.kwargs.values())
+    if not func._schema.is_mutable or not func._schema.name.startswith(
+        ("aten::_foreach", "aten::_fused")
+    ):
+        return False
+    if any(isinstance(value, tuple | dict) for value in values):
+        return False
+    # _foreach_addcdiv_.Tensor takes one tensor with a scalar for each item, which was cut up.
+    return func._overloadname != "Tensor" or not any(
+        isinstance(value, Tensor) and value.dim() for value in values
+    )
+
+
+def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Application]:
+    """A list op, one application per item; any other op, itself alone."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list) and a]
+    tensors = [a for a in lists if isinstance(a[0], Tensor)]
+    if not tensors or not func._schema.name.startswith(
+        ("aten::_foreach", "aten::_fused", "aten::_amp")
+    ):
+        return [Application(func, tuple(args), kwargs)]
+    count = len(tensors[0])
+
+    def pick(value: Any, index: int) -> Any:
+        if isinstance(value, list) and len(value) == count:
+            return [value[index]]
+        if isinstance(value, Tensor) and func._overloadname == "Tensor" and value.dim() == 1:
+            return value[index : index + 1]  # _foreach_addcdiv_.Tensor: one scalar per item
+        return value
+
+    return [
+        Application(
+            func, tuple(pick(a, i) for a in args), {k: pick(v, i) for k, v in kwargs.items()}
+        )
+        for i in range(count)
+    ]
+
+
+def is_elementwise(func: Dispatched) -> bool:
+    """Whether the op may be applied to any range of elements by itself, and gives the same bits."""
+    if any("Tensor" not in str(result.type) for result in func._schema.returns):
+        return False  # aten.equal is tagged pointwise, and answers with one bool
+    if torch.Tag.nondeterministic_seeded in func.tags or len(func._schema.returns) > 1:
+        return False  # rrelu draws in one go; frexp answers twice
+    name = func._schema.name.removeprefix("aten::")
+    listed = name.startswith(
+        ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
+    )
+    tagged = torch.Tag.pointwise in func.tags or name in UNTAGGED
+    return (tagged or listed) and name not in REDUCTIONS
+
+
+def streamable(app: Application, cls: type) -> bool:
+    """Whether every tensor of the row is either one element or has the layout of the others.
+
+    All must rest in one store, since one schedule has one arena.
+    """
+    tensors = app.tensors()
+    wide = [t for t in tensors if t.numel() != 1]
+    tiered: list[Any] = [t for t in tensors if isinstance(t, cls)]
+    if not wide or not tiered or any(t.numel() == 1 for t in tiered):
+        return False
+    first = wide[0]
+    if first.numel() == 0 or len({t.store_key for t in tiered}) > 1:
+        return False
+    alike = all(t.size() == first.size() and t.stride() == first.stride() for t in wide)
+    same = len({t.device for t in wide}) == 1
+    if not (alike and same and Layout.of(first).dense):
+        return False
+    if any(argument.is_out for argument in app.func._schema.arguments) and _resizes_out(app):
+        return False
+    if any(t.dim() > first.dim() for t in tensors):
+        return False  # one element of more dimensions gives the result its own
+    if app.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    if any(t.lies.lazy for t in tiered):
+        return False  # chunks are of the bytes
+    lying = {(t.entry.key, t.lies) for t in tiered}
+    return len({key for key, _ in lying}) == len(lying)
+
+
+def _resizes_out(app: Application) -> bool:
+    """Whether what `out=` names is not as large as the result, so that torch would resize it."""
+    made = torch.broadcast_shapes(*(t.size() for t in app.read()))
+    return any(t.size() != made for t in app.written())

@@ -1,0 +1,132 @@
+"""What torch implements by reading a tensor's storage, for tensors that have none.
+
+Values come from the tiers as plain copies; what would hand out memory raises.
+"""
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import Unsupported
+from zcompile.ir.specs import Layout
+from zcompile.ir.torch_private import is_asked_by_tracing, is_traced, storage_of
+from zcompile.runtime.session import entry_behind
+from zcompile.runtime.store.store import Entry, Store
+
+
+class Unbacked(torch.Tensor):
+    """The half of `TieredTensor` that stands in for storage.
+
+    lies    how the tensor lies in the bytes of its entry
+    _store  keeps the store: a value that is still held outlives the model it came from
+    """
+
+    _handle: Tensor
+    lies: Layout
+    _known: "weakref.ref[Entry] | None" = None
+    _store: Store | None = None
+
+    @property
+    def entry(self) -> Entry:
+        """raises  ParameterChanged, if the store was closed"""
+        entry = None if self._known is None else self._known()
+        if entry is None:
+            entry = entry_behind(self._handle)
+            self._known = weakref.ref(entry)
+            self._store = entry.store
+        return entry
+
+    @property
+    def covers(self) -> bool:
+        """Whether it is all of its entry: each byte of it, each once."""
+        return self.lies.covers(self.entry.nbytes)
+
+    def on_host(self) -> Tensor:
+        """The full value as a plain CPU tensor; reads the tiers, not the arena."""
+        bytes_ = self.entry.store.read_all(self.entry)
+        return self.lies.view(bytes_).detach()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A read-only array of the values as they are now: there is no memory to share."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "can't call numpy() on a tensor that requires grad; use tensor.detach().numpy()"
+            )
+        return _read_only(self.on_host().numpy(force=force))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """As `numpy`; with `copy=True` an array of the caller's own, which may be written.
+
+        raises  ValueError, for `copy=False`
+        """
+        if copy is False:
+            raise ValueError(
+                "a copy cannot be avoided, since a tiered tensor has no memory to share with an "
+                "array: leave copy=False out (numpy.asarray gives a read-only array)"
+            )
+        made = self.on_host().__array__(dtype)
+        return made if copy else _read_only(made)
+
+    def tolist(self) -> Any:
+        return self.on_host().tolist()
+
+    def storage(self) -> Any:
+        return self._no_storage("storage()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # Torch has one for a wrapper, of its size and without bytes: who reads it, or writes it,
+        # ends the process.
+        if is_traced(self._handle) or is_asked_by_tracing():
+            return storage_of(self)
+        return self._no_storage("untyped_storage()")
+
+    def _typed_storage(self) -> Any:
+        if is_traced(self._handle) or is_asked_by_tracing():
+            return torch.TypedStorage(
+                wrap_storage=storage_of(self), dtype=self.dtype, _internal=True
+            )
+        return self._no_storage("_typed_storage()")
+
+    def is_shared(self) -> bool:
+        """Whether another process sees its memory."""
+        return False
+
+    def data_ptr(self) -> int:
+        return self._no_storage("data_ptr()")
+
+    def share_memory_(self) -> Any:
+        return self._no_storage("share_memory_()")
+
+    def apply_(self, callable: Any) -> Any:
+        return self._no_storage("apply_()")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._no_storage("__dlpack__()")
+
+    def _no_storage(self, what: str) -> NoReturn:
+        raise Unsupported(
+            f"{what}: a tiered tensor has no memory of its own",
+            "use tensor.cpu() for a plain copy, or tensor.on_host()",
+        )
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""
+        if torch.compiler.is_compiling() or (self.requires_grad and torch.is_grad_enabled()):
+            return super().cpu(*args, **kwargs)
+        return self.on_host()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
+        if is_traced(self._handle):
+            return f"TieredTensor({self._handle}, {self.lies})"
+        text = repr(self.on_host().requires_grad_(self.requires_grad))
+        if self.device.type != "cpu":
+            text = f"{text[:-1]}, device='{self.device}')"
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+
+def _read_only(array: Any) -> Any:
+    """What is written to an array would reach no tensor, and torch has it reach one."""
+    array.setflags(write=False)
+    return array

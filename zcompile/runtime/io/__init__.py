@@ -1,0 +1,1 @@
+"""Files and directories, and asynchronous reads and writes of them."""

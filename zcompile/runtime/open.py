@@ -1,0 +1,168 @@
+"""What a store runs on: device, tiers, staging ring and threads; opened and shut together.
+
+Knows nothing of the store, so that it can be shut after the store has died.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zcompile.config import Config
+from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
+from zcompile.ir.handles import ANEW
+from zcompile.machine.staging import backlog_bytes, staging_size
+from zcompile.runtime.device.base import Device
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.durable.durable_files import DurableFiles
+from zcompile.runtime.durable.tier_durable import DurableTier
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.tiers.host import HostTier
+from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.tiers import TierIO
+from zcompile.runtime.transfer.queue import Mover
+from zcompile.runtime.transfer.staging import Staging
+from zcompile.runtime.transfer.transfer import Means
+from zcompile.runtime.transfer.workers import Workers
+
+SHARE_OF_MACHINE = 8
+"""A budget that is not given is this part of the machine's memory (`Config`)."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """tiers          in the order in which entries are offered to them
+    backlog_bytes  of gradients on their way, at most
+    system         makes all calls on files
+    """
+
+    pid: int
+    device_budget: int
+    host_budget: int
+    backlog_bytes: int
+    mover: Mover
+    means: Means
+    tiers: tuple[TierIO, ...]
+    system: SystemCalls = KERNEL
+
+    @property
+    def durable(self) -> DurableTier | None:
+        return next((tier for tier in self.tiers if isinstance(tier, DurableTier)), None)
+
+
+Opening = Callable[[Config, Meter], Plant]
+"""`open_plant`, or what stands for it on paper."""
+
+
+def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Plant:
+    """Opens what `config` asks for.
+
+    system  makes all calls on files, of the disk tier and of checkpoints; another in tests
+    raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
+    """
+    host_budget = _host_budget(config)
+    with ExitStack() as undo:
+        mover = Mover()
+        undo.callback(mover.close, closed_error("the model"))
+        device = _open_device(config, meter, mover)
+        undo.callback(device.close)
+        straight = device.torch_device.type == "cpu" and device.straight("h2d")
+        size = staging_size(host_budget, straight and bool(config.disk))
+        device_budget = _device_budget(config, device)
+        on_host = device.torch_device.type == "cpu"
+        host = HostTier(host_budget - size.nbytes, device.host_block, meter.host, whole=on_host)
+        ring = Staging(device.host_block(size.nbytes), size, meter.host)
+        tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover, system))
+        for tier in tiers:
+            undo.callback(tier.close)
+        means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
+        undo.pop_all()
+    meter.planned_host.change(size.nbytes)
+    backlog = backlog_bytes(host_budget, straight)
+    return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
+
+
+def shut(plant: Plant) -> None:
+    """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
+    if os.getpid() != plant.pid:
+        return
+    error = closed_error("the model")
+    plant.mover.close(error)
+    plant.means.device.close()
+    plant.means.adder.stop()
+    for tier in plant.tiers:
+        tier.close()
+    plant.mover.abandon(error)
+
+
+def forked_error(name: str, pid: int) -> ParameterChanged:
+    return ParameterChanged(name, f"rests in process {pid}, this is a child that was forked from "
+                            "it", "use the model in its own process, or start the child with "
+                            "'spawn'")  # fmt: skip
+
+
+def closed_error(name: str) -> ParameterChanged:
+    return ParameterChanged(name, "is gone: its store was closed", ANEW)
+
+
+def _disk_tier(
+    config: Config, meter: Meter, mover: Mover, system: SystemCalls
+) -> tuple[TierIO, ...]:
+    if not config.disk:
+        return ()
+    given = config.disk if isinstance(config.disk, tuple) else (config.disk,)
+    rates = {link: float(rate) for link, rate in config.throttle.items()}
+    paths = [Path(path) for path in given]
+    if not config.durable:
+        return (DiskTier(paths, rates, meter, mover.abandon, system=system),)
+    files = DurableFiles(paths)
+    disk = DiskTier(
+        paths, rates, meter, mover.abandon, open_file=files.open, striped=False, system=system
+    )
+    with ExitStack() as undo:
+        undo.callback(disk.close)
+        durable = DurableTier(disk, files, mover.abandon)
+        undo.pop_all()
+    return (durable,)
+
+
+def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:
+    """The device that `config` names. CUDA is not touched unless it does."""
+    device = torch.device(config.device or "cpu")
+    if device.type == "cuda":
+        return CudaDevice(device, meter, mover.abandon)
+    return CpuDevice({k: float(v) for k, v in config.throttle.items()}, meter, mover.abandon)
+
+
+def default_budgets(kind: str, free_bytes: int) -> dict[str, int]:
+    """Bytes of device and host that a run takes unless its config says otherwise.
+
+    kind        of device, "cuda" or "cpu"
+    free_bytes  there; on the CPU device that is the memory of the machine
+    """
+    device = free_bytes * 8 // 10 if kind == "cuda" else free_bytes // SHARE_OF_MACHINE
+    return {"device": device, "host": machine_bytes() // SHARE_OF_MACHINE}
+
+
+def _host_budget(config: Config) -> int:
+    budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
+    if budget > machine_bytes():
+        raise ConfigInvalid("host_memory", budget,
+                            f"is more than this machine has ({machine_bytes()} bytes)")  # fmt: skip
+    return budget
+
+
+def _device_budget(config: Config, device: Device) -> int:
+    free = device.free_bytes()
+    if config.device_memory is None:
+        return default_budgets(device.torch_device.type, free)["device"]
+    budget = int(config.device_memory)
+    if budget > free:
+        raise DeviceTooSmall(str(device.torch_device), budget, free)
+    return budget

@@ -1,0 +1,138 @@
+"""Entries change their home, between two steps, when a placement says so."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from zcompile.errors import TierFull
+from zcompile.ir.schedule import Offload, Reduce
+from zcompile.ir.specs import HELD, ON_DEVICE, Kind
+from zcompile.ir.steps import Step
+from zcompile.runtime.recorder import key_of
+from zcompile.runtime.session import Session
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.tiers.place import Place
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends
+
+log = logging.getLogger(__name__)
+
+
+def rehome(
+    session: Session, homes: Mapping[int, str], step: Step
+) -> tuple[list[Entry], dict[int, str]]:
+    """Every entry goes where `homes` says. Where holes of the host are too small for what is to
+    rest there, what rests there already moves together.
+
+    Returns  the entries that found no room, and where each one rests, as `resting` says
+    """
+    left, rests = resettle(session, homes), resting(session, step, homes)
+    free = session.homes.free()["host"]
+    astray = [key for key, home in rests.items() if homes.get(key) == "host" != home]
+    if any(step.facts[key].nbytes <= free for key in astray):
+        with deferred_interrupts():
+            places = [entry.place for entry in session.entries()]
+            moved = session.homes.compact(places)
+        if moved:
+            left, rests = resettle(session, homes), resting(session, step, homes)
+    return left, rests
+
+
+def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
+    """Every entry that `homes` knows goes where it says; returns those that found no room there.
+
+    What makes room moves first: to the device, then to disk, then from disk to the host. Berths for
+    what goes to the device are planned already (`DeviceTier.plan`).
+    """
+    wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes}
+    left: list[Entry] = []
+    for home in ("device", "disk", "host"):
+        due = [e for e, to in wanted.items() if to == home and e.home != home]
+        left += [entry for entry in due if not move(session, entry, home)]
+    session.homes.wanted = {-key: home for key, home in homes.items() if key < 0}
+    return left
+
+
+def resting(session: Session, step: Step, homes: Mapping[int, str]) -> dict[int, str]:
+    """Where each entry rests by now; what a step like this one will make, where it will find room,
+    if `homes` does not say that it stays where it is made.
+
+    Values that leave the device for backward come in forward and stay for the whole call that
+    takes them, beside the gradients that it makes. Room is looked for in that order, as it will be
+    then, and given back.
+    """
+    stay = {key: home for key, home in homes.items() if home == HELD}
+    rests = stay | {key_of(entry): entry.home for entry in session.entries()}
+    tried: dict[int, tuple[Place, Kind]] = {}
+
+    def settle(key: int, kind: Kind, nbytes: int, **wish: Any) -> None:
+        if key not in rests:
+            place = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
+            rests[key], tried[key] = place.tier.name, (place, kind)
+
+    def leave(key: int) -> None:
+        if key in tried:
+            place, kind = tried.pop(key)
+            session.homes.left(place, kind)
+            place.tier.release(place.extent)
+
+    try:
+        for call in step.calls:
+            for x in call.schedule.instructions:
+                if isinstance(x, Offload):
+                    settle(call.made[x.made], Kind.ACTIVATION, x.nbytes, tier=x.tier)
+                elif isinstance(x, Reduce):
+                    fact = step.facts[-call.entries[x.entry]]
+                    settle(fact.key, Kind.GRAD, fact.nbytes, of=-fact.key)
+            for key in call.entries:
+                if key in step.facts and step.facts[key].kind is Kind.ACTIVATION:
+                    leave(key)
+    except TierFull:
+        log.info("the next step will not find room for all that it makes")  # and will say so
+    finally:
+        for key in list(tried):
+            leave(key)
+    return rests
+
+
+def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:
+    """Each of `entries` leaves the device, for where `homes` has it, else for where there is room;
+    returns those for which there is none."""
+    left = []
+    for entry in entries:
+        first = homes.get(key_of(entry), "host")
+        ways = dict.fromkeys((first if first not in ON_DEVICE else "host", "host", "disk"))
+        if not any(move(session, entry, home) for home in ways):
+            left.append(entry)
+    return left
+
+
+@ends
+def move(session: Session, entry: Entry, home: str) -> bool:
+    """`entry` rests on `home` from here on; False if there is no room. Nothing is under way.
+
+    raises  what a transfer raises; then the entry is where it was
+    """
+    if entry.home == home:
+        return True
+    place = entry.place
+    held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
+    with deferred_interrupts():
+        value = session.read_all(entry) if held else None
+        version, old_extent = entry.version, place.extent
+        old = session.homes.move(place, key_of(entry), entry.born, home)
+        if old is None:
+            return False
+        new, new_extent = place.tier, place.extent
+        place.written.clear()
+        try:
+            if value is not None:
+                session.put(entry, value).wait()
+        except BaseException:
+            place.tier, place.extent = old, old_extent
+            for low, high in held:
+                place.written.add(low, high)
+            new.release(new_extent)
+            raise
+        entry.version = version
+        old.release(old_extent)
+    return True

@@ -1,0 +1,1 @@
+"""Which entry rests where, and every way its bytes travel."""

@@ -1,0 +1,122 @@
+"""Where a new entry will rest: on the host while there is room, else on disk.
+
+Where there is a disk, room on the host is kept for gradients: a gradient that rests there is
+neither written to disk nor read back, and it comes anew in every step. Once a whole step has been
+planned, a gradient goes where that plan wants it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from zcompile.errors import TierFull
+from zcompile.ir.specs import SMALL_BYTES, Kind
+from zcompile.runtime.meter import Gauge, Meter
+from zcompile.runtime.tiers.place import Place
+from zcompile.runtime.tiers.tier_device import DeviceTier
+from zcompile.runtime.tiers.tier_held import HeldTier
+from zcompile.runtime.tiers.tiers import Compacting, Extent, TierIO
+
+
+class Homes:
+    """The tiers of a store, host first. Called by one thread at a time."""
+
+    def __init__(self, tiers: Sequence[TierIO], device: DeviceTier, meter: Meter) -> None:
+        self._tiers = tiers
+        self.device, self.held = device, HeldTier()
+        self._meter = meter
+        self.wanted: Mapping[int, str] = {}
+        """Parameter -> the tier its gradient is to rest on, by their keys."""
+        self._kept_bytes = self._gradient_bytes = 0
+
+    def keep_for_gradients(self, nbytes: int) -> None:
+        """So many bytes more of the host are for gradients, as far as there is a disk instead."""
+        self._kept_bytes += nbytes
+
+    def reserve(self, name: str, kind: Kind, nbytes: int, of: int | None = None,
+                tier: str | None = None) -> Place:  # fmt: skip
+        """`of`: key of the parameter that it is the gradient of; `tier`: where it would best rest.
+
+        raises  TierFull
+        """
+        if of is not None and self.device.has_berth(-of, nbytes):
+            return Place(nbytes, self.device, self.device.berth(-of))
+        if kind is Kind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
+            return Place(nbytes, self.device, spare)
+        wanted = tier if of is None else self.wanted.get(of)
+        for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
+            try:
+                extent = home.reserve(nbytes, name)
+            except TierFull:
+                continue
+            self._account(home, kind, extent, 1)
+            return Place(nbytes, home, extent)
+        raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
+
+    def plan_device(self, nbytes: int) -> None:
+        """A schedule will take so much of the arena at once, beside what rests there."""
+        self._meter.plan_device(nbytes + self.device.planned_bytes)
+
+    def plan_together(self, nbytes: int) -> None:
+        """So much at once of the arena and of values beside it, and what rests there besides."""
+        self._meter.planned_together.at_least(nbytes + self.device.planned_bytes)
+
+    def capacities(self) -> dict[str, int]:
+        """Bytes of each tier but the device."""
+        return {tier.name: tier.usage()[2] for tier in self._tiers}
+
+    def free(self) -> dict[str, int]:
+        """Bytes of each tier but the device that nothing rests on."""
+        rows = (tier.usage() for tier in self._tiers)
+        return {name: capacity - used for name, used, capacity in rows}
+
+    def left(self, place: Place, kind: Kind) -> None:
+        """The entry that has `place` is dead."""
+        self._account(place.tier, kind, place.extent, -1)
+
+    def move(self, place: Place, key: int, kind: Kind, home: str) -> TierIO | None:
+        """`place` is to be on the tier `home` from here on, blank; its old tier, or None if `home`
+        has no room. Its old extent is for the caller to release."""
+        old, before = place.tier, place.extent
+        tiers = {tier.name: tier for tier in self._tiers}
+        if home == "device":
+            if not self.device.has_berth(key, place.nbytes):
+                return None
+            place.tier, place.extent = self.device, self.device.berth(key)
+        else:
+            try:
+                extent = tiers[home].reserve(place.nbytes, place.name)
+            except (KeyError, TierFull):
+                return None
+            place.tier, place.extent = tiers[home], extent
+            self._account(place.tier, kind, extent, 1)
+        self._account(old, kind, before, -1)
+        return old
+
+    def compact(self, places: Sequence[Place]) -> bool:
+        """What rests on the host moves together, so that what is free there is one hole; `places`
+        are all entries', and nothing is under way. False, if the host has others' too."""
+        host = self._tiers[0]
+        mine = [place for place in places if place.tier is host]
+        made = host.compact([p.extent for p in mine]) if isinstance(host, Compacting) else None
+        if made is None:
+            return False
+        for place, extent in zip(mine, made, strict=True):
+            place.extent = extent
+        return True
+
+    def _order(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
+        """The tiers in the order in which an entry is offered to them."""
+        host, *others = self._tiers
+        _, used, capacity = host.usage()
+        kept = max(0, self._kept_bytes - self._gradient_bytes)
+        if kind is Kind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
+            return self._tiers
+        return (*others, host)
+
+    def _account(self, tier: TierIO, kind: Kind, extent: Extent, sign: int) -> None:
+        if tier.on_device:
+            return
+        on_host = tier.name == "host"
+        planned: Gauge = self._meter.planned_host if on_host else self._meter.planned_disk
+        planned.change(sign * extent.nbytes)
+        if on_host and kind is Kind.GRAD:
+            self._gradient_bytes += sign * extent.nbytes

@@ -1,0 +1,358 @@
+"""The store of one model: which entry rests where, and every way its bytes can travel.
+
+An entry is a parameter, a gradient or an optimizer state: raw bytes with a name. The store places
+it on the host while there is room, else on disk, and moves it to and from the device on request.
+"""
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.config import Config
+from zcompile.errors import Unsupported, ValueUnset
+from zcompile.ir import handles
+from zcompile.ir.handles import Leaf
+from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.ties import Tie
+from zcompile.runtime.closing import Closing, wait_for_the_dead
+from zcompile.runtime.device.arena import Arena
+from zcompile.runtime.device.pages import check_memory
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.open import Opening, closed_error, forked_error, open_plant, shut
+from zcompile.runtime.store.deferred import Deferrals, Deferred
+from zcompile.runtime.store.placement import Homes
+from zcompile.runtime.store.sources import Source, before_write, check_sources
+from zcompile.runtime.tiers.place import Place
+from zcompile.runtime.tiers.tier_device import DeviceTier
+from zcompile.runtime.tiers.tiers import Stretch
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.transfer.queue import Backlog, marks_of
+from zcompile.runtime.transfer.sums import Add
+from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.transfer.transfer import Transfer
+from zcompile.runtime.transfer.transfers import Fetch, Put, ReadBack
+
+
+class Entry:
+    """Bytes that the store holds. Reads give zeros until something is written.
+
+    born     the kind it was created as; `kind` may change when an optimizer keeps it
+    version  grows at each submission of a write
+    home     name of the tier it rests on: "device", "held", "host" or "disk"
+    of       key of the parameter that it is the gradient of
+    unset    has no value, not even zeros: reading raises until all of it was written
+    owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
+             handle are that parameter's
+    shown    how it lies in what that parameter shows; None once the .data of that is something else
+    deferred what is still to be done to the bytes; whoever reads finds it done
+    sources  what it took its values from, if that can still be written by others
+    copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
+    norms    what was measured of it: how -> (version, layout, result)
+    tiles    and of its tiles: offset -> (elements, how -> result)
+    """
+
+    def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool,
+                 of: int | None) -> None:  # fmt: skip
+        self.key = handles.new_key()
+        self.kind = self.born = kind
+        self.nbytes = place.nbytes
+        self.store = store
+        self.place = place
+        self.unset = unset
+        self.of = of
+        self.version = 0
+        self.owner: weakref.ref[Tensor] | None = None
+        self.shown: object = None
+        self.deferred: tuple[Deferred, ...] = ()
+        self.sources: tuple[Source, ...] = ()
+        self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
+        self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
+        self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
+        self.tie: Tie | None = None
+        """To the storage of its handle."""
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.place.name = name
+
+    @property
+    def home(self) -> str:
+        return self.place.tier.name
+
+    @uninterrupted
+    def gather(self, size: Sequence[int], stride: Sequence[int], offset: int,
+               dtype: torch.dtype) -> Tensor:  # fmt: skip
+        """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
+        store = self.store
+        store.deferrals.settle(self)  # which takes room in the arena too
+        memory = store.arena.take(self.nbytes, self.name)
+        store.fetch(self, memory, after=(store.device.mark(),)).join_compute()
+        store.meter.count("gathers")
+        return Layout(tuple(size), tuple(stride), offset, dtype).view(memory)
+
+    def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
+        self.store.on_gradient(self, grad, offset)
+
+
+class Store:
+    """Opens what `config` asks for.
+
+    on_gradient   what becomes of a gradient given to `Entry.reduce_grad`; set from above
+    reaches_host  compute may touch what rests on the host
+    raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
+    """
+
+    def __init__(self, config: Config, opening: Opening = open_plant) -> None:
+        self.key = handles.new_key()
+        self.config = config
+        self.meter = Meter()
+        self.on_gradient: Callable[[Leaf, Tensor, int | None], None] = _nobody_takes_gradients
+        wait_for_the_dead()
+        with deferred_interrupts():
+            plant = opening(config, self.meter)
+            adder = plant.means.adder
+            self._close = Closing(self, adder.submit_from_c, partial(shut, plant))
+        self.device = plant.means.device
+        self.device_budget = plant.device_budget
+        self.host_budget = plant.host_budget
+        self.arena = Arena(self.device, self.device_budget, self.meter.device,
+                           plant.mover.memories_free)  # fmt: skip
+        self._means = plant.means
+        self._mover = plant.mover
+        self.durable = plant.durable
+        self.system = plant.system
+        self.homes = Homes(plant.tiers, DeviceTier(self.arena), self.meter)
+        self._backlog = Backlog(plant.backlog_bytes)
+        self._entries: dict[int, Entry] = {}
+        self._dead: deque[Tie | int] = deque()
+        self.deferrals: Deferrals[Entry] = Deferrals()
+        self._pid = plant.pid
+        self.reaches_host = plant.means.device.reaches_host
+
+    @uninterrupted
+    def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
+               of: int | None = None, tier: str | None = None,
+               at: Place | None = None) -> Entry:  # fmt: skip
+        """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull
+
+        Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
+        """
+        self.enter(name)
+        place = at or self.homes.reserve(name, kind, nbytes, of, tier)
+        entry = Entry(self, kind, place, unset, of)
+        self._entries[entry.key] = entry
+        handles.bind(entry)
+        return entry
+
+    def handle(self, entry: Entry) -> Tensor:
+        """The handle of a new entry, which is freed when the last use of it has died."""
+        return handles.handle_of(entry.key, partial(self._watch, entry))
+
+    def _watch(self, entry: Entry, memory: object) -> None:
+        entry.tie = Tie(memory, self._dead, entry.key)
+
+    def free_later(self, key: int) -> None:
+        """The entry is not needed any more; it never had a handle. Takes no lock."""
+        self._dead.append(key)
+
+    def holds(self, entry: Entry) -> bool:
+        """False once the last use of the entry has died."""
+        self.enter(entry.name)
+        return entry.key in self._entries
+
+    @uninterrupted
+    def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
+              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
+        """Start moving bytes of `entry`, from `begin` on, into `target`; returns at once.
+
+        target  uint8 [n], contiguous, on the compute device; must not be touched before the ticket
+        after   the copies into `target` come after these
+        ahead   for a use that comes later, if at all: who makes it looks at the sources then
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
+        self.enter(entry.name)
+        self._settle(entry, ahead)
+        fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
+                      self._means, self.arena.holds(target))  # fmt: skip
+        return self._submit(fetch, after)
+
+    def lendable(self, entry: Entry) -> bool:
+        """Whether compute reaches the bytes of `entry` where they rest, in one piece: on the
+        device, or on the host of the emulated one, unless throttled links must show."""
+        place, tier = entry.place, entry.place.tier
+        if tier.on_device or not (tier.in_memory and self.reaches_host):
+            return tier.on_device
+        return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
+
+    @uninterrupted
+    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
+               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
+        """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
+
+        Compute may touch them until the caller uses the entry. `overwrites`: all, before it reads.
+        `ahead`: as in `fetch`.
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
+        self.enter(entry.name)
+        self._settle(entry, ahead)
+        if writes:
+            before_write(entry)
+        ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
+        self._mover.borrow(entry.place, begin, memory, writes, overwrites)
+        entry.version += int(writes)
+        return memory
+
+    @uninterrupted
+    def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+        """Start moving `source` to the bytes of `entry` from `begin` on.
+
+        Returns at once, unless sources outside the arena pile up: their memory is bounded
+        (`Plant.backlog_bytes`), so then it waits for earlier ones to leave.
+
+        source  uint8 [n], contiguous, on the compute device or in host memory; kept alive, and
+                must not be changed before the ticket's `join_compute`
+        after   complete before `source` is read; on CUDA, `device.mark()` of what computed it
+        """
+        self.enter(entry.name)
+        check_memory(source)
+        if source.numel() == entry.nbytes:
+            entry.deferred = ()
+        self.deferrals.settle(entry)
+        window = self.arena.window(source)
+        put = Put(entry.place, begin, window, source, marks_of(after), self._means,
+                  self.arena.holds(source))  # fmt: skip
+        return self._submit_write(entry, put, source, after)
+
+    @uninterrupted
+    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
+            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+        """As `Tensor.add_`: start adding `source` (1-D; else as in `put`) from byte `begin` on."""
+        self.enter(entry.name)
+        check_memory(source)
+        self._settle(entry)
+        raw = source.view(torch.uint8)
+        add = Add(entry.place, begin, self.arena.window(raw), raw, marks_of(after), self._means,
+                  source.dtype)  # fmt: skip
+        return self._submit_write(entry, add, raw, after)
+
+    @uninterrupted
+    def zero(self, entry: Entry) -> None:
+        """Make it blank again; moves nothing."""
+        self.enter(entry.name)
+        before_write(entry)
+        self._mover.blank(entry.place)
+        entry.deferred = ()
+        entry.unset = False
+        entry.version += 1
+
+    @uninterrupted
+    def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
+        """Start moving bytes of `entry`, from `begin` on, into ordinary host memory.
+
+        target  uint8 [n], contiguous, on the host
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
+        self.enter(entry.name)
+        check_memory(target)
+        self._settle(entry)
+        return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
+
+    def read_all(self, entry: Entry) -> Tensor:
+        """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
+        memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+        self.read(entry, memory).wait()
+        return memory
+
+    @uninterrupted
+    def stretches(self, entry: Entry, begin: int, end: int) -> Sequence[Stretch]:
+        """Where in files bytes [begin, end) of `entry` lie, end to end; true until the next write.
+
+        None of them, if some lie in no file, hold nothing yet, or are under way.
+        """
+        self.enter(entry.name)
+        self._settle(entry)
+        place = entry.place
+        if place.under_way or not place.written.covers(begin, end):
+            return ()
+        return place.tier.stretches(place.extent, begin, end)
+
+    def drain(self) -> None:
+        """All transfers are done; raises the first error that any had."""
+        self.enter("the model")
+        self._mover.drain()
+
+    def is_idle(self) -> bool:
+        """Whether no transfer is under way; as of now, takes no lock."""
+        return self._mover.is_idle()
+
+    def close(self) -> None:
+        """Stop what is under way, remove the files; idempotent."""
+        with deferred_interrupts():
+            self._close()
+
+    def enter(self, name: str) -> None:
+        """The door of every verb: the store is this process's, and open; the dead are buried."""
+        if os.getpid() != self._pid:
+            raise forked_error(name, self._pid)
+        if not self._close.alive:
+            raise closed_error(name)
+        if self._dead:
+            self._bury()
+
+    @uninterrupted
+    def _bury(self) -> None:
+        while self._dead:
+            try:
+                gone = self._dead.popleft()
+            except IndexError:  # another thread was here
+                return
+            key = gone if isinstance(gone, int) else gone.mark
+            if (entry := self._entries.pop(key, None)) is not None:
+                self.deferrals.forget(entry)
+                self.homes.left(entry.place, entry.born)
+                self._mover.free(entry.place)
+                self._dead.extend(copy.key for copy, _ in entry.copies.values())
+
+    def _settle(self, entry: Entry, ahead: bool = False) -> None:
+        """Before a read: the entry has a value, and nothing is left to be done to it."""
+        if entry.unset:
+            raise ValueUnset(entry.name)
+        if entry.sources and not ahead:
+            check_sources(entry)
+        self.deferrals.settle(entry)
+
+    def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
+        assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
+        self._mover.submit(transfer, after)
+        return transfer
+
+    def _submit_write(self, entry: Entry, transfer: Transfer, source: Tensor,
+                      after: Sequence[Ticket]) -> Transfer:  # fmt: skip
+        before_write(entry)
+        nbytes = 0 if self.arena.holds(source) else source.numel()
+        self._backlog.enter(nbytes)
+        try:
+            self._submit(transfer, after)
+        except BaseException:  # what never started takes no room
+            self._backlog.leave(nbytes)
+            raise
+        transfer.over.then(partial(self._backlog.leave, nbytes))
+        entry.version += 1
+        if entry.unset and entry.place.written.covers(0, entry.nbytes):
+            entry.unset = False
+        return transfer
+
+
+def _nobody_takes_gradients(entry: Leaf, grad: Tensor, offset: int | None) -> None:
+    raise Unsupported(f"a gradient of {entry.name!r} arrived", "set store.on_gradient")

@@ -1,0 +1,1 @@
+"""Where entries rest: device, host, disk."""

@@ -272,6 +272,3 @@ class _Builder:
         self._busy.setdefault(self._lane(slot), []).append((slot.address, slot.end, busy))
         self.instructions.append(Free(fetch.slot, register, column.name))
         self._taken -= fetch.slot.nbytes
-
-
-__all__ = ["CHUNK_ELEMENTS", "ChunkFunction", "Column", "Row", "lower_step"]

@@ -435,6 +435,3 @@ def _tell(param: Tensor) -> None:
 def _call_hooks(param: Tensor) -> None:
     for hook in list(hooks_of(param)[1].values()):
         hook(param)
-
-
-__all__ = ["Gradients", "Wrap", "like"]

@@ -10,8 +10,6 @@ from zcompile.ir.schedule import Fetch, Offload, Reduce, Register, Run, Schedule
 from zcompile.verify.proof import Proof
 from zcompile.verify.walks import Called, Use, Walk
 
-__all__ = ["Called", "verify_handover", "verify_schedule"]
-
 
 def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> None:
     """entries  what stands for the entry behind each index; empty: all are different

@@ -276,6 +276,3 @@ def _counts(inputs: Any) -> tuple[int, int]:
         return 1, 0
     whole = not first.is_floating_point() and first.dim() == 2
     return int(first.shape[0]), int(first.shape[0] * first.shape[1]) if whole else 0
-
-
-__all__ = ["OPTIMIZERS", "Traced", "plan", "report_of", "terms_of", "trace"]

@@ -117,6 +117,3 @@ def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
             action = "host"
         actions.append(action)
     return actions
-
-
-__all__ = ["Choice", "choose", "wishes"]

@@ -78,6 +78,3 @@ def seconds(problem: Problem, streams: Streams, made: Choice) -> float:
             links += nbytes * (away.back_s if phase else away.leave_s)
         total += max(compute, links) + (1 - ahead) * min(compute, links) + BUSY * links
     return total
-
-
-__all__ = ["Streams", "seconds", "split"]

@@ -175,6 +175,3 @@ def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Move
     starts = borders.after(borders.at(root))
     left = borders.after(max(borders.last_read(root), at_least - 1, borders.at(root)))
     return Moved(tier, borders.node(starts), borders.node(max(left, starts)))
-
-
-__all__ = ["Borders", "Moved", "Rewriting", "moved", "name_of", "sink_views"]

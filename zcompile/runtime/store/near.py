@@ -108,6 +108,3 @@ def copy_dense(target: Tensor, source: Tensor) -> None:
         copy_bytes(target, source, source.nbytes)
     else:
         target.copy_(source)
-
-
-__all__ = ["add", "copy_dense", "fetch", "is_near", "look_up", "put", "read"]

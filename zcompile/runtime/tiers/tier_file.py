@@ -24,7 +24,7 @@ NOT_ALLOCATED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What filesystems say that cannot. The last is glibc's, which writes single bytes there instead,
 and O_DIRECT refuses those."""
 
-logger = logging.getLogger("zcompile.runtime.tiers.tier_file")
+logger = logging.getLogger(__name__)
 _KEYS = itertools.count(1)
 
 

@@ -33,7 +33,7 @@ from zcompile.runtime.tiers.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.transfer.ticket import Countdown, Promise
 from zcompile.runtime.transfer.workers import Workers
 
-logger = logging.getLogger("zcompile.runtime.tiers.tier_nvme")
+logger = logging.getLogger(__name__)
 
 
 class DiskTier:

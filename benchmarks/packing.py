@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from random import Random
 
-from zcompile.ir.specs import aligned
+from zcompile.ir.types import aligned
 from zcompile.ir.units import KiB
 from zcompile.memory.packing import Block, fits, live_peak, pack, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts

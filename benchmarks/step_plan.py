@@ -31,7 +31,7 @@ from benchmarks.own_costs import at_own_costs, walks_of
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
 from zcompile.ir.units import GiB, MiB, show_rate, show_size
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from zcompile.errors import Unsupported
-from zcompile.ir import torch_private as private
+from zcompile.ir import torch_compat as private
 
 CONTRACTS: dict[str, Callable[[], None]] = {}
 """Name in `torch_private` -> a function that says what we rely on."""

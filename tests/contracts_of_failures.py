@@ -6,7 +6,7 @@ import pytest
 import torch
 from contracts import CONTRACTS, contract
 
-from zcompile.ir import torch_private as private
+from zcompile.ir import torch_compat as private
 
 __all__ = ["CONTRACTS", "contract"]
 

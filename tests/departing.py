@@ -7,7 +7,7 @@ import torch
 from written import HIGH, borrow, fetch, run, schedule, wait
 
 from zcompile.ir.schedule import Instruction, Left, Offload, Register, Schedule, Ticket
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 
 ROW = Layout((16,), (1,), 0, torch.float32)
 

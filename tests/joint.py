@@ -20,10 +20,10 @@ from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, output_of
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import aot_backend, boxed, gradient_of, handle_input, hint
+from zcompile.ir.torch_compat import aot_backend, boxed, gradient_of, handle_input, hint
+from zcompile.ir.types import Phase
 from zcompile.ir.units import MiB
 from zcompile.passes.instrument import Watcher
 from zcompile.passes.pipeline import SILENT, Silence, Watch, pipeline, run

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.frontend import backend
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.saved_values import SavedValues
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, moved, sink_views

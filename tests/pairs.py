@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 ON_DISK = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB"}
 """The host budget is the least there is, and all of it staging: every entry rests on disk."""

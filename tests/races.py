@@ -24,7 +24,7 @@ from zcompile.ir.schedule import (
     Store,
     Wait,
 )
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 
 Transfer = Fetch | Store | Reduce | Offload
 

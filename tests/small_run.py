@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from zcompile.ir import run_format as rf
-from zcompile.ir.records import encode
+from zcompile.ir import serialize as rf
+from zcompile.ir.serialize import encode
 
 STAGES = ("captured", "gather-params", "schedule-prefetch")
 

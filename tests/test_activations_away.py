@@ -12,7 +12,7 @@ from small_models import SMALL_MODELS, small
 import zcompile
 from zcompile.errors import TierFull
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 
 def offloaded(name, tmp_path, **config):

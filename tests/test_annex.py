@@ -12,10 +12,17 @@ import zcompile
 from zcompile.errors import DeviceTooSmall, ScheduleInvalid
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover
-from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.optimizer_step import (
+    CHUNK_ELEMENTS,
+    LEAST_PACED_BYTES,
+    Column,
+    Row,
+    StepRoom,
+    lower_step,
+    paced_bytes,
+)
 from zcompile.ir.schedule import EntryIndex, Slot
-from zcompile.ir.specs import ALIGNMENT, Phase
-from zcompile.ir.step_chunks import LEAST_PACED_BYTES, StepRoom, paced_bytes
+from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.planner.flying import Departing

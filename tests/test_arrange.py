@@ -10,7 +10,7 @@ from small_models import SMALL_MODELS, UNALIKE, small
 import zcompile
 from zcompile.ir.program import take_apart
 from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
-from zcompile.ir.specs import aligned
+from zcompile.ir.types import aligned
 from zcompile.passes.arrange import arrange
 from zcompile.verify.verify_schedule import verify_schedule
 

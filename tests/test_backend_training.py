@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import zcompile
-from zcompile.ir.torch_private import node_of_call
+from zcompile.ir.torch_compat import node_of_call
 
 
 @pytest.fixture(autouse=True)

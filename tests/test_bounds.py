@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.ir.schedule import SERIALS, Fetch, Reduce, Run, Schedule, Slot, Store
-from zcompile.ir.specs import Kind, Phase, Region
-from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import Kind, Phase, Region
 from zcompile.machine.model import Link
 from zcompile.planner import least_program
 from zcompile.planner.bounds import bound

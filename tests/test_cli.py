@@ -14,7 +14,7 @@ from failed_calls import Once, open_below
 from zcompile.cli import disk_probe, main
 from zcompile.cli.disk_probe import probe_disk
 from zcompile.errors import DiskUnusable
-from zcompile.ir import run_format as rf
+from zcompile.ir import serialize as rf
 from zcompile.machine.files import find
 from zcompile.runtime.hardware import mount_type
 from zcompile.runtime.io import ring_choice

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from written import LOW, fetch, free, run, schedule
 
 from zcompile.ir.schedule import Fetch
-from zcompile.ir.specs import NO_WORK, Phase, Region, Work
+from zcompile.ir.types import NO_WORK, Phase, Region, Work
 from zcompile.machine.cost import (
     LEAST_MEASURED_BYTES,
     Costs,

@@ -8,7 +8,7 @@ from sampled import sampled
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.types import ALIGNMENT
 from zcompile.ir.units import KiB
 from zcompile.planner import step_plan
 from zcompile.planner.place_states import place

@@ -16,8 +16,8 @@ import zcompile
 from zcompile.cli import main
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
-from zcompile.ir import run_format as form
-from zcompile.ir.runs import Graph, open_run
+from zcompile.ir import serialize as form
+from zcompile.ir.serialize import Graph, open_run
 from zcompile.passes import instrument
 from zcompile.passes.instrument import Watcher
 from zcompile.passes.pipeline import pipeline

@@ -26,7 +26,7 @@ from zcompile.errors import (
     ValueUnset,
     ZinfError,
 )
-from zcompile.ir import torch_private
+from zcompile.ir import torch_compat
 
 
 def met(kind, sentence, act):
@@ -193,7 +193,7 @@ def test_what_is_not_a_module():
                                  lambda: zcompile.init().__enter__()])  # fmt: skip
 def test_a_torch_that_was_not_tested(act, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    assert torch_private.TESTED[0] > (2, 9)
+    assert torch_compat.TESTED[0] > (2, 9)
     met(TorchUnsupported, "torch 2.9.1 is installed, zcompile is tested with 2.11 to .* install a",
         act)  # fmt: skip
 

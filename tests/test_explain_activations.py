@@ -1,7 +1,7 @@
 """`zinf explain` tells what became of values that backward needs."""
 
 from zcompile.cli.explain_activations import ALL, fate_text, fates_of
-from zcompile.ir.run_format import ActivationRecord, PlanRecord
+from zcompile.ir.serialize import ActivationRecord, PlanRecord
 
 ROWS = (
     ActivationRecord("relu", "relu of 1", 1 << 20, "host", 0.002, "moving it costs least"),

@@ -9,11 +9,9 @@ from torch import nn
 
 import zcompile
 from zcompile.cli.explain_slices import SLICES, slices_of, slices_text
-from zcompile.ir import run_format as form
-from zcompile.ir.records import encode
-from zcompile.ir.run_format import PassRecord, PlanRecord
-from zcompile.ir.runs import open_run
-from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir import serialize as form
+from zcompile.ir.plan import SlicedRegion
+from zcompile.ir.serialize import PassRecord, PlanRecord, encode, open_run
 from zcompile.ir.units import KiB, MiB
 
 UP = SlicedRegion("blocks.0.up", 4, 192, 24 * KiB, 72 * KiB, 18 * KiB)

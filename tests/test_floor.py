@@ -12,8 +12,8 @@ from test_bounds import B, F, P, S, links, schedule, training
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Run
-from zcompile.ir.specs import Region, Work
-from zcompile.ir.steps import Step, StepCall
+from zcompile.ir.step import Step, StepCall
+from zcompile.ir.types import Region, Work
 from zcompile.ir.units import KiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine

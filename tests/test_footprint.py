@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zcompile.frontend import backend
 from zcompile.ir.graph import assign_phases, is_compute, output_of, region_of
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.schedule import Run
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import is_tangent
+from zcompile.ir.torch_compat import is_tangent
+from zcompile.ir.types import Phase
 from zcompile.memory.footprint import Footprint, Given, footprint
 from zcompile.runtime import executor
 

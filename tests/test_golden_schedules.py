@@ -19,9 +19,9 @@ import zcompile
 from zcompile.frontend import residency
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import printer
-from zcompile.ir.runs import open_run
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.serialize import open_run
+from zcompile.ir.types import Phase
 from zcompile.machine.cost import Costs, Ways
 from zcompile.runtime import probe
 from zcompile.runtime.probe import machine_for

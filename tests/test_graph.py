@@ -23,7 +23,7 @@ from zcompile.ir.graph import (
     positions,
     readers_of,
 )
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 
 aten = torch.ops.aten
 

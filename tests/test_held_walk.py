@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from written import schedule
 
-from zcompile.ir.holds import Holds, Level
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Holds, Level, Phase
 from zcompile.memory.held_walk import HeldWalk
 from zcompile.memory.under_way import Leaving, plan_joins
 

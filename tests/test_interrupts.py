@@ -17,7 +17,7 @@ import zcompile
 from zcompile.checkpoint.tensor_writer import NewFile
 from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.eager.tiered import TieredTensor

@@ -40,7 +40,7 @@ PIPELINE = {f"zcompile.passes.{name}" for name in ("arrange", "instrument", "low
 
 Walk = Callable[[ast.AST], Iterator[ast.AST]]
 
-PRIVATE_ROOM = "zcompile.ir.torch_private"
+PRIVATE_ROOM = "zcompile.ir.torch_compat"
 
 
 def module_of(path: Path) -> str:
@@ -179,7 +179,7 @@ def test_imports_go_down():
         ("zcompile.passes.tile_loss.tile_loss", "zcompile.passes.tile_loss.match", True),
         ("zcompile.runtime.store.store", "zcompile.runtime.device.arena", True),
         ("zcompile.errors", "zcompile.ir.units", True),
-        ("zcompile.errors", "zcompile.ir.specs", False),
+        ("zcompile.errors", "zcompile.ir.types", False),
     ],
 )
 def test_what_may_be_imported(module, other, may):

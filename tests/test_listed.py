@@ -1,6 +1,6 @@
 """Lists whose sums know what they hold."""
 
-from zcompile.ir.listed import Listed
+from zcompile.ir.torch_compat import Listed
 
 MORE = [3, 1]
 

@@ -10,8 +10,15 @@ from torch import fx
 
 from zcompile.config import Config
 from zcompile.ir import ops
-from zcompile.ir.graph import aliases_of, find, positions, readers_of
-from zcompile.ir.liveness import live_ranges, nbytes_of, profile
+from zcompile.ir.graph import (
+    aliases_of,
+    find,
+    live_ranges,
+    nbytes_of,
+    positions,
+    profile,
+    readers_of,
+)
 from zcompile.passes.pipeline import pipeline
 
 aten = torch.ops.aten

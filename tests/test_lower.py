@@ -20,7 +20,7 @@ from zcompile.ir.schedule import (
     Schedule,
     Wait,
 )
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 
 
 def compiled(model: nn.Module, *inputs: object, **how: object) -> list[Schedule]:

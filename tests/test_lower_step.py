@@ -9,10 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.optimizer_step import (
+    CHUNK_BYTES,
+    CHUNK_ELEMENTS,
+    Column,
+    Row,
+    StepRoom,
+    lower_step,
+)
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
-from zcompile.ir.specs import Phase
-from zcompile.ir.step_chunks import CHUNK_BYTES, StepRoom
+from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.verify.verify_schedule import verify_schedule
 

@@ -9,8 +9,8 @@ from planned_runs import STEPS, begun, train
 import zcompile
 from zcompile.cli import main
 from zcompile.cli.curves import HEIGHT, WIDTH, curve_lines
-from zcompile.ir.curve import Curve, Memory
-from zcompile.ir.runs import open_run
+from zcompile.ir.plan import Curve, Memory
+from zcompile.ir.serialize import open_run
 from zcompile.ir.units import KiB
 
 BUDGETS = {"keep": 256 * KiB, "recompute": 108 * KiB, "offload": 96 * KiB}

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zcompile
 from zcompile.errors import Unsupported
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

@@ -11,7 +11,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
 from zcompile.planner import step_plan
 from zcompile.runtime import near_gradients

@@ -24,7 +24,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.runtime.closing import wait_for_the_dead
 
 

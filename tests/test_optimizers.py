@@ -8,7 +8,7 @@ from pairs import assert_equal, assert_same, entries, mlp, on_disk, plain_of, sa
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 FUSED = {

@@ -17,8 +17,8 @@ from packaging.version import Version
 
 from zcompile.config import Config
 from zcompile.errors import TorchUnsupported
-from zcompile.ir.torch_private import TESTED, check_torch
-from zcompile.version import VERSION
+from zcompile.ir.torch_compat import TESTED, check_torch
+from zcompile.ir.types import VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

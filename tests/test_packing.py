@@ -13,7 +13,7 @@ from small_models import SMALL_MODELS
 from zcompile.config import Config
 from zcompile.ir import ops
 from zcompile.ir.graph import find
-from zcompile.ir.specs import ALIGNMENT, aligned
+from zcompile.ir.types import ALIGNMENT, aligned
 from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.pipeline import pipeline

@@ -15,7 +15,7 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.frontend.backend import surroundings
 from zcompile.frontend.dry_run import plan
-from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.types import Kind, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.model import Compute, Link, Machine, with_tier
 from zcompile.planner import bounds, floor

@@ -27,7 +27,7 @@ import zcompile
 from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.frontend import residency
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.types import Kind, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import StepPlan

@@ -7,9 +7,8 @@ import pytest
 import small_run
 
 from zcompile.errors import NotInRun, RunUnreadable
-from zcompile.ir import run_format as rf
-from zcompile.ir.records import decode, encode
-from zcompile.ir.runs import open_run
+from zcompile.ir import serialize as rf
+from zcompile.ir.serialize import decode, encode, open_run
 
 
 @pytest.fixture

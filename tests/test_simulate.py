@@ -21,8 +21,8 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.specs import HELD, Kind, Layout, Phase, Region, Work
-from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import HELD, Kind, Layout, Phase, Region, Work
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.simulate import simulate

@@ -21,7 +21,7 @@ from test_simulate import (
 )
 
 from zcompile.ir.schedule import Fetch, Slot, Wait
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.machine.model import Link
 from zcompile.planner.journeys import Journey
 from zcompile.planner.simulate import simulate, step_seconds

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from written import schedule
 
-from zcompile.ir.holds import Holds
+from zcompile.ir.types import Holds
 from zcompile.memory import sized
 from zcompile.memory.sized import SizedSchedule, SizeReader
 

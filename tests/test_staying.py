@@ -20,7 +20,7 @@ from torch import nn
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.printer import schedule_text
-from zcompile.ir.specs import ALIGNMENT, Phase
+from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import MiB, show_size
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.memory.held_walk import held_in_steps

@@ -20,7 +20,7 @@ from staying_runs import (
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import HELD, Kind
+from zcompile.ir.types import HELD, Kind
 from zcompile.runtime.store.store import Store
 
 

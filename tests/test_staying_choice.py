@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 from written import NOTHING, schedule
 
-from zcompile.ir.holds import Holds, Level
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Run
-from zcompile.ir.specs import Kind, Phase
-from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import Holds, Kind, Level, Phase
 from zcompile.memory.held_walk import HeldWalk, held_peak
 from zcompile.memory.staying import staying
 

@@ -13,8 +13,8 @@ import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Run, Store, Wait
-from zcompile.ir.specs import Phase
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine

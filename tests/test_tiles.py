@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zcompile.ir.specs import aligned
+from zcompile.ir.types import aligned
 from zcompile.passes.tile_matmuls.sizes import MOST_TILES, Held, choose_cuts, choose_tiles
 
 K = 1024

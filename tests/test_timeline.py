@@ -5,9 +5,14 @@ from small_run import write_run
 
 from zcompile.cli import main
 from zcompile.errors import RunUnreadable
-from zcompile.ir.records import encode
-from zcompile.ir.run_format import MomentRecord, StepRecord, TimelineRecord, timeline_file
-from zcompile.ir.runs import open_run
+from zcompile.ir.serialize import (
+    MomentRecord,
+    StepRecord,
+    TimelineRecord,
+    encode,
+    open_run,
+    timeline_file,
+)
 
 
 def moment(index, kind, begin_s, end_s, stall_s=0.0, ahead=None):

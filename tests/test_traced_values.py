@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from zcompile.ir.traced_values import traced
+from zcompile.ir.rewrite import traced
 
 aten = torch.ops.aten
 

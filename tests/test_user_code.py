@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.errors import Unsupported, ZinfError
-from zcompile.ir.torch_private import failure_of
-from zcompile.user_code import Running, UserCodeFailed
+from zcompile.errors import Running, Unsupported, UserCodeFailed, ZinfError
+from zcompile.ir.torch_compat import failure_of
 
 ON = "desktop-24gb"
 INPUT = torch.empty(4, 8, device="meta")

@@ -12,7 +12,7 @@ from zcompile.errors import GraphInvalid
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, insert, output_of, phase_of, positions, region_of, set_region
 from zcompile.ir.schedule import Slot
-from zcompile.ir.specs import NodeName, Phase
+from zcompile.ir.types import NodeName, Phase
 from zcompile.passes.pipeline import pipeline
 from zcompile.verify.graph import RULES, verify
 

@@ -8,7 +8,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.verify.verify_schedule import Called, verify_handover, verify_schedule
 
 STEP = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, ticket=1), store(LOW, 2, 1), free(LOW, 1),

@@ -15,10 +15,9 @@ from written import fetch, free, run, schedule, wait
 
 import zcompile
 from zcompile.errors import BudgetExceeded, ScheduleInvalid
-from zcompile.ir.lower_step import CHUNK_ELEMENTS, Column, Row, lower_step
+from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, DEPTH, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import EntryIndex, Instruction, Schedule, Slot
-from zcompile.ir.specs import Layout, Phase, aligned
-from zcompile.ir.step_chunks import DEPTH, StepRoom
+from zcompile.ir.types import Layout, Phase, aligned
 from zcompile.ir.units import MiB
 from zcompile.memory.packing import Block, pack
 from zcompile.passes.schedule_prefetch import Need, choose_starts

@@ -18,7 +18,7 @@ from test_verify_tiles import BROKEN_TILES
 from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.ir.lower_step import CHUNK_ELEMENTS, lower_step
+from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
     EntryIndex,
     Instruction,
@@ -29,9 +29,7 @@ from zcompile.ir.schedule import (
     Slot,
     Ticket,
 )
-from zcompile.ir.specs import Layout, Phase
-from zcompile.ir.step_chunks import StepRoom
-from zcompile.ir.step_rows import Column, Row
+from zcompile.ir.types import Layout, Phase
 from zcompile.verify import proof, walks
 from zcompile.verify import verify_schedule as door
 from zcompile.verify.verify_schedule import verify_schedule

@@ -8,9 +8,8 @@ from small_models import SMALL_MODELS
 from written import run, schedule
 
 from zcompile.errors import ScheduleInvalid
-from zcompile.ir.holds import Holds, Level
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Holds, Level, Phase
 from zcompile.verify.verify_schedule import verify_schedule
 
 ROWS = (

@@ -7,7 +7,7 @@ from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
 
 from zcompile.errors import Unsupported, ValueUnset
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 
 HOMES = {"host": {"host_memory": "4MiB", "disk": None}, "disk": {}}
 """Where the entry rests: the host tier has room for all, or for staging only."""

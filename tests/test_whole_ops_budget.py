@@ -9,7 +9,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import BudgetExceeded, ParameterChanged
 from zcompile.frontend.offload import session_behind
-from zcompile.ir import torch_private as private
+from zcompile.ir import torch_compat as private
 from zcompile.ir.units import KiB
 from zcompile.runtime.eager.fresh_results import fresh
 

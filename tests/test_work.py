@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zcompile.ir.specs import NO_WORK, Work
+from zcompile.ir.types import NO_WORK, Work
 from zcompile.ir.work import work_of
 
 

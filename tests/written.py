@@ -20,7 +20,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.specs import Layout, Phase, Region
+from zcompile.ir.types import Layout, Phase, Region
 
 NOTHING = Region("key", "nothing", lambda *values: ())
 LOW, HIGH = Slot(0, 512), Slot(512, 512)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.runs import open_run
+from zcompile.ir.serialize import open_run
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Compute, Link, Machine
 

@@ -9,7 +9,7 @@ from torch import optim
 from torch.nn import functional as F
 from torch.nn import utils
 
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

@@ -8,7 +8,7 @@ from pairs import entries, same_training, train
 from torch import nn, optim
 from torch.nn import utils
 
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

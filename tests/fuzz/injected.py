@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 from zcompile.runtime.eager.tiered import TieredTensor
 
 

@@ -24,7 +24,7 @@ from zcompile.ir.schedule import (
     Store,
     Wait,
 )
-from zcompile.ir.specs import Region
+from zcompile.ir.types import Region
 
 PASSED = Region("passed", "passed", lambda: ())
 Starts = Mapping[int, Sequence[Fetch]]

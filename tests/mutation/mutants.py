@@ -23,7 +23,7 @@ from zcompile.ir.schedule import (
     Store,
     Wait,
 )
-from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.types import ALIGNMENT
 
 Mutant = tuple[str, Callable[[], Schedule]]
 """What is done to which instruction, for people; and what comes of it."""

@@ -15,11 +15,9 @@ from small_models import small
 
 import zcompile
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.lower_step import lower_step
+from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
-from zcompile.ir.specs import Phase, aligned
-from zcompile.ir.step_chunks import StepRoom
-from zcompile.ir.step_rows import Column, Row
+from zcompile.ir.types import Phase, aligned
 from zcompile.ir.units import KiB, MiB
 from zcompile.passes.arrange import arrange
 

@@ -14,7 +14,7 @@ from small_models import SMALL_MODELS
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
 from zcompile.ir.schedule import Fetch, Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.verify.verify_schedule import Called, verify_handover
 
 Pair = tuple[Schedule, Schedule]

@@ -8,7 +8,7 @@ from joint import Joint, captured
 
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.passes.gather_params import GatherParams
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from small_models import SMALL_MODELS
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find
-from zcompile.ir.graph_plan import fetched
+from zcompile.ir.plan import fetched
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.ir.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
-from zcompile.ir.specs import Kind, Phase
-from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import Kind, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import linear_program, place_states

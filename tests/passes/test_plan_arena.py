@@ -10,8 +10,8 @@ from torch import fx
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
-from zcompile.ir.liveness import LiveRange, live_ranges
-from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.graph import LiveRange, live_ranges
+from zcompile.ir.types import ALIGNMENT
 from zcompile.memory.packing import Block, live_peak
 from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.pipeline import pipeline

@@ -8,8 +8,8 @@ from torch import nn
 
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import TURNS, find, output_of, phase_of
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import gradient_of
+from zcompile.ir.torch_compat import gradient_of
+from zcompile.ir.types import Phase
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.reduce_grads import ReduceGrads
 

@@ -9,7 +9,7 @@ import zcompile
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, phase_of
 from zcompile.ir.saved_values import SavedValues, storage_bytes
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.passes.pipeline import pipeline
 
 PASSES = pipeline(zcompile.Config(device="cpu"))

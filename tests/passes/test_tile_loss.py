@@ -12,8 +12,7 @@ from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern, fl
 
 from zcompile.config import Config
 from zcompile.ir import ops, printer
-from zcompile.ir.graph import find
-from zcompile.ir.liveness import profile
+from zcompile.ir.graph import find, profile
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.tile_loss.match import SOFTMAX, SOFTMAX_BACKWARD
 from zcompile.passes.tile_loss.tile_loss import TileLoss

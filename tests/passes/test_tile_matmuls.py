@@ -15,9 +15,9 @@ import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, output_of, phase_of
-from zcompile.ir.graph_plan import Plan, fetched
-from zcompile.ir.specs import Phase
-from zcompile.ir.tiling import VIEWS
+from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.rewrite import VIEWS
+from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.pipeline import pipeline

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
-from zcompile.ir.step_chunks import StepRoom
+from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.annex import Annex, lies_in
 from zcompile.runtime.device.arena import ALIGNMENT, Arena

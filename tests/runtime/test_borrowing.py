@@ -5,7 +5,7 @@ import torch
 
 from zcompile.errors import ValueUnset
 from zcompile.ir.schedule import Borrow, EntryIndex, Register
-from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.types import Kind, Layout
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.store import near
 from zcompile.runtime.store.deferred import Deferred

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import IOFault
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB
 from zcompile.machine.staging import lane_bytes
 from zcompile.runtime.io.disk_trial import BLOCK_BYTES

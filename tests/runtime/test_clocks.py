@@ -11,7 +11,7 @@ from written import HIGH, LOW, fetch, free, run, schedule, wait
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Reduce, Run, Wait
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.machine.cost import Ways
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.runtime.clocks import FIRST, RECENT, Clocks

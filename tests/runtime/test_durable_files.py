@@ -11,7 +11,7 @@ from committed import check_all, read_header
 
 from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
-from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.durable.commit import Ledger
 from zcompile.runtime.durable.data_header import DataHeader
 from zcompile.runtime.durable.data_header import read_header as header_in

@@ -11,7 +11,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, wait
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover, passes_by
-from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.types import Kind, Phase
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pairs import Holder, assert_equal, backward, on_disk, plain_of
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 
 SHAPE = (6, 5)
 CUTS = (0, 2, 4, 6)

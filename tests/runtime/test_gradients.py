@@ -10,7 +10,7 @@ from torch import nn
 
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.runtime.gradients import like
 from zcompile.runtime.leaves import tells_without_gradient
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
 from zcompile.runtime.holding import NO_ROWS
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
 from zcompile.runtime.near_gradients import NearGradients
 

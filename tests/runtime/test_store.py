@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import TierFull, ValueUnset
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB, MiB
 
 SMALL = 256 * KiB

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.transfer import queue

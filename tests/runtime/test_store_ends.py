@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zcompile.config import Config
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
 from zcompile.runtime import closing
 from zcompile.runtime.closing import wait_for_the_dead
@@ -28,7 +28,7 @@ import os, sys
 import torch
 from zcompile.config import Config
 from zcompile.runtime.store.store import Store
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=sys.argv[1],
                      throttle={"disk_write": "2MB/s"}))
 entry = store.create("w", Kind.PARAM, 4 << 20)

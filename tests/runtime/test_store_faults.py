@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault, ParameterChanged
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.store import near
 

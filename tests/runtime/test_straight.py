@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zcompile.ir.specs import ALIGNMENT, Kind
+from zcompile.ir.types import ALIGNMENT, Kind
 from zcompile.ir.units import KiB
 
 SMALL = 256 * KiB

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import DiskUnusable, TierFull
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter

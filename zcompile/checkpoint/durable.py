@@ -21,7 +21,7 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.model_state import Fact
 from zcompile.checkpoint.training_state import describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 from zcompile.runtime.durable.adopting import Adopter, Copier
 from zcompile.runtime.durable.commit import Ledger
 from zcompile.runtime.durable.data_check import check_all

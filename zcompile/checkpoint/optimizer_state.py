@@ -15,7 +15,7 @@ from torch import Tensor
 from zcompile.checkpoint.model_state import Fact, Held, StateSource, read_back
 from zcompile.checkpoint.plain_values import Packer, unpack
 from zcompile.errors import Unsupported
-from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.tiered import TieredTensor
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted

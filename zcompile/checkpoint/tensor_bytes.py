@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zcompile.checkpoint.safetensors_file import PAGE_BYTES
-from zcompile.ir.torch_private import is_lazy, materialised
+from zcompile.ir.torch_compat import is_lazy, materialised
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tiered import TieredTensor
 from zcompile.runtime.tiers.tiers import Stretch

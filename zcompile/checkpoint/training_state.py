@@ -28,8 +28,8 @@ from zcompile.checkpoint.model_state import (
 from zcompile.checkpoint.optimizer_state import pack_optimizer, restore_optimizer, unfitting_groups
 from zcompile.checkpoint.plain_values import Packer, check_packed, unpack
 from zcompile.errors import CheckpointMismatch
+from zcompile.ir.types import VERSION
 from zcompile.runtime.eager.tiered import TieredTensor
-from zcompile.version import VERSION
 
 FORMAT = 1
 

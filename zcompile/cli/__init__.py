@@ -15,11 +15,10 @@ from typing import Any
 
 from zcompile.cli import disk, doctor, explain, machines, plan, show, timeline
 from zcompile.cli.answer import Answer
-from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
-from zcompile.ir.run_format import PHASES
+from zcompile.errors import ConfigInvalid, UnknownOption, UserCodeFailed, ZinfError
+from zcompile.ir.serialize import PHASES
 from zcompile.machine.files import MachineUnknown, MachineUnreadable
 from zcompile.machine.model import MachineInvalid
-from zcompile.user_code import UserCodeFailed
 
 USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable,
          UserCodeFailed)  # fmt: skip

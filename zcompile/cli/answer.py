@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zcompile.ir.records import encode
+from zcompile.ir.serialize import encode
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from zcompile.cli.plots import svg
-from zcompile.ir.curve import Curve, Memory
+from zcompile.ir.plan import Curve, Memory
 from zcompile.ir.units import MiB, show_size
 
 WIDTH, HEIGHT = 68, 9

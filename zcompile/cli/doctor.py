@@ -70,7 +70,7 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     """Look at everything once; what cannot be used becomes a finding, not an error."""
     import torch  # takes seconds; the commands that read a dump do without
 
-    from zcompile.ir.torch_private import TESTED
+    from zcompile.ir.torch_compat import TESTED
 
     findings = [*_installation(torch.cuda.is_available())]
     disks_found = []
@@ -137,7 +137,7 @@ def _buffered(disk: Disk) -> Finding:
 
 
 def _installation(cuda: bool) -> Iterator[Finding]:
-    from zcompile.ir.torch_private import check_torch
+    from zcompile.ir.torch_compat import check_torch
 
     try:
         check_torch()

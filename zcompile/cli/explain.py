@@ -24,14 +24,15 @@ from zcompile.cli.explain_activations import (
 )
 from zcompile.cli.explain_slices import GraphSlices, slices_of, slices_text
 from zcompile.errors import NotInRun
-from zcompile.ir.run_format import (
+from zcompile.ir.serialize import (
+    Graph,
     InstructionRecord,
     NodeRecord,
     ParamRecord,
     PassRecord,
     SlotRecord,
+    open_run,
 )
-from zcompile.ir.runs import Graph, open_run
 from zcompile.ir.units import show_size
 
 _READ = re.compile(r"%([A-Za-z_]\w*)")

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zcompile.cli.curves import curve_lines
-from zcompile.ir.curve import Memory
-from zcompile.ir.run_format import ActivationCostRecord, ActivationRecord
-from zcompile.ir.runs import Graph
+from zcompile.ir.plan import Memory
+from zcompile.ir.serialize import ActivationCostRecord, ActivationRecord, Graph
 from zcompile.ir.units import show_seconds, show_size
 
 ALL = "activations"

@@ -4,8 +4,8 @@ explain` that is about them."""
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zcompile.ir.runs import Graph
-from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir.plan import SlicedRegion
+from zcompile.ir.serialize import Graph
 from zcompile.ir.units import show_size
 
 SLICES = "slices"

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zcompile.errors import ConfigInvalid
-from zcompile.user_code import Running
+from zcompile.errors import ConfigInvalid, Running
 
 SEQUENCE = 1024
 """Tokens of a sample, if neither the options nor the model say."""

@@ -6,15 +6,17 @@ from pathlib import Path
 
 from zcompile.cli.answer import Answer
 from zcompile.errors import NotInRun
-from zcompile.ir.run_format import (
+from zcompile.ir.serialize import (
+    Graph,
     InstructionRecord,
     NodeRecord,
     PassRecord,
+    Run,
     RunRecord,
+    open_run,
     pass_line,
     text_file,
 )
-from zcompile.ir.runs import Graph, Run, open_run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from zcompile.cli.answer import Answer
 from zcompile.cli.plots import bars, svg
 from zcompile.cli.sizes import read_size
 from zcompile.errors import ConfigInvalid
-from zcompile.ir.tables import table
+from zcompile.ir.printer import table
 from zcompile.ir.units import show_seconds, show_size
 from zcompile.machine.model import TIERS
 

@@ -5,8 +5,7 @@ from itertools import groupby
 from pathlib import Path
 
 from zcompile.cli.answer import Answer
-from zcompile.ir.run_format import MomentRecord, StepRecord, TimelineRecord
-from zcompile.ir.runs import open_run
+from zcompile.ir.serialize import MomentRecord, StepRecord, TimelineRecord, open_run
 from zcompile.ir.units import show_seconds, show_size
 
 MOST_STALLS = 10

@@ -20,11 +20,9 @@ from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
-from zcompile.ir.graph_plan import Beside, Plan, Rounding
-from zcompile.ir.holds import Holds
+from zcompile.ir.plan import Beside, Plan, Rounding
 from zcompile.ir.schedule import Run, Schedule
-from zcompile.ir.specs import Kind, NodeName, ParamName, ParamSpec, Phase
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     aot_backend,
     boxed,
     check_torch,
@@ -39,6 +37,7 @@ from zcompile.ir.torch_private import (
     save_unchecked,
     without_modes,
 )
+from zcompile.ir.types import Holds, Kind, NodeName, ParamName, ParamSpec, Phase
 from zcompile.memory.footprint import footprint
 from zcompile.memory.levels import holds_of
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as

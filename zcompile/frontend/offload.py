@@ -22,8 +22,7 @@ from zcompile.frontend.refitting import Refitting
 from zcompile.frontend.residency import Residency
 from zcompile.frontend.shared_memory import first_in_memory
 from zcompile.ir.handles import ANEW, leaf_of
-from zcompile.ir.specs import Kind, Layout
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     check_torch,
     forget_hooks,
     holders_of_memory,
@@ -33,6 +32,7 @@ from zcompile.ir.torch_private import (
     with_kept_nodes,
     without_weak_references,
 )
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.narrowing import make_copy

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.ir.specs import Kind, Layout
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.tiered import TieredTensor
 from zcompile.runtime.session import Session, session_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.passes.arrange import arrange
 from zcompile.planner.step_plan import UNBOUNDED_LEAD
 from zcompile.runtime.session import Session

@@ -16,10 +16,10 @@ from typing import Any
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.frontend.refitting import refitted, refusal
 from zcompile.frontend.step_planning import costs_of, plan_of, prediction_of, seconds_at
+from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.specs import HELD, Phase
-from zcompile.ir.step_chunks import DEPTH, NO_ROOM
-from zcompile.ir.steps import Step, StepCall, joined, lasting, of_the_living
+from zcompile.ir.step import Step, StepCall, joined, lasting, of_the_living
+from zcompile.ir.types import HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
 from zcompile.memory.held_walk import held_peak

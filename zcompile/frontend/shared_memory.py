@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from zcompile.errors import Unsupported
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import memory_of
+from zcompile.ir.torch_compat import memory_of
+from zcompile.ir.types import Layout
 
 
 def first_in_memory(named: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:

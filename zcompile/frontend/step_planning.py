@@ -6,8 +6,8 @@
 from typing import Any
 
 from zcompile.frontend.refitting import lead_of
-from zcompile.ir.specs import ALIGNMENT
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import ALIGNMENT
 from zcompile.machine.cost import Costs
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import bound

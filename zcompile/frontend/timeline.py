@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zcompile.ir import printer, records
-from zcompile.ir import run_format as form
+from zcompile.ir import printer, serialize
+from zcompile.ir import serialize as form
 from zcompile.ir.schedule import Run
-from zcompile.ir.timeline import Moment, Timeline
+from zcompile.ir.step import Moment, Timeline
 from zcompile.planner.simulate import simulate
 from zcompile.runtime.clocks import Walked
 from zcompile.runtime.probe import machine_for
@@ -63,7 +63,7 @@ class _Writer:
             simulated = simulate(step, clocks.costs(machine, session.ways()))
         measured = replace(measured_of(walks, clocks.last_step_s()), nbytes=moved, busy_s=busy)
         record = recorded(self._steps, measured, walks, simulated)
-        form.timeline_file(self._run).write_text(records.encode(record))
+        form.timeline_file(self._run).write_text(serialize.encode(record))
 
 
 def recorded(

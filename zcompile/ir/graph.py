@@ -1,18 +1,25 @@
 """Editing verbs for joint graphs: find, insert, follow, and which phase a node belongs to.
 
 A node is asked what it is by its target, never by its name. Aliasing is read from op schemas.
+
+Live ranges: from which node to which node a value's bytes are needed.
+
+A view keeps its base alive; a pending value is alive from its start, since the destination is
+taken there. A tiered parameter weighs nothing. Times are node indices, sizes are bytes; a dynamic
+size counts as it was when the graph was traced.
 """
 
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import Dispatched, is_tangent
+from zcompile.ir.torch_compat import Dispatched, handle_input, hint, is_tangent
+from zcompile.ir.types import Phase
 
 _PHASE = "zinf_phase"
 _REGION = "zinf_region"
@@ -255,3 +262,59 @@ def _needed_by(roots: list[fx.Node]) -> set[fx.Node]:
                 seen.add(source)
                 queue.append(source)
     return seen
+
+
+@dataclass(frozen=True)
+class LiveRange:
+    """value  the node that allocates
+    first     index of that node
+    last      index of its last reader, views included; a graph output lives to the end
+    nbytes    bytes of its storage
+    """
+
+    value: fx.Node
+    first: int
+    last: int
+    nbytes: int
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes a node's own value takes; 0 for views, handles, symbols and empties."""
+    value = node.meta.get("val")
+    if bases_of(node) or handle_input(node) is not None or not isinstance(value, torch.Tensor):
+        return 0
+    span = 1
+    for size, stride in zip(value.size(), value.stride(), strict=True):
+        if hint(size) == 0:
+            return 0
+        span += (hint(size) - 1) * hint(stride)
+    return span * value.dtype.itemsize
+
+
+def live_ranges(graph: fx.Graph) -> list[LiveRange]:
+    """One range per value that takes bytes, in graph order. Released values end at the release."""
+    where = positions(graph)
+    ranges = []
+    for node, first in where.items():
+        if not (nbytes := nbytes_of(node)):
+            continue
+        last = max(
+            (where[user] for alias in aliases_of(node) for user in (alias, *alias.users)),
+            default=first,
+        )
+        ranges.append(LiveRange(node, first, last, nbytes))
+    return ranges
+
+
+def profile(graph: fx.Graph) -> list[int]:
+    """Bytes alive while each node runs, in graph order."""
+    ranges = live_ranges(graph)
+    change = [0] * (len(graph.nodes) + 1)
+    for r in ranges:
+        change[r.first] += r.nbytes
+        change[r.last + 1] -= r.nbytes
+    alive, now = [], 0
+    for index in range(len(graph.nodes)):
+        now += change[index]
+        alive.append(now)
+    return alive

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zcompile.errors import ParameterChanged
 from zcompile.ir.ties import Tie, Watch
-from zcompile.ir.torch_private import counted_with, is_held_by
+from zcompile.ir.torch_compat import counted_with, is_held_by
 
 
 class Leaf(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
-from zcompile.ir.specs import Kind, Phase
+from zcompile.ir.types import Kind, Phase
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, library
 
 from zcompile.ir.handles import entry_of, leaf_of
-from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.torch_compat import Dispatched
 
 _LIBRARY = library.Library("zinf", "DEF")
 

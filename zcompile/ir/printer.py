@@ -1,12 +1,14 @@
-"""The one text form of graphs and schedules: for the dump, the golden tests and the errors."""
+"""The one text form of graphs and schedules: for the dump, the golden tests and the errors.
 
-from collections.abc import Iterator
+Rows of text as columns that line up.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
-from zcompile.ir.graph import phase_of
-from zcompile.ir.liveness import profile
+from zcompile.ir.graph import phase_of, profile
 from zcompile.ir.schedule import (
     Borrow,
     Fetch,
@@ -20,7 +22,7 @@ from zcompile.ir.schedule import (
     Store,
     Wait,
 )
-from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.units import show_size
 
 _DTYPES = {
@@ -155,3 +157,14 @@ def schedule_text(schedule: Schedule) -> str:
         row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
         rows.append(row.rstrip())
     return "\n".join(rows) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns: the first to the left, numbers to the right."""
+    lines = [tuple(head), *map(tuple, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(cell.rjust(w) if n else cell.ljust(w)
+                  for n, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    ]  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.printer import target_of
-from zcompile.ir.specs import Region
+from zcompile.ir.types import Region
 from zcompile.ir.work import work_of
 
 aten = torch.ops.aten

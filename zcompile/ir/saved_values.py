@@ -15,8 +15,8 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, aliases_of, find, output_of, phase_of, root_of
-from zcompile.ir.specs import Layout, Phase
-from zcompile.ir.torch_private import Dispatched, hint, is_random, is_symbol, mutated_inputs
+from zcompile.ir.torch_compat import Dispatched, hint, is_random, is_symbol, mutated_inputs
+from zcompile.ir.types import Layout, Phase
 
 REPEATABLE = frozenset({"aten", "prims"})
 """Namespaces whose ops say whether they draw random numbers. An op of somebody else may draw some,

@@ -16,8 +16,7 @@ from typing import Any, NewType
 
 import torch
 
-from zcompile.ir.holds import NOTHING_HELD, Holds, Level
-from zcompile.ir.specs import Layout, Phase, Region, Work
+from zcompile.ir.types import NOTHING_HELD, Holds, Layout, Level, Phase, Region, Work
 
 Register = NewType("Register", int)
 Ticket = NewType("Ticket", int)

@@ -14,8 +14,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zcompile.ir.graph import bases_of, is_compute, phase_of
-from zcompile.ir.specs import Phase, Work
-from zcompile.ir.torch_private import hint
+from zcompile.ir.torch_compat import hint
+from zcompile.ir.types import Phase, Work
 
 aten = torch.ops.aten
 BY_SIZE = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zcompile.ir.schedule import Fetch, Instruction, Offload, Reduce, Schedule, Store
-from zcompile.ir.specs import Region, Work
+from zcompile.ir.types import Region, Work
 from zcompile.ir.units import MiB
 from zcompile.machine.model import Compute, Link, Machine
 

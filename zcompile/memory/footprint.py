@@ -39,10 +39,10 @@ from itertools import accumulate
 
 from torch import fx
 
-from zcompile.ir.curve import Curve
 from zcompile.ir.graph import module_of, phase_of
-from zcompile.ir.specs import NodeName, ParamSpec
-from zcompile.ir.torch_private import hint, is_tangent
+from zcompile.ir.plan import Curve
+from zcompile.ir.torch_compat import hint, is_tangent
+from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.memory.storages import Given, Size, StorageWalk, unique
 
 MOST_HOLDERS = 8

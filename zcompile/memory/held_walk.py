@@ -8,10 +8,9 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 
-from zcompile.ir.holds import Level
 from zcompile.ir.schedule import CHANGE_HOLDING, Reduce, Schedule
-from zcompile.ir.specs import Phase
-from zcompile.ir.steps import StepCall
+from zcompile.ir.step import StepCall
+from zcompile.ir.types import Level, Phase
 
 
 def most_inherited(schedule: Schedule) -> int:

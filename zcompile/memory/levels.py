@@ -12,9 +12,9 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import is_compute, region_of
-from zcompile.ir.holds import Holds, Level
 from zcompile.ir.schedule import CHANGE_HOLDING, Register, Run, Schedule
-from zcompile.ir.torch_private import is_tangent
+from zcompile.ir.torch_compat import is_tangent
+from zcompile.ir.types import Holds, Level
 from zcompile.memory.footprint import Footprint
 from zcompile.memory.storages import DEPARTURES, Given
 

@@ -10,7 +10,7 @@ optimization, Joslin and Clements, JAIR 1999), and a beam search through time (`
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zcompile.ir.specs import ALIGNMENT, aligned
+from zcompile.ir.types import ALIGNMENT, aligned
 from zcompile.memory.first_fit import ORDERS, best_fit, first_fit, ordered
 from zcompile.memory.sections import Sections, sections
 from zcompile.memory.time_sweep import Work, time_sweep

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.holds import Holds
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.torch_private import is_bare, size_at, symbols_of
+from zcompile.ir.torch_compat import is_bare, size_at, symbols_of
+from zcompile.ir.types import Holds
 from zcompile.memory.storages import Size
 
 MOST_SIZES = 256

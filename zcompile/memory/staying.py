@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
-from zcompile.ir.holds import Level
 from zcompile.ir.schedule import Reduce, Schedule
-from zcompile.ir.specs import Phase
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import Level, Phase
 from zcompile.memory.held_walk import HeldWalk, held_peak
 
 PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)

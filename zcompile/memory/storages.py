@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import KEEP_STRIDES, is_ours, output_of, phase_of, storage_sources
-from zcompile.ir.specs import NodeName, ParamSpec, Phase
-from zcompile.ir.torch_private import hint, is_tangent
+from zcompile.ir.torch_compat import hint, is_tangent
+from zcompile.ir.types import NodeName, ParamSpec, Phase
 from zcompile.memory.under_way import Leaving, plan_joins
 
 DEPARTURES = ops.SINKS

@@ -9,9 +9,9 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, positions
-from zcompile.ir.graph_plan import Plan, fetched
+from zcompile.ir.plan import Plan, fetched
 from zcompile.ir.schedule import Slot
-from zcompile.ir.specs import NodeName, Phase, aligned
+from zcompile.ir.types import NodeName, Phase, aligned
 from zcompile.memory.packing import Block, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 

@@ -18,7 +18,7 @@ start as early as the arena's window allows.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zcompile.ir.lower_step import lower_step
+from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
 from zcompile.ir.program import Stages, Value, take_apart
 from zcompile.ir.schedule import (
     SERIALS,
@@ -30,10 +30,8 @@ from zcompile.ir.schedule import (
     Slot,
     Ticket,
 )
-from zcompile.ir.specs import HELD, ON_DEVICE, Phase, aligned
-from zcompile.ir.step_chunks import DEPTH, NO_ROOM, StepRoom
-from zcompile.ir.step_rows import Column
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import HELD, ON_DEVICE, Phase, aligned
 from zcompile.memory.device_peaks import peak_of
 from zcompile.memory.packing import Block, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts

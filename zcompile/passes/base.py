@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 
 
 class Fact(enum.Enum):

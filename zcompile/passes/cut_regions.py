@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.passes.base import Fact, Pass
 
 

@@ -18,8 +18,8 @@ from zcompile.ir.graph import (
     set_phase,
     use_of,
 )
-from zcompile.ir.graph_plan import Plan
-from zcompile.ir.specs import Phase
+from zcompile.ir.plan import Plan
+from zcompile.ir.types import Phase
 from zcompile.passes.base import Fact, Pass
 
 

@@ -1,7 +1,7 @@
 """Who watches the passes: the log, one line a pass, and the dump, everything a pass did.
 
 `TORCH_LOGS="+zcompile"` shows the lines; `ZINF_DUMP=DIR` or `Config(dump=DIR)` writes the files of
-`ir/run_format.py`. With neither, nothing is computed and nothing is written.
+`ir/serialize.py`. With neither, nothing is computed and nothing is written.
 """
 
 import logging
@@ -15,15 +15,22 @@ from torch import fx
 
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
-from zcompile.ir import ops, printer, records
-from zcompile.ir import run_format as form
-from zcompile.ir.graph import aliases_of, find, is_compute, module_of, phase_of, region_of
-from zcompile.ir.graph_plan import Plan
-from zcompile.ir.liveness import nbytes_of, profile
+from zcompile.ir import ops, printer, serialize
+from zcompile.ir import serialize as form
+from zcompile.ir.graph import (
+    aliases_of,
+    find,
+    is_compute,
+    module_of,
+    nbytes_of,
+    phase_of,
+    profile,
+    region_of,
+)
+from zcompile.ir.plan import Plan
 from zcompile.ir.regions import structure
 from zcompile.ir.schedule import Instruction, Run, Schedule
-from zcompile.ir.specs import NodeName, ParamSpec
-from zcompile.version import VERSION
+from zcompile.ir.types import VERSION, NodeName, ParamSpec
 
 log = logging.getLogger("zcompile.passes")
 
@@ -46,7 +53,7 @@ class RunDir:
         self.graphs.append(name)
         config = {f.name: _plain(getattr(self.config, f.name)) for f in fields(self.config)}
         record = form.RunRecord(VERSION, torch.__version__, config, tuple(self.graphs))
-        form.run_file(self.path).write_text(records.encode(record))
+        form.run_file(self.path).write_text(serialize.encode(record))
         return path
 
 
@@ -106,7 +113,7 @@ class Watcher:
 
     def planned(self, graph: fx.Graph, plan: Plan) -> None:
         if self._dir is not None:
-            form.plan_file(self._dir).write_text(records.encode(_plan(self.name, graph, plan)))
+            form.plan_file(self._dir).write_text(serialize.encode(_plan(self.name, graph, plan)))
 
     def lowered(self, schedule: Schedule) -> None:
         """Write what the passes made of one phase; no call has walked it yet."""
@@ -135,7 +142,7 @@ class Watcher:
             form.remove_schedules(self._dir, phase)
         known.append(schedule.serial)
         rows = [_instruction(i, x) for i, x in enumerate(schedule.instructions)]
-        form.schedule_file(self._dir, phase, len(known)).write_text(records.encode(rows))
+        form.schedule_file(self._dir, phase, len(known)).write_text(serialize.encode(rows))
         text = form.schedule_text_file(self._dir, phase, len(known))
         text.write_text(printer.schedule_text(schedule))
 
@@ -143,10 +150,10 @@ class Watcher:
         log.debug("%s %s", self.name, form.pass_line(row))
         self._passes.append(row)
         if self._dir is not None:
-            form.passes_file(self._dir).write_text(records.encode(self._passes))
+            form.passes_file(self._dir).write_text(serialize.encode(self._passes))
             form.text_file(self._dir, row.step, row.name).write_text(printer.text(graph))
             nodes = form.nodes_file(self._dir, row.step, row.name)
-            nodes.write_text(records.encode(_nodes(graph, plan)))
+            nodes.write_text(serialize.encode(_nodes(graph, plan)))
 
 
 def _plain(value: object) -> object:

@@ -9,7 +9,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import is_compute, output_of, positions, region_of
-from zcompile.ir.graph_plan import Plan, fetched
+from zcompile.ir.plan import Plan, fetched
 from zcompile.ir.regions import Compiled, compile_region, inputs_of, is_product, outputs_of
 from zcompile.ir.schedule import (
     SERIALS,
@@ -30,7 +30,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.specs import Layout, NodeName, ParamSpec, Phase
+from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase
 from zcompile.memory.device_peaks import peak_of
 from zcompile.memory.storages import departing_bytes
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find, output_of
-from zcompile.ir.graph_plan import Note, Plan
+from zcompile.ir.plan import Note, Plan
 from zcompile.passes.base import Fact, Pass
 
 

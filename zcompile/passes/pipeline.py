@@ -10,7 +10,7 @@ from torch import fx
 
 from zcompile.config import Config
 from zcompile.errors import PassOrder
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.work import work_by_phase
 from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.base import Fact, Pass

@@ -9,9 +9,9 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import TURNS, insert, output_of, phase_of, root_of
-from zcompile.ir.graph_plan import Plan
-from zcompile.ir.specs import Layout, NodeName, Phase
-from zcompile.ir.torch_private import gradient_of, handle_input
+from zcompile.ir.plan import Plan
+from zcompile.ir.torch_compat import gradient_of, handle_input
+from zcompile.ir.types import Layout, NodeName, Phase
 from zcompile.passes.base import Fact, Pass
 
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import find, insert, phase_of, readers_of
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.passes.base import Fact, Pass
 
 

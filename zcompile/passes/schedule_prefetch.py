@@ -9,8 +9,8 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, region_of
-from zcompile.ir.graph_plan import NOTHING_BESIDE, Beside, Plan, fetched
-from zcompile.ir.specs import Phase, aligned
+from zcompile.ir.plan import NOTHING_BESIDE, Beside, Plan, fetched
+from zcompile.ir.types import Phase, aligned
 from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 

@@ -8,7 +8,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find
-from zcompile.ir.graph_plan import Beside, Plan
+from zcompile.ir.plan import Beside, Plan
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 

@@ -35,7 +35,7 @@ computed on the device, or on the host where `Room.reach` says so.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.machine.model import TIER_LINKS, Link
 from zcompile.planner.demand import Demand, Segment
 from zcompile.planner.least_program import COMPUTE, least_seconds, links_counted

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
+from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.specs import Phase
-from zcompile.ir.step_rows import resting_regions
-from zcompile.ir.steps import Step, StepCall
+from zcompile.ir.step import Step, StepCall
+from zcompile.ir.types import Phase
 
 
 @dataclass(frozen=True)

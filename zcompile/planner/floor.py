@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zcompile.ir.schedule import Run, Schedule
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
 from zcompile.machine.cost import Costs, predicted_seconds
 from zcompile.machine.model import TIER_LINKS, Link
 from zcompile.planner.bounds import least_of_segment

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from zcompile.ir.specs import Phase, aligned
+from zcompile.ir.types import Phase, aligned
 from zcompile.machine.model import Link, Machine
 from zcompile.planner.loads import TIERS, Group, Loads, Room, lanes_of, totals
 

@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.machine.model import Link
 from zcompile.planner.demand import Demand
 from zcompile.planner.linear_program import is_available

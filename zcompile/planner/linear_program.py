@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zcompile.ir.specs import Phase, aligned
+from zcompile.ir.types import Phase, aligned
 from zcompile.machine.model import Link
 from zcompile.planner.loads import Group, Loads
 

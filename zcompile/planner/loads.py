@@ -6,8 +6,8 @@ A phase takes as long as its busiest link, or its compute. Links that take turns
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zcompile.ir.specs import Kind, Phase
-from zcompile.ir.steps import EntryFact, Step
+from zcompile.ir.step import EntryFact, Step
+from zcompile.ir.types import Kind, Phase
 from zcompile.machine.model import Link, Machine
 
 TIERS = ("device", "host", "disk")

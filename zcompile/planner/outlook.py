@@ -7,9 +7,8 @@ the answer.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zcompile.ir.specs import HELD, Phase, aligned
-from zcompile.ir.steps import Step
-from zcompile.ir.timeline import Timeline
+from zcompile.ir.step import Step, Timeline
+from zcompile.ir.types import HELD, Phase, aligned
 from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import TIERS, Machine

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from zcompile.ir.specs import HELD, SMALL_BYTES, Phase, aligned
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import HELD, SMALL_BYTES, Phase, aligned
 from zcompile.machine.model import Machine
 from zcompile.machine.staging import lane_bytes
 from zcompile.planner.greedy_placement import greedy

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from zcompile.ir.specs import Phase
-from zcompile.ir.steps import Step
-from zcompile.ir.timeline import Timeline
+from zcompile.ir.step import Step, Timeline
+from zcompile.ir.types import Phase
 from zcompile.machine.cost import Costs
 from zcompile.planner.simulate import simulate
 

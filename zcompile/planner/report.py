@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from zcompile.ir.curve import Memory
-from zcompile.ir.records import encode, plain
-from zcompile.ir.tables import table
+from zcompile.ir.plan import Memory
+from zcompile.ir.printer import table
+from zcompile.ir.serialize import encode, plain
 from zcompile.ir.units import show_count, show_seconds, show_size
 from zcompile.planner import bounds, floor
 from zcompile.planner.outlook import Outlook, Shadow, Terms, activation_room

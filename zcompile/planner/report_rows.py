@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from zcompile.ir.curve import Memory
-from zcompile.ir.specs import Kind, aligned
+from zcompile.ir.plan import Memory
+from zcompile.ir.types import Kind, aligned
 from zcompile.planner.outlook import Outlook, Terms
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")

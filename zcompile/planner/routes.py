@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from zcompile.errors import Unsupported
 from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Offload, Reduce, Store
-from zcompile.ir.specs import Kind, Phase
-from zcompile.ir.steps import Step, StepCall
+from zcompile.ir.step import Step, StepCall
+from zcompile.ir.types import Kind, Phase
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import Link
 from zcompile.planner.journeys import Journey

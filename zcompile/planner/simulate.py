@@ -8,8 +8,7 @@ walk is the answer.
 
 from collections.abc import Mapping
 
-from zcompile.ir.steps import Step
-from zcompile.ir.timeline import Timeline
+from zcompile.ir.step import Step, Timeline
 from zcompile.machine.cost import Costs
 from zcompile.planner.simulated_steps import SimulatedSteps
 

@@ -17,9 +17,8 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.specs import Phase, aligned
-from zcompile.ir.steps import Step, StepCall
-from zcompile.ir.timeline import Timeline
+from zcompile.ir.step import Step, StepCall, Timeline
+from zcompile.ir.types import Phase, aligned
 from zcompile.machine.cost import Costs
 from zcompile.memory.held_walk import HeldWalk
 from zcompile.planner.flying import Departing, Flying

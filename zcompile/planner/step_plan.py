@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.ir.schedule import EntryIndex, Fetch, Offload, Store
-from zcompile.ir.specs import ALIGNMENT, ON_DEVICE, Phase, aligned
-from zcompile.ir.step_chunks import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import ALIGNMENT, ON_DEVICE, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
 from zcompile.memory.held_walk import held_in_steps

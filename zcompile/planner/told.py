@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zcompile.ir.schedule import Instruction
-from zcompile.ir.timeline import Moment
+from zcompile.ir.step import Moment
 from zcompile.planner.journeys import Journey
 
 

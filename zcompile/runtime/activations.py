@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.ir.specs import Kind, Layout
-from zcompile.ir.torch_private import materialised
+from zcompile.ir.torch_compat import materialised
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket

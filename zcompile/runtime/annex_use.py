@@ -5,8 +5,8 @@ from time import perf_counter
 from typing import cast
 
 from zcompile.errors import DeviceTooSmall
+from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.step_chunks import NO_ROOM, StepRoom
 from zcompile.runtime.departures import Departures
 from zcompile.runtime.device_split import DeviceSplit
 from zcompile.runtime.executor import Executor

@@ -18,8 +18,8 @@ from statistics import median
 from time import perf_counter
 
 from zcompile.ir.schedule import Borrow, Fetch, Left, Run, Schedule, Wait
-from zcompile.ir.specs import Phase, Region
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import Phase, Region
 from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.device.base import Device

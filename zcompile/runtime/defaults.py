@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
 from zcompile.runtime.store.store import Entry
 
 Fit = Callable[[Schedule, Sequence[Entry]], Schedule]

@@ -28,8 +28,8 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.specs import Phase
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import Phase
 from zcompile.memory.device_peaks import device_peak
 from zcompile.memory.held_walk import held_peak, most_inherited
 from zcompile.runtime.activations import offload

@@ -15,7 +15,7 @@ from functools import cached_property
 from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.ir.handover import Handover, handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Schedule
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.memory.device_peaks import device_peak
 from zcompile.runtime.store.copies import source_of
 from zcompile.runtime.store.sources import check_sources

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import Layout, row_major
+from zcompile.ir.types import Layout, row_major
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.ticket import Ticket

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
-from zcompile.ir.specs import Kind, Layout
 from zcompile.ir.ties import Tie
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     after_backward,
     current_pass,
     hooks_of,
@@ -29,6 +28,7 @@ from zcompile.ir.torch_private import (
     others_hold_gradient,
     will_run,
 )
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.gradient_tiles import Arriving, send, takes_tiles, whole_layout
 from zcompile.runtime.leaves import (
     flat,

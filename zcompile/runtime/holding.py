@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from zcompile.ir.holds import Holds, Level
 from zcompile.ir.schedule import Run
 from zcompile.ir.ties import Tie
-from zcompile.ir.torch_private import storage_of
+from zcompile.ir.torch_compat import storage_of
+from zcompile.ir.types import Holds, Level
 from zcompile.runtime.meter import Gauge
 
 

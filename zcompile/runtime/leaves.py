@@ -8,8 +8,8 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import hooks_of, materialised, will_accumulate
+from zcompile.ir.torch_compat import hooks_of, materialised, will_accumulate
+from zcompile.ir.types import Layout
 from zcompile.runtime.store.store import Entry
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zcompile.ir.handles import Leaf
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.specs import Kind, Layout
-from zcompile.ir.torch_private import hooks_of, is_lazy
+from zcompile.ir.torch_compat import hooks_of, is_lazy
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.holding import Row
 from zcompile.runtime.leaves import flat, is_reached
 from zcompile.runtime.norms import Norms

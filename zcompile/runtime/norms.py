@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 from zcompile.runtime.store.store import Entry
 
 

@@ -1,6 +1,6 @@
 """Writes down a training step as it happens: which schedules ran, on which entries.
 
-What is recorded is as pure as what a plan on paper starts from (`ir/steps.py`): no entry, no
+What is recorded is as pure as what a plan on paper starts from (`ir/step.py`): no entry, no
 tensor.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.ir.schedule import Reduce, Schedule
-from zcompile.ir.specs import Kind, Phase
-from zcompile.ir.steps import EntryFact, Step, StepCall
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import Kind, Phase
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.tiers import TierIO
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from zcompile.errors import TierFull
 from zcompile.ir.schedule import Offload, Reduce
-from zcompile.ir.specs import HELD, ON_DEVICE, Kind
-from zcompile.ir.steps import Step
+from zcompile.ir.step import Step
+from zcompile.ir.types import HELD, ON_DEVICE, Kind
 from zcompile.runtime.recorder import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry

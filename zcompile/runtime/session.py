@@ -17,13 +17,13 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.errors import Unsupported
-from zcompile.ir.curve import Memory
 from zcompile.ir.handles import entry_of
+from zcompile.ir.optimizer_step import DEPTH, StepRoom
+from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.specs import Layout, Region, aligned
-from zcompile.ir.step_chunks import DEPTH, StepRoom
-from zcompile.ir.steps import Step
-from zcompile.ir.torch_private import current_pass
+from zcompile.ir.step import Step
+from zcompile.ir.torch_compat import current_pass
+from zcompile.ir.types import Layout, Region, aligned
 from zcompile.machine.cost import Ways
 from zcompile.runtime import activations
 from zcompile.runtime.annex_use import AnnexUse

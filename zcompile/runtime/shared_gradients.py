@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.handles import Leaf
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import (
-    after_backward,
-    holders_of_memory,
-    is_gradient_named,
-    memory_of,
-)
+from zcompile.ir.torch_compat import after_backward, holders_of_memory, is_gradient_named, memory_of
+from zcompile.ir.types import Layout
 from zcompile.runtime.leaves import owner_of
 from zcompile.runtime.store.store import Entry
 

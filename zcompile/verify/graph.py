@@ -12,8 +12,8 @@ from torch import fx
 from zcompile.errors import GraphInvalid
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import aliases_of, find, is_ours, phase_of, positions, region_of
-from zcompile.ir.graph_plan import Plan
-from zcompile.ir.specs import NodeName, Phase
+from zcompile.ir.plan import Plan
+from zcompile.ir.types import NodeName, Phase
 
 Finding = tuple[fx.Node, str]
 Rule = Callable[[fx.Graph, Plan], Iterator[Finding]]

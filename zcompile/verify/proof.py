@@ -18,7 +18,6 @@ the runtime looks once more at its bytes and strides, before it keeps it.
 
 from collections.abc import Mapping
 
-from zcompile.ir.holds import Level
 from zcompile.ir.schedule import (
     Borrow,
     Fetch,
@@ -32,7 +31,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.specs import ALIGNMENT, aligned
+from zcompile.ir.types import ALIGNMENT, Level, aligned
 from zcompile.verify.byte_ranges import ByteRanges
 from zcompile.verify.happens_before import BEGUN, start
 from zcompile.verify.home_bytes import HomeBytes, Span

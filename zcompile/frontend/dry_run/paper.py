@@ -18,17 +18,17 @@ from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_paper
 from zcompile.frontend.dry_run.paper_regions import PaperRegions
 from zcompile.frontend.offload import furnish
-from zcompile.ir.curve import Memory
+from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Borrow, Schedule
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.specs import Kind, Layout, Phase
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     Dispatched,
     DispatchMode,
     is_compiling_now,
     trees,
     without_modes,
 )
+from zcompile.ir.types import Kind, Layout, Phase
 from zcompile.machine.cost import Ways
 from zcompile.memory.held_walk import HeldWalk
 from zcompile.runtime.eager.tiered import TieredTensor, own

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
-from zcompile.ir.specs import Region
-from zcompile.ir.torch_private import hint, trees
+from zcompile.ir.torch_compat import hint, trees
+from zcompile.ir.types import Region
 
 
 class PaperRegions(dict[str, Region], MutableMapping[str, Region]):

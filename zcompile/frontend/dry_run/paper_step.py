@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zcompile.errors import Unsupported
+from zcompile.errors import Running, Unsupported
 from zcompile.frontend.dry_run.paper import paper_backend
-from zcompile.ir.torch_private import failure_of, muted_tracing, trees, without_recompile_limit
-from zcompile.user_code import Running
+from zcompile.ir.torch_compat import failure_of, muted_tracing, trees, without_recompile_limit
 
 REMEDY = (
     "a plan runs the model as it is: give it inputs that it takes, and see that it runs with them"

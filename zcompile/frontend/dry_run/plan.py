@@ -18,10 +18,10 @@ from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.dry_run.device import PaperDevice, blank_like
 from zcompile.frontend.dry_run.paper import OnPaper, PaperSession, copy_on_paper
 from zcompile.frontend.dry_run.paper_step import run_step
-from zcompile.ir.curve import Memory
+from zcompile.ir.plan import Memory
 from zcompile.ir.quiet import quiet
-from zcompile.ir.steps import Step
-from zcompile.ir.torch_private import check_torch, trees
+from zcompile.ir.step import Step
+from zcompile.ir.torch_compat import check_torch, trees
 from zcompile.ir.units import TiB
 from zcompile.machine.cost import Ways
 from zcompile.machine.files import find

@@ -7,10 +7,10 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.saved_values import SavedValues, family_of, is_value, storage_bytes
-from zcompile.ir.specs import Layout, NodeName, Phase, aligned
-from zcompile.ir.torch_private import gradient_of, is_tangent, wish_of
+from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
+from zcompile.ir.types import Layout, NodeName, Phase, aligned
 from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine

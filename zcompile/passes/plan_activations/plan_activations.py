@@ -7,11 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.curve import Curve
 from zcompile.ir.graph import copied
-from zcompile.ir.graph_plan import Activation, ActivationCost, Note, Plan
+from zcompile.ir.plan import Activation, ActivationCost, Curve, Note, Plan
 from zcompile.ir.saved_values import SavedValues
-from zcompile.ir.specs import NodeName
+from zcompile.ir.types import NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.passes.base import Fact, Pass

@@ -18,9 +18,9 @@ from zcompile.ir.graph import (
     readers_of,
     set_phase,
 )
-from zcompile.ir.graph_plan import Plan
+from zcompile.ir.plan import Plan
 from zcompile.ir.saved_values import SavedValues, layout_of
-from zcompile.ir.specs import NodeName, ParamName, ParamSpec, Phase
+from zcompile.ir.types import NodeName, ParamName, ParamSpec, Phase
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile.ir.pen import Pen
+from zcompile.ir.rewrite import Pen
 from zcompile.passes.tile_loss.loss_gradient import Leaving, Taker, Way, Whole
 from zcompile.passes.tile_loss.loss_tiles import Tiles, again, one_hot, product
 from zcompile.passes.tile_loss.match import Gradients, picks

@@ -16,9 +16,9 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, TURNS, output_of
-from zcompile.ir.pen import Pen
-from zcompile.ir.specs import NodeName, ParamSpec
-from zcompile.ir.torch_private import gradient_of, handle_input
+from zcompile.ir.rewrite import Pen
+from zcompile.ir.torch_compat import gradient_of, handle_input
+from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.passes.tile_loss.loss_tiles import Tiles, gather_of
 from zcompile.passes.tile_loss.match import Loss
 

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from zcompile.ir.graph import phase_of
-from zcompile.ir.pen import Pen
-from zcompile.ir.specs import NodeName, ParamSpec
+from zcompile.ir.rewrite import Pen
+from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.passes.tile_loss.loss_backward import IGNORED, Facts, write_backward
 from zcompile.passes.tile_loss.loss_gradient import way_home
 from zcompile.passes.tile_loss.loss_tiles import Tiles, one_hot, product, rows_of_targets

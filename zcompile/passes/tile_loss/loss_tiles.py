@@ -12,7 +12,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS
-from zcompile.ir.pen import Pen
+from zcompile.ir.rewrite import Pen
 from zcompile.passes.tile_loss.loss_choice import Cut
 from zcompile.passes.tile_loss.match import PICKS, UNPICKS, VIEWS, Loss, picks
 

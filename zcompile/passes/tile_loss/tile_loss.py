@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from zcompile.ir.graph import find
-from zcompile.ir.graph_plan import Note, Plan, Rounding
-from zcompile.ir.specs import NodeName
-from zcompile.ir.torch_private import hint
+from zcompile.ir.plan import Note, Plan, Rounding
+from zcompile.ir.torch_compat import hint
+from zcompile.ir.types import NodeName
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.tile_loss.loss_choice import Cut, choose_cut
 from zcompile.passes.tile_loss.loss_rewrite import rewrite_loss

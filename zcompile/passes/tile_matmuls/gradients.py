@@ -15,8 +15,8 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import phase_of, root_of
-from zcompile.ir.specs import Phase
-from zcompile.ir.tiling import VIEWS, Writer, came_from, is_op, shape
+from zcompile.ir.rewrite import VIEWS, Writer, came_from, is_op, shape
+from zcompile.ir.types import Phase
 
 aten = torch.ops.aten
 Known = Mapping[fx.Node, Sequence[fx.Node]]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from zcompile.ir.specs import aligned
+from zcompile.ir.types import aligned
 
 DISK_GRANULE = 4096
 """Bytes. What begins and ends at multiples of it can be read from disk to where it is needed."""

@@ -12,10 +12,10 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import copied, output_of, phase_of, positions
-from zcompile.ir.graph_plan import Note, Plan, Rounding, fetched
-from zcompile.ir.specs import NodeName, Phase
-from zcompile.ir.tiling import Writer, erase_unread, shape
-from zcompile.ir.torch_private import gradient_of, handle_input
+from zcompile.ir.plan import Note, Plan, Rounding, fetched
+from zcompile.ir.rewrite import Writer, erase_unread, shape
+from zcompile.ir.torch_compat import gradient_of, handle_input
+from zcompile.ir.types import NodeName, Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.tile_matmuls.gradients import Tiles, leave_in_tiles

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.tiling import WIDE, Writer, is_op, shape
+from zcompile.ir.rewrite import WIDE, Writer, is_op, shape
 
 aten = torch.ops.aten
 Tile = Callable[[int], fx.Node]

@@ -8,9 +8,9 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find, phase_of, use_of
-from zcompile.ir.graph_plan import Plan, fetched
-from zcompile.ir.specs import NodeName, ParamSpec, Phase, row_major
-from zcompile.ir.tiling import VIEWS, moved, shape
+from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.rewrite import VIEWS, moved, shape
+from zcompile.ir.types import NodeName, ParamSpec, Phase, row_major
 from zcompile.passes.tile_matmuls.sizes import Held
 from zcompile.passes.tile_matmuls.tiled_uses import Use, rule_of
 

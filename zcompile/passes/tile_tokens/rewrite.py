@@ -16,7 +16,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import bases_of, root_of
-from zcompile.ir.pen import Pen
+from zcompile.ir.rewrite import Pen
 from zcompile.passes.tile_tokens.rules import VIEWS, Tokens, is_turned
 from zcompile.passes.tile_tokens.token_halves import Half
 from zcompile.passes.tile_tokens.token_regions import Region, halves_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.torch_compat import Dispatched
 
 aten = torch.ops.aten
 

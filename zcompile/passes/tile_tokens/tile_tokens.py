@@ -8,8 +8,7 @@ from torch import fx
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.graph import copied
-from zcompile.ir.graph_plan import Note, Plan, Rounding
-from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.ir.plan import Note, Plan, Rounding, SlicedRegion
 from zcompile.ir.units import show_size
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.tile_tokens.rewrite import rewrite_region

@@ -12,7 +12,7 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import phase_of, positions
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
-from zcompile.ir.specs import Phase
+from zcompile.ir.types import Phase
 from zcompile.passes.tile_tokens.rules import PRODUCTS, ROWS, SUM, Rule, Tokens, rule_of
 from zcompile.passes.tile_tokens.slice_choice import RegionDemand
 

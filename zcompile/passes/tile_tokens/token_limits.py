@@ -6,8 +6,8 @@ from torch import fx
 
 from zcompile.ir.graph import aliases_of, module_of, phase_of
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import Dispatched, is_random
+from zcompile.ir.torch_compat import Dispatched, is_random
+from zcompile.ir.types import Phase
 from zcompile.ir.units import show_size
 from zcompile.passes.tile_tokens.rules import PRODUCTS, Tokens
 from zcompile.passes.tile_tokens.token_regions import Region, tokens_of

@@ -14,8 +14,8 @@ from torch import fx
 
 from zcompile.ir.graph import module_of, phase_of
 from zcompile.ir.saved_values import is_value, storage_bytes
-from zcompile.ir.specs import Phase
-from zcompile.ir.torch_private import wish_of
+from zcompile.ir.torch_compat import wish_of
+from zcompile.ir.types import Phase
 from zcompile.passes.tile_tokens.rules import PRODUCTS, ROWS, VIEWS, Tokens
 from zcompile.passes.tile_tokens.slice_choice import RegionDemand, counts_of
 from zcompile.passes.tile_tokens.token_halves import Half, Ruled

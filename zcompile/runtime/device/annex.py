@@ -6,7 +6,7 @@ as the arena's window is, and larger by far where that is small.
 
 from torch import Tensor
 
-from zcompile.ir.step_chunks import NO_ROOM, StepRoom
+from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
 from zcompile.runtime.device.base import Device
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
-from zcompile.ir.specs import ALIGNMENT, Layout, aligned
 from zcompile.ir.ties import Tie
+from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
 from zcompile.runtime.device.annex import Annex, lies_in
 from zcompile.runtime.device.base import Device

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import CommitFailed, DurableHeld, TierFull
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 from zcompile.ir.units import KiB
 from zcompile.runtime.durable import index as rf
 from zcompile.runtime.durable.checksums import BEST

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zcompile.errors import DurableDamaged
-from zcompile.ir.records import decode
+from zcompile.ir.serialize import decode
 from zcompile.runtime.durable.index import DATA_NAME
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.io.directory import Directory

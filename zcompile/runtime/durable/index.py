@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from zcompile.errors import DurableDamaged
-from zcompile.ir.records import decode
+from zcompile.ir.serialize import decode
 from zcompile.runtime.durable.checksums import BEST, SUMS, Piece
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.io.directory import Directory

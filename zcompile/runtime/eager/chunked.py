@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zcompile.ir.step_rows import Row
-from zcompile.ir.torch_private import Dispatched, trees
+from zcompile.ir.optimizer_step import Row
+from zcompile.ir.torch_compat import Dispatched, trees
 from zcompile.runtime.eager.narrowing import Narrowing
 from zcompile.runtime.store.deferred import Deferred
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import Kind
-from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.types import Kind
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.deferred import Deferred

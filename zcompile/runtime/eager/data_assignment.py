@@ -17,8 +17,8 @@ from torch.utils import swap_tensors
 
 from zcompile.errors import ParameterChanged, Unsupported
 from zcompile.ir.handles import claimed, is_named_once, owners_of, shows
-from zcompile.ir.specs import Kind, Layout
-from zcompile.ir.torch_private import holders_of_memory, is_lazy, is_traced, owns_memory, set_data
+from zcompile.ir.torch_compat import holders_of_memory, is_lazy, is_traced, owns_memory, set_data
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of

@@ -15,8 +15,8 @@ from torch.autograd.graph import increment_version
 
 from zcompile.errors import Unsupported
 from zcompile.ir.graph import UNANNOTATED_VIEWS
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import Dispatched, says_not_resizable, trees
+from zcompile.ir.torch_compat import Dispatched, says_not_resizable, trees
+from zcompile.ir.types import Layout
 from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm
 from zcompile.runtime.eager.fillings import SPECIAL, new_like
 from zcompile.runtime.eager.fresh_results import fresh, fresh_bytes

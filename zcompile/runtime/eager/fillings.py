@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import Kind, Layout, row_major
-from zcompile.ir.torch_private import Dispatched, materialised
+from zcompile.ir.torch_compat import Dispatched, materialised
+from zcompile.ir.types import Kind, Layout, row_major
 from zcompile.runtime.eager.rows import Application, streamable
 from zcompile.runtime.eager.streaming import stream
 from zcompile.runtime.store.store import Entry

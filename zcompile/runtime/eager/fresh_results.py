@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.torch_private import memory_of, storage_of, trees, without_modes
+from zcompile.ir.torch_compat import memory_of, storage_of, trees, without_modes
 from zcompile.runtime.eager.rows import Application
 
 

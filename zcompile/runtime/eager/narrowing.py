@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.lower_step import Column, Row, lower_step
+from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import Cast, EntryIndex
-from zcompile.ir.specs import Kind
+from zcompile.ir.types import Kind
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.torch_private import Dispatched
+from zcompile.ir.torch_compat import Dispatched
 from zcompile.runtime.eager.rows import counts_in_kernels, leaves_of
 from zcompile.runtime.session import Repeat, Session, session_of
 from zcompile.runtime.store.store import Entry

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import Dispatched, trees
+from zcompile.ir.torch_compat import Dispatched, trees
+from zcompile.ir.types import Layout
 
 REDUCTIONS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_powsum"})
 """List ops whose result is not elementwise."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.lower_step import Column, Row, lower_step
+from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import EntryIndex, Register, Schedule
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import Dispatched, trees
+from zcompile.ir.torch_compat import Dispatched, trees
+from zcompile.ir.types import Layout
 from zcompile.runtime.eager.chunked import Chunked
 from zcompile.runtime.eager.narrowing import Narrowing, column_of, copy_of
 from zcompile.runtime.eager.rows import Application, goes_in_one_call

@@ -17,8 +17,7 @@ from torch import Tensor
 from zcompile.errors import Unsupported
 from zcompile.ir import ops
 from zcompile.ir.handles import claimed, shows
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     Dispatched,
     grad_fn_of,
     grad_of,
@@ -31,6 +30,7 @@ from zcompile.ir.torch_private import (
     trees,
     wrapper,
 )
+from zcompile.ir.types import Layout
 from zcompile.runtime.eager import eager
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.pickled_bytes import pickled_bytes

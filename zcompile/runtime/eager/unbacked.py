@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
-from zcompile.ir.specs import Layout
-from zcompile.ir.torch_private import is_asked_by_tracing, is_traced, storage_of
+from zcompile.ir.torch_compat import is_asked_by_tracing, is_traced, storage_of
+from zcompile.ir.types import Layout
 from zcompile.runtime.session import entry_behind
 from zcompile.runtime.store.store import Entry, Store
 

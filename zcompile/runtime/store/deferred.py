@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from zcompile.ir.schedule import Borrow
-from zcompile.ir.specs import Layout
+from zcompile.ir.types import Layout
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.tiers import Extent

@@ -8,7 +8,7 @@ planned, a gradient goes where that plan wants it.
 from collections.abc import Mapping, Sequence
 
 from zcompile.errors import TierFull
-from zcompile.ir.specs import SMALL_BYTES, Kind
+from zcompile.ir.types import SMALL_BYTES, Kind
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.tiers.place import Place
 from zcompile.runtime.tiers.tier_device import DeviceTier

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
-from zcompile.ir.specs import Layout
 from zcompile.ir.ties import Tie
-from zcompile.ir.torch_private import (
+from zcompile.ir.torch_compat import (
     held_outside_python,
     holders_of_memory,
     is_untouched,
@@ -25,6 +24,7 @@ from zcompile.ir.torch_private import (
     raw_bytes,
     watch_memory,
 )
+from zcompile.ir.types import Layout
 from zcompile.ir.units import KiB
 
 AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"

@@ -18,8 +18,8 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
-from zcompile.ir.specs import Kind, Layout
 from zcompile.ir.ties import Tie
+from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.closing import Closing, wait_for_the_dead
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.pages import check_memory

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.ir.specs import Layout, aligned
+from zcompile.ir.types import Layout, aligned
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.tiers.tier_near import NearTier
 from zcompile.runtime.tiers.tiers import Extent

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.ir.specs import HELD, Layout
+from zcompile.ir.types import HELD, Layout
 from zcompile.runtime.tiers.tier_near import NearTier
 from zcompile.runtime.tiers.tiers import Extent
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.types import ALIGNMENT
 from zcompile.runtime.tiers.tiers import Buffer, Extent, Stretch
 from zcompile.runtime.transfer.ticket import Promise
 

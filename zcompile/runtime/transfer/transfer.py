@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zcompile.ir.specs import ALIGNMENT
+from zcompile.ir.types import ALIGNMENT
 from zcompile.runtime.device.base import Device, Direction
 from zcompile.runtime.io.disk_trial import BLOCK_BYTES
 from zcompile.runtime.tiers.extents import Written

@@ -2,6 +2,9 @@
 
 What stands here may change between torch releases without notice; `tests/test_torch_private.py`
 says for each name what we rely on. The tested range is `TESTED`.
+
+A list for code that is not ours, which asks of every node of a graph whether it is in a sum of
+lists: a walk over thousands each time, where a set says it at once.
 """
 
 import ctypes
@@ -43,7 +46,23 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zcompile.errors import TorchUnsupported
-from zcompile.ir.listed import Listed
+
+
+class Listed(list[Any]):
+    """A list; what `+` makes of it and others knows what it holds, as long as nobody changes it."""
+
+    def __add__(self, other: Iterable[Any]) -> "Listed":
+        return _Sum([*self, *other])
+
+
+class _Sum(Listed):
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self._held = frozenset(self)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._held
+
 
 TESTED = ((2, 11), (2, 13))
 """First and last torch minor release under test; the CPU suite runs on the last one."""

@@ -15,15 +15,25 @@ walk different arrangements of one phase: the second stands in schedule-<phase>-
 Step 0, `captured`, is the graph before the first pass. The records are the format: a writer fills
 them and calls `records.encode`, so that a key is spelled once. Sizes and addresses are bytes; names
 of nodes and parameters are for people. A reader ignores keys it does not know.
+
+Reading a dump back: runs, their graphs, and the records of `run_format`.
+
+Frozen dataclasses to JSON and back; the annotations of the fields are the format.
 """
 
+import dataclasses
+import functools
+import itertools
+import json
 import re
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from zcompile.ir.curve import Memory
-from zcompile.ir.sliced_region import SlicedRegion
+from zcompile.errors import NotInRun, RunUnreadable
+from zcompile.ir.plan import Memory, SlicedRegion
 from zcompile.ir.units import show_size
 
 CAPTURED = "captured"
@@ -312,3 +322,203 @@ def graph_number(path: Path) -> int | None:
 def _numbered(parent: Path, name: re.Pattern[str]) -> tuple[tuple[int, Path], ...]:
     matches = ((name.match(path.name), path) for path in parent.iterdir() if path.is_dir())
     return tuple(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+R = TypeVar("R")
+
+
+def encode(record: object) -> str:
+    """JSON text of a record or a sequence of records: one key or row a line, ends with a newline.
+
+    record  dataclasses, mappings, sequences, texts, numbers and None
+    """
+    return json.dumps(plain(record), indent=1, allow_nan=False) + "\n"
+
+
+def plain(record: object) -> Any:
+    """The lists, dicts, texts and numbers that `encode` writes."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {f.name: plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    if isinstance(record, Mapping):
+        return {str(key): plain(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [plain(value) for value in record]
+    return record if isinstance(record, str | int | float | None) else str(record)
+
+
+def decode(kind: type[R], value: object, where: str = "the top") -> R:
+    """`value`, as JSON gives it, as a `kind`: a record, tuple[X, ...], Mapping[str, X], X | Y.
+
+    raises  ValueError, which says where in the text something else was found
+    """
+    return cast(R, _decode(kind, value, where))
+
+
+def _decode(kind: Any, value: object, where: str) -> object:
+    origin = get_origin(kind)
+    if kind is object:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _record(cast(type, kind), value, where)
+    if origin in (Union, types.UnionType):
+        return _union(get_args(kind), value, where)
+    if origin is tuple and isinstance(value, list):
+        inner = get_args(kind)[0]
+        return tuple(_decode(inner, row, f"{where}[{i}]") for i, row in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        inner = get_args(kind)[1]
+        return {key: _decode(inner, row, f"{where}.{key}") for key, row in value.items()}
+    if isinstance(kind, type) and isinstance(value, kind):
+        return value
+    raise _unexpected(kind, value, where)
+
+
+def _record(kind: type, value: object, where: str) -> object:
+    if not isinstance(value, dict):
+        raise _unexpected(kind, value, where)
+    hints = _hints(kind)
+    given = {}
+    for field in dataclasses.fields(kind):
+        if field.name in value:
+            inner = f"{where}.{field.name}"
+            given[field.name] = _decode(hints[field.name], value[field.name], inner)
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{where} lacks {field.name!r}")
+    return kind(**given)
+
+
+@functools.cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Of the fields; to look them up takes longer than to read a record."""
+    return get_type_hints(kind)
+
+
+def _union(kinds: tuple[Any, ...], value: object, where: str) -> object:
+    for kind in kinds:
+        try:
+            return _decode(kind, value, where)
+        except ValueError:
+            continue
+    raise _unexpected(" or ".join(_name(kind) for kind in kinds), value, where)
+
+
+def _unexpected(kind: Any, value: object, where: str) -> ValueError:
+    return ValueError(f"{where} should be {_name(kind)}, and is {value!r:.60}")
+
+
+def _name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a run; its files are read when they are asked for.
+
+    raises  RunUnreadable, from every method
+    """
+
+    path: Path
+    index: int
+
+    def passes(self) -> tuple[PassRecord, ...]:
+        return _read(tuple[PassRecord, ...], passes_file(self.path))
+
+    def find(self, key: str) -> PassRecord:
+        """The pass of a number ("2", "02") or a name.
+
+        raises  NotInRun
+        """
+        passes = self.passes()
+        for row in passes:
+            if key == row.name or (key.isdecimal() and int(key) == row.step):
+                return row
+        raise NotInRun(self.path, "pass", key, [row.name for row in passes])
+
+    def text(self, row: PassRecord) -> str:
+        return _text(text_file(self.path, row.step, row.name))
+
+    def nodes(self, row: PassRecord) -> tuple[NodeRecord, ...]:
+        return _read(tuple[NodeRecord, ...], nodes_file(self.path, row.step, row.name))
+
+    def plan(self) -> PlanRecord:
+        return _read(PlanRecord, plan_file(self.path))
+
+    def phases(self) -> tuple[str, ...]:
+        """The phases that have a schedule."""
+        return tuple(phase for phase in PHASES if schedule_file(self.path, phase).exists())
+
+    def arrangements(self, phase: str) -> tuple[int, ...]:
+        """Numbers of the schedules of a phase, from 1; several under a plan that keeps the
+        parameters of some calls on the device, and of others not."""
+        numbers = itertools.count(1)
+        there = itertools.takewhile(lambda n: schedule_file(self.path, phase, n).exists(), numbers)
+        return tuple(there)
+
+    def schedule(self, phase: str, arrangement: int = 1) -> tuple[InstructionRecord, ...]:
+        path = schedule_file(self.path, phase, arrangement)
+        return _read(tuple[InstructionRecord, ...], path)
+
+    def schedule_text(self, phase: str, arrangement: int = 1) -> str:
+        return _text(schedule_text_file(self.path, phase, arrangement))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory and the graphs one asked about."""
+
+    path: Path
+    record: RunRecord
+    graphs: tuple[Graph, ...]
+
+    def timeline(self) -> TimelineRecord:
+        """The last step that was written. raises  RunUnreadable, if none was"""
+        path = timeline_file(self.path)
+        if not path.exists():
+            raise RunUnreadable(self.path, "holds no timeline: the second step of an optimizer is "
+                                "written when the third begins, so train for three")  # fmt: skip
+        return _read(TimelineRecord, path)
+
+
+def open_run(path: Path, graph: int | None = None) -> Run:
+    """A run from DIR (its newest run), DIR/run-3, or DIR/run-3/graph0.
+
+    graph   only this one; overrides what the path says
+    raises  RunUnreadable, NotInRun
+    """
+    if not path.is_dir():
+        raise RunUnreadable(path, "is not a directory" if path.exists() else "does not exist")
+    path = path.resolve()
+    if (named := graph_number(path)) is not None:
+        graph = named if graph is None else graph
+        path = path.parent
+    elif not run_file(path).exists():
+        if not (numbered := runs_in(path)):
+            raise RunUnreadable(path, "holds no run")
+        path = numbered[-1][1]
+    record = _read(RunRecord, run_file(path))
+    graphs = tuple(Graph(found, index) for index, found in graphs_in(path))
+    if not graphs:
+        raise RunUnreadable(path, "holds no graph yet")
+    if graph is not None:
+        known = [str(row.index) for row in graphs]
+        graphs = tuple(row for row in graphs if row.index == graph)
+        if not graphs:
+            raise NotInRun(path, "graph", str(graph), known)
+    return Run(path, record, graphs)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunUnreadable(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RunUnreadable(path, f"is not UTF-8 text: {error}") from error
+
+
+def _read(kind: type[R], path: Path) -> R:
+    text = _text(path)
+    try:
+        return decode(kind, json.loads(text))
+    except ValueError as error:
+        raise RunUnreadable(path, f"is not what a dump writes: {error}") from error

@@ -4,21 +4,119 @@ A tile is a range of one dimension. Views and casts carry that dimension along, 
 weight to its reader, or from an op to a weight's gradient, is made again for each tile. Constants
 that tell tiles apart (offsets) stand outside of what is computed between our ops: values are split
 once, and each tile's compute is given its part, so that equal tiles are one structure.
+
+Writes calls into a graph at its insertion point, with the values that they give.
+
+What ops make of values that are only traced, worked out once for those that are alike.
+
+Tiles of a weight, and what is computed of each, are alike in all but their place; to trace every
+one of them anew is slow. A value that is found again is the same object, so nobody may ask whose
+its storage is: which nodes share one, their ops say (`memory/storages.py`).
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, insert, mark_use
-from zcompile.ir.specs import Phase, row_major
-from zcompile.ir.torch_private import Dispatched
-from zcompile.ir.traced_values import traced
+from zcompile.ir.graph import CASTS, KEEP_STRIDES, UNANNOTATED_VIEWS, insert, mark_use
+from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.types import Phase, row_major
+
+UNTOLD = UNANNOTATED_VIEWS | KEEP_STRIDES
+"""What they make lies as what they are given does, and their schemas do not say so."""
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+          torch.memory_format)  # fmt: skip
+"""Equal ones of one type mean the same to an op."""
+_KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
+"""The one name here that changes after import: what is known of a graph goes with it."""
+
+
+class _Unlike(Exception):
+    """Nothing is known to be alike: a dynamic size, for one."""
+
+
+def traced(graph: fx.Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """`op(*args, **kwargs)`, of values that nodes of `graph` have."""
+    if op is getitem:  # is no work, and to compare what it is given would be
+        return op(*args)
+    shares = op in UNTOLD or any(result.alias_info for result in op._schema.returns)
+    try:
+        given = ((name, _alike(value, shares)) for name, value in kwargs.items())
+        key = (op, _alike(args, shares), *given)
+    except _Unlike:
+        return op(*args, **kwargs)
+    known = _KNOWN.setdefault(graph, {})
+    if key not in known:
+        known[key] = op(*args, **kwargs)
+    return known[key]
+
+
+def _alike(x: object, shares: bool) -> Hashable:
+    """Equal for those of which an op makes the same.
+
+    shares  whether what it makes may lie where `x` does
+    """
+    if isinstance(x, Tensor):
+        if x.layout is not torch.strided:
+            raise _Unlike
+        lies = (*x.size(), *x.stride())
+        if shares:
+            lies += (x.storage_offset(), x.untyped_storage().nbytes())
+        if any(type(n) is not int for n in lies):
+            raise _Unlike
+        return (type(x), x.dim(), lies, x.dtype, x.device, x.requires_grad)
+    if isinstance(x, list | tuple):
+        return tuple(_alike(each, shares) for each in x)
+    if not isinstance(x, _PLAIN):
+        raise _Unlike
+    return (type(x), x)
+
+
+@dataclass(frozen=True)
+class Pen:
+    """Writes calls at the graph's insertion point, with their values for reasoning."""
+
+    graph: fx.Graph
+    phase: Phase
+    like: fx.Node
+
+    def __call__(self, op: Dispatched, *args: fx.node.Argument, **kwargs: object) -> fx.Node:
+        with torch.no_grad():
+            val = op(*_values(args), **_values(kwargs))
+        node = insert(self.graph, op, *args, like=self.like, phase=self.phase, val=val)
+        node.kwargs = kwargs  # type: ignore[assignment]  # as create_node takes them
+        return node
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if node.meta["val"].dtype is dtype:
+            return node
+        return self(aten._to_copy.default, node, dtype=dtype)
+
+    def rows(self, node: fx.Node, a: int, b: int) -> fx.Node:
+        count = node.meta["val"].shape[0]
+        whole = a == 0 and (not isinstance(count, int) or b >= count)
+        return node if whole else self(aten.slice.Tensor, node, 0, a, b)
+
+    def joined(self, parts: Sequence[fx.Node]) -> fx.Node:
+        """Rows of all parts."""
+        return parts[0] if len(parts) == 1 else self(aten.cat.default, list(parts), 0)
+
+    def row_major(self, node: fx.Node) -> fx.Node:
+        if node.meta["val"].is_contiguous():
+            return node
+        return self(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+
+def _values(args: Any) -> Any:
+    return fx.node.map_arg(args, lambda node: node.meta["val"])
+
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from random import Random
 
 from zcompile.ir.types import aligned
 from zcompile.ir.units import KiB
-from zcompile.memory.packing import Block, fits, live_peak, pack, packed_bytes
+from zcompile.memory.allocator import Block, fits, live_peak, pack, packed_bytes
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 
 LAYER = (2, 24, 8, 2, 32, 32, 1)

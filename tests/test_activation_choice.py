@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.passes.plan_activations import activation_bound
-from zcompile.passes.plan_activations.activation_choice import choose
-from zcompile.passes.plan_activations.activation_problem import (
+from zcompile.passes.plan_activations import solve
+from zcompile.passes.plan_activations.problem import (
     AGAIN,
     KEEP,
     Away,
@@ -18,6 +17,7 @@ from zcompile.passes.plan_activations.activation_problem import (
     Value,
     answer,
 )
+from zcompile.passes.plan_activations.solve import choose
 
 TIERS = {"host": Away(1.0, 1.0, 1000), "disk": Away(5.0, 5.0, 1000)}
 
@@ -189,7 +189,7 @@ def test_it_fits_where_something_does_and_is_near_the_best(problem):
             assert made.least_seconds <= least + 1e-6, "the relaxation is a bound"
 
 
-@pytest.mark.skipif(not activation_bound.is_available(), reason="needs scipy")
+@pytest.mark.skipif(not solve.is_available(), reason="needs scipy")
 def test_the_gap_is_said():
     made = choose(TABLE["a hidden transfer is cheaper than compute"][0], (AGAIN, "host"))
     assert made.gap is not None

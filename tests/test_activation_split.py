@@ -3,8 +3,8 @@
 import pytest
 from test_activation_choice import chain
 
-from zcompile.passes.plan_activations.activation_problem import KEEP, Away
-from zcompile.passes.plan_activations.activation_split import STREAMED_S, Streams, seconds, split
+from zcompile.passes.plan_activations.problem import KEEP, Away
+from zcompile.passes.plan_activations.solve import STREAMED_S, Streams, seconds, split
 
 UNSEEN = {"tiers": {"host": Away(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
 """Transfers that compute hides."""

@@ -28,7 +28,7 @@ from zcompile.planner import step_plan
 from zcompile.planner.flying import Departing
 from zcompile.planner.journeys import Journey
 from zcompile.runtime.device.annex import Annex
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 STEPS = 6
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}

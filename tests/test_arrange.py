@@ -11,8 +11,8 @@ import zcompile
 from zcompile.ir.program import take_apart
 from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
 from zcompile.ir.types import aligned
-from zcompile.passes.arrange import arrange
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.passes.lower import arrange
+from zcompile.verify.schedule import verify_schedule
 
 NONE: frozenset[EntryIndex] = frozenset()
 

@@ -6,8 +6,8 @@ from written import schedule
 
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule
 from zcompile.ir.types import Holds, Level, Phase
-from zcompile.memory.held_walk import HeldWalk
-from zcompile.memory.under_way import Leaving, plan_joins
+from zcompile.memory.footprint import Leaving, plan_joins
+from zcompile.memory.step_footprint import HeldWalk
 
 
 def backward(*sizes: int) -> Schedule:

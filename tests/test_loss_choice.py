@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.ir.units import GiB, MiB
-from zcompile.passes.tile_loss.loss_choice import ALIGNED, NARROWEST, Cut, choose_cut, even
+from zcompile.passes.tile_loss.tiled import ALIGNED, NARROWEST, Cut, choose_cut, even
 
 F32 = 4
 BF16_AND_F32 = 8

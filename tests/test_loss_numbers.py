@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from vocabularies import Head, Pattern, flat
 
 from zcompile.ir.graph import find
+from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_loss.match import SOFTMAX
-from zcompile.passes.tile_loss.tile_loss import TileLoss
 
 CLASSES = 37
 

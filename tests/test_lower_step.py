@@ -20,7 +20,7 @@ from zcompile.ir.optimizer_step import (
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Run, Schedule, Store, Wait
 from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, MiB
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 
 def nothing(first: int, last: int, values: Any) -> None:

@@ -11,7 +11,7 @@ from zcompile.errors import ConfigInvalid, ParameterChanged
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch
 from zcompile.runtime import foresight
-from zcompile.verify.verify_schedule import verify_handover
+from zcompile.verify.schedule import verify_handover
 
 BF16 = torch.bfloat16
 

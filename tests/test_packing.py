@@ -14,7 +14,7 @@ from zcompile.config import Config
 from zcompile.ir import ops
 from zcompile.ir.graph import find
 from zcompile.ir.types import ALIGNMENT, aligned
-from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.passes.tile_tokens.slice_choice import RegionDemand, choose_slices, counts_of, finer
+from zcompile.passes.tile_tokens.regions import RegionDemand, choose_slices, counts_of, finer
 
 HALVES = (1, 2, 4, 8)
 

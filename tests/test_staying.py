@@ -23,7 +23,7 @@ from zcompile.ir.printer import schedule_text
 from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import MiB, show_size
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.memory.held_walk import held_in_steps
+from zcompile.memory.step_footprint import held_in_steps
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import stay_and_annex
 

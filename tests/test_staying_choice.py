@@ -8,11 +8,10 @@ from written import NOTHING, schedule
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Run
 from zcompile.ir.step import EntryFact, Step, StepCall
 from zcompile.ir.types import Holds, Kind, Level, Phase
-from zcompile.memory.held_walk import HeldWalk, held_peak
-from zcompile.memory.staying import staying
+from zcompile.memory.step_footprint import HeldWalk, held_peak, staying
 
 HELD_BESIDE = (9, 8, 6, 4, 2)
-"""Beside five gradients of 2, of a peak of 11: the picture in `memory/staying.py`."""
+"""Beside five gradients of 2, of a peak of 11: the picture in `memory/step_footprint.py`."""
 
 
 def backward(beside=HELD_BESIDE, **of):

@@ -18,13 +18,13 @@ from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.passes.lower import ArenaShare, arranged
 from zcompile.planner import step_plan
 from zcompile.planner.demand import demand_of
 from zcompile.planner.loads import Room
 from zcompile.planner.simulate import simulate
 from zcompile.planner.step_plan import NEAR, PARTS, StepPlan, plan_step
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 MACHINE = Machine(
     "a slow bus",

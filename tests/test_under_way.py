@@ -5,7 +5,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.memory.under_way import Joins, Leaving, plan_joins
+from zcompile.memory.footprint import Joins, Leaving, plan_joins
 
 MANY = settings(max_examples=300, deadline=None)
 

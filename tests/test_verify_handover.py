@@ -9,7 +9,7 @@ from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.types import Phase
-from zcompile.verify.verify_schedule import Called, verify_handover, verify_schedule
+from zcompile.verify.schedule import Called, verify_handover, verify_schedule
 
 STEP = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, ticket=1), store(LOW, 2, 1), free(LOW, 1),
         fetch(LOW, 3, 1, 2), wait(LOW, 3, 2), run(0, 2, ticket=4), store(LOW, 5, 4),

@@ -19,9 +19,9 @@ from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, DEPTH, Column, Row, StepR
 from zcompile.ir.schedule import EntryIndex, Instruction, Schedule, Slot
 from zcompile.ir.types import Layout, Phase, aligned
 from zcompile.ir.units import MiB
-from zcompile.memory.packing import Block, pack
+from zcompile.memory.allocator import Block, pack
 from zcompile.passes.schedule_prefetch import Need, choose_starts
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 
 def tight(name: str) -> int:

@@ -10,7 +10,7 @@ from written import run, schedule
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
 from zcompile.ir.types import Holds, Level, Phase
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 ROWS = (
     run(0, out=(1,), ticket=0),

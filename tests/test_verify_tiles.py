@@ -7,7 +7,7 @@ from written import LOW, fetch, free, run, schedule, wait
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 
 def tiles(*spans: tuple[int, int], of: int = 128) -> Schedule:

@@ -15,7 +15,7 @@ from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.units import MiB
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.tile_tokens.tile_tokens import TileTokens
+from zcompile.passes.tile_tokens import TileTokens
 
 WIDTH, HIDDEN, BATCH, LENGTH = 16, 256, 4, 512
 ONE = BATCH * LENGTH * HIDDEN * 4

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vocabularies import Head, flat
 
 import zcompile
-from zcompile.passes.tile_loss import tile_loss
+from zcompile.passes import tile_loss
 
 hf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")

@@ -11,7 +11,7 @@ from mutation.orders import ORDERS
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import Schedule
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 
 @dataclass(frozen=True)

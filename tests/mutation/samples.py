@@ -19,7 +19,7 @@ from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.ir.types import Phase, aligned
 from zcompile.ir.units import KiB, MiB
-from zcompile.passes.arrange import arrange
+from zcompile.passes.lower import arrange
 
 UNSEEN = "100GB/s"
 """A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""

@@ -15,7 +15,7 @@ from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
 from zcompile.ir.schedule import Fetch, Schedule
 from zcompile.ir.types import Phase
-from zcompile.verify.verify_schedule import Called, verify_handover
+from zcompile.verify.schedule import Called, verify_handover
 
 Pair = tuple[Schedule, Schedule]
 

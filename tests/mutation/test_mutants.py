@@ -17,7 +17,7 @@ from sampled import sampled
 from small_models import SMALL_MODELS
 
 from zcompile.ir.schedule import Fetch, Reduce, Schedule, Store
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 ALL = (*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS)
 LONG = ("gpt", "transformer block, moved", "momentum")

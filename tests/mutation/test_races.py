@@ -10,7 +10,7 @@ from mutation.samples import of_step
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import Fetch, Run, Schedule, Store
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 STEP = of_step("adam")["3 lanes, resident nothing"]
 COMPUTED = {x.ticket for x in STEP.instructions if isinstance(x, Run)}

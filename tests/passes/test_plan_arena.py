@@ -12,7 +12,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import LiveRange, live_ranges
 from zcompile.ir.types import ALIGNMENT
-from zcompile.memory.packing import Block, live_peak
+from zcompile.memory.allocator import Block, live_peak
 from zcompile.passes.allocate_arena import PlanArena
 from zcompile.passes.pipeline import pipeline
 

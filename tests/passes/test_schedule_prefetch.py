@@ -14,7 +14,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, phase_of, positions, region_of
 from zcompile.ir.types import ALIGNMENT
-from zcompile.memory.packing import Block, pack, packed_bytes
+from zcompile.memory.allocator import Block, pack, packed_bytes
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
 

@@ -14,8 +14,8 @@ from zcompile.config import Config
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, profile
 from zcompile.passes.pipeline import pipeline
+from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_loss.match import SOFTMAX, SOFTMAX_BACKWARD
-from zcompile.passes.tile_loss.tile_loss import TileLoss
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7}
 """Largest difference, in units of the largest number of a result.

@@ -22,7 +22,7 @@ from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.split_budget import SplitBudget
-from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_matmuls import TileMatmuls
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest value, or of 1, since what it is a sum of is near that. A sum over tiles rounds

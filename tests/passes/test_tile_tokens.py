@@ -18,9 +18,9 @@ from zcompile.ir.graph import find
 from zcompile.ir.units import KiB
 from zcompile.memory.footprint import footprint
 from zcompile.passes.pipeline import pipeline
-from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
-from zcompile.passes.tile_tokens.tile_tokens import TileTokens
-from zcompile.passes.tile_tokens.token_regions import regions_of
+from zcompile.passes.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_tokens import TileTokens
+from zcompile.passes.tile_tokens.regions import regions_of
 
 WIDTH = 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}

@@ -38,19 +38,17 @@ from zcompile.ir.torch_compat import (
     without_modes,
 )
 from zcompile.ir.types import Holds, Kind, NodeName, ParamName, ParamSpec, Phase
-from zcompile.memory.footprint import footprint
-from zcompile.memory.levels import holds_of
+from zcompile.memory.footprint import Size, footprint, holds_of
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
-from zcompile.memory.storages import Size
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.lower import lower
 from zcompile.passes.pipeline import pipeline, run
-from zcompile.passes.plan_activations.activation_graph import Surroundings
+from zcompile.passes.plan_activations.graph import Surroundings
 from zcompile.runtime.eager.tiered import TieredTensor
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.registers import compute_only
 from zcompile.runtime.session import Session, session_of
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger("zcompile.frontend.backend")
 

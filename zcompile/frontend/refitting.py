@@ -7,11 +7,11 @@ from dataclasses import replace
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.types import Phase
-from zcompile.passes.arrange import arrange
+from zcompile.passes.lower import arrange
 from zcompile.planner.step_plan import UNBOUNDED_LEAD
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 
 def lead_of(session: Session) -> int:

@@ -2,7 +2,7 @@
 
 The first steps run as the passes planned them, with everything fetched. Their record, with what
 each region took, becomes a plan (`planner/step_plan.py`), entries move to their homes once, and
-from then on schedules are arranged for them (`passes/arrange.py`). Joins the two wings for a whole
+from then on schedules are arranged for them (`passes/lower.py`). Joins the two wings for a whole
 step as `backend.py` does for one graph.
 """
 
@@ -22,7 +22,7 @@ from zcompile.ir.step import Step, StepCall, joined, lasting, of_the_living
 from zcompile.ir.types import HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
-from zcompile.memory.held_walk import held_peak
+from zcompile.memory.step_footprint import held_peak
 from zcompile.planner.simulate import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
 from zcompile.runtime.recorder import key_of

@@ -9,7 +9,7 @@ from zcompile.frontend.refitting import lead_of
 from zcompile.ir.step import Step
 from zcompile.ir.types import ALIGNMENT
 from zcompile.machine.cost import Costs
-from zcompile.passes.arrange import ArenaShare
+from zcompile.passes.lower import ArenaShare
 from zcompile.planner.bounds import bound
 from zcompile.planner.demand import demand_of
 from zcompile.planner.floor import floor

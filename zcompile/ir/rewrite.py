@@ -11,7 +11,7 @@ What ops make of values that are only traced, worked out once for those that are
 
 Tiles of a weight, and what is computed of each, are alike in all but their place; to trace every
 one of them anew is slow. A value that is found again is the same object, so nobody may ask whose
-its storage is: which nodes share one, their ops say (`memory/storages.py`).
+its storage is: which nodes share one, their ops say (`memory/footprint.py`).
 """
 
 import operator

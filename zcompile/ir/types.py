@@ -257,7 +257,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class Holds:
-    """What the calls of a schedule hold of the device beside the arena (`memory/levels.py`).
+    """What the calls of a schedule hold of the device beside the arena (`memory/footprint.py`).
 
     levels      of the instructions that compute or let something leave, in their order
     registers   whose values count; `given`: those that a call begins with

@@ -17,7 +17,7 @@ and backward reads is held in between; what forward returns to its caller and ba
 is the caller's once forward has ended.
 
 A gradient that goes home is held until its departure is joined, which happens at a planned point
-and not when the transfer happens to end (`under_way.py`): before one leaves, the oldest are joined
+and not when the transfer happens to end (`footprint.py`): before one leaves, the oldest are joined
 until all that are under way take no more than `Footprint.departing` says together. What is still
 under way at the end is held by what comes next.
 
@@ -30,20 +30,358 @@ To ask what a decision would change, give `Footprint.curve` what it takes away o
     value = max(held.saved, key=lambda v: v.nbytes)
     held.peak                                              # bytes
     max(held.curve([value.absent(held.boundary)]))         # were it not kept for backward
+
+Who holds which storage, from where to where in a graph: the walk that `footprint.py` stands on.
+
+Aliasing is read from the schemas of ops, bytes from the stand-ins of tracing.
+
+What a schedule's calls hold beside the arena, instruction by instruction.
+
+A footprint speaks of nodes, a schedule of instructions: only those that compute or let something
+leave change what is held. They keep their order however a schedule is arranged, so each has its
+level by its number among them.
+
+Gradients on their way home: which are waited for before another leaves. Pure.
+
+A gradient that has left is held until it is joined, and that happens when another leaves: the
+oldest are joined until all that are under way take no more than was planned for that moment. Twice
+the largest of them always may, so that one leaves while the next is made. More may where a call
+holds less than it does at its peak: what is held is highest where backward begins, and falls as it
+goes on, so that a slow link may fall behind compute ever further, and compute need not wait for it.
+
+    held beside them   9 8 6 4 2      of a peak of 11, at the nodes after each gradient
+    may be under way   2 3 5 7 9
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from operator import getitem
+from types import MappingProxyType
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from zcompile.ir.graph import module_of, phase_of
+from zcompile.ir import ops
+from zcompile.ir.graph import (
+    KEEP_STRIDES,
+    is_compute,
+    is_ours,
+    module_of,
+    output_of,
+    phase_of,
+    region_of,
+    storage_sources,
+)
 from zcompile.ir.plan import Curve
+from zcompile.ir.schedule import CHANGE_HOLDING, Register, Run, Schedule
 from zcompile.ir.torch_compat import hint, is_tangent
-from zcompile.ir.types import NodeName, ParamSpec
-from zcompile.memory.storages import Given, Size, StorageWalk, unique
+from zcompile.ir.types import Holds, Level, NodeName, ParamSpec, Phase
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A gradient leaves.
+
+    at      index of the node with which it does
+    nbytes  that travel
+    holds   storages that it holds: key -> bytes, index of the last node that holds them anyway
+    """
+
+    at: int
+    nbytes: int
+    holds: Mapping[Hashable, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Joins:
+    """most  per gradient, bytes that may be under way once it has left, its own included
+    until    storage -> index of the node before which it is joined, or of the last of all
+    left     storages that are under way when the last node is over
+    """
+
+    most: tuple[int, ...]
+    until: Mapping[Hashable, int]
+    left: frozenset[Hashable]
+
+
+def plan_joins(leaving: Sequence[Leaving], held: Sequence[int], fills: bool) -> Joins:
+    """held   bytes per node, without what is only held since it is under way
+    fills  whether as much may be under way as has room below the peak
+    """
+    end = len(held) - 1
+    nexts = [*(gradient.at for gradient in leaving), end][1:]
+    tight = _joined(leaving, None, nexts, [0] * len(leaving), end)
+    if not fills or not leaving:
+        return tight
+    peak = max(_with(held, leaving, tight.until))
+    room = [
+        peak - max(held[gradient.at + 1 : then + 1], default=peak)
+        for gradient, then in zip(leaving, nexts, strict=True)
+    ]
+    return _joined(leaving, tight.most, nexts, room, end)
+
+
+def _joined(
+    leaving: Sequence[Leaving],
+    allowed: Sequence[int] | None,
+    nexts: Sequence[int],
+    room: Sequence[int],
+    end: int,
+) -> Joins:
+    """allowed  bytes under way with each gradient, wherever; None: twice the largest of them
+    room     beside what is held anyway, from each gradient to the next
+    """
+    under_way: deque[Leaving] = deque()
+    most: list[int] = []
+    until: dict[Hashable, int] = {}
+    largest, joined = 2 * max((g.nbytes for g in leaving), default=0), False
+    for number, (gradient, then, free) in enumerate(zip(leaving, nexts, room, strict=True)):
+        under_way.append(gradient)
+        while len(under_way) > 1:
+            sizes = [g.nbytes for g in under_way]
+            least = 2 * max(sizes) if allowed is None else allowed[number]
+            if sum(sizes) <= least or _only_held_by(under_way, then) <= free:
+                break
+            until |= dict.fromkeys(under_way.popleft().holds, gradient.at)
+            joined = True
+        sizes = [g.nbytes for g in under_way]
+        # As long as none had to be joined, what is left of calls before may be under way as well.
+        most.append(sum(sizes) if joined else max(sum(sizes), largest))
+    left = frozenset(key for gradient in under_way for key in gradient.holds)
+    return Joins(tuple(most), until | dict.fromkeys(left, end), left)
+
+
+def _only_held_by(under_way: Iterable[Leaving], then: int) -> int:
+    """Bytes of storages that nothing else holds until node `then`."""
+    held = {key: row for gradient in under_way for key, row in gradient.holds.items()}
+    return sum(nbytes for nbytes, last in held.values() if last < then)
+
+
+def _with(
+    held: Sequence[int], leaving: Sequence[Leaving], until: Mapping[Hashable, int]
+) -> list[int]:
+    """Bytes per node, with what is under way."""
+    change = [0] * (len(held) + 1)
+    for key, (nbytes, last) in {k: row for g in leaving for k, row in g.holds.items()}.items():
+        if until[key] > last:
+            change[last + 1] += nbytes
+            change[until[key] + 1] -= nbytes
+    return [n + more for n, more in zip(held, accumulate(change), strict=False)]
+
+
+DEPARTURES = ops.SINKS
+"""Ops whose first argument leaves for the home of the parameter behind the second."""
+
+
+Given = Mapping[NodeName, tuple[tuple[str, int], ...]]
+"""Placeholder of a backward graph -> the storages it holds: a key for each, and its bytes."""
+
+Size = Callable[[int | torch.SymInt], int]
+"""A size as an int: `hint`, as it was when the graph was traced, or as it is in a call."""
+
+
+@dataclass
+class Storage:
+    """As `footprint.Held`, while it is being found."""
+
+    maker: fx.Node
+    part: int
+    nbytes: int
+    first: int
+    last: int
+    readers: set[int]
+
+
+class StorageWalk:
+    """The nodes of a graph, one after the other; who holds which storage."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        params: Mapping[NodeName, ParamSpec],
+        given: Given,
+        size: Size = hint,
+    ) -> None:
+        self.nodes: tuple[fx.Node, ...] = tuple(graph.nodes)
+        self.params, self.given, self.size = params, given, size
+        gathered = (n.meta["val"] for n in self.nodes if n.target in (ops.fetch, ops.gather))
+        self.device = next((value.device for value in gathered), None)
+        self.where = {node: index for index, node in enumerate(self.nodes)}
+        self.boundary = next(
+            (i for i, n in enumerate(self.nodes)
+             if n.op == "call_function" and phase_of(n) is Phase.BACKWARD),
+            len(self.nodes),
+        )  # fmt: skip
+        if all(n.op != "call_function" or i >= self.boundary for i, n in enumerate(self.nodes)):
+            self.boundary = len(self.nodes)
+        self.results = set(output_of(graph).all_input_nodes)
+        self.storages: list[Storage] = []
+        self.keyed: dict[str, Storage] = {}
+        self.parts: dict[fx.Node, list[list[Storage]]] = {}
+
+    def walk(
+        self,
+    ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
+        """Per departure the bytes that may be under way with it, those that are held at the end,
+        the departures that are `Level.alone`, and per departure its `Level.carried`."""
+        for index, node in enumerate(self.nodes):
+            if node.op == "placeholder":
+                self.parts[node] = [self._placed(index, node)]
+            elif node.op == "call_function" and not is_ours(node):
+                self.parts[node] = self._made(index, node)
+        for node in self.parts:
+            self._read(node)
+        return self._depart()
+
+    def _placed(self, index: int, node: fx.Node) -> list[Storage]:
+        """What a call is given and holds alone."""
+        if is_tangent(node):
+            joint = self.boundary < len(self.nodes)
+            return self._fresh(self.boundary if joint else 0, node, 0, node.meta.get("val"))
+        found = []
+        for key, nbytes in self.given.get(NodeName(node.name), ()):
+            if key not in self.keyed:
+                self.keyed[key] = Storage(node, 0, nbytes, 0, index, set())
+                self.storages.append(self.keyed[key])
+            found.append(self.keyed[key])
+        return found
+
+    def _made(self, index: int, node: fx.Node) -> list[list[Storage]]:
+        """The storages of each part of a result: fresh ones, or those of what it is a view of."""
+        if node.target is getitem:
+            parent, part = node.args
+            parts = self.parts.get(parent, [[]]) if isinstance(parent, fx.Node) else [[]]
+            chosen = parts[part] if isinstance(part, int) and len(parts) > 1 else parts[0]
+            return [chosen]
+        value = node.meta.get("val")
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        made = []
+        for part, (result, sources) in enumerate(zip(values, storage_sources(node, len(values)),
+                                                     strict=True)):  # fmt: skip
+            shared = unique(p for s in sources for p in self.parts.get(s, ()))
+            made.append(shared if sources else self._fresh(index, node, part, result))
+        return made
+
+    def _fresh(self, index: int, node: fx.Node, part: int, value: object) -> list[Storage]:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return []
+        size = self.size
+        nbytes = size(value.untyped_storage().nbytes())
+        if node.target in KEEP_STRIDES and isinstance(node.args[0], fx.Node):
+            lies: Tensor = node.args[0].meta["val"]
+            steps = zip(lies.size(), lies.stride(), strict=True)
+            span = 1 + sum((size(n) - 1) * size(step) for n, step in steps)
+            nbytes = (size(lies.storage_offset()) + span) * value.dtype.itemsize
+        if not nbytes or (self.device is not None and value.device != self.device):
+            return []
+        self.storages.append(Storage(node, part, nbytes, index, index, set()))
+        return [self.storages[-1]]
+
+    def _read(self, node: fx.Node) -> None:
+        """Every reader of a node holds what the node holds; a result is held until the end."""
+        held = unique(self.parts[node])
+        if not held:
+            return
+        last = self.where[node]
+        readers = {self.where[user] for user in node.users if user.op != "output"}
+        if node in self.results or (node.op == "placeholder" and not readers):
+            last = len(self.nodes) - 1 if self._ends_last(node) else self.boundary - 1
+        for storage in held:
+            storage.readers |= readers
+            storage.last = max(storage.last, last, *readers, storage.first)
+
+    def _ends_last(self, node: fx.Node) -> bool:
+        """Whether what is returned with `node` is returned at the very end."""
+        joint = self.boundary < len(self.nodes)
+        return not joint or phase_of(node) is Phase.BACKWARD or node.op == "placeholder"
+
+    def _depart(
+        self,
+    ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
+        """Gradients on their way are held until they are joined. In a joint graph, in which it is
+        still to be chosen what is held, no more are than must be."""
+        nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
+        carried = [self._carried(node) for node in nodes]
+        leaving = [
+            Leaving(self.where[node], departing_bytes(node, self.params),
+                    {id(s): (s.nbytes, s.last) for s in storages})
+            for node, storages in zip(nodes, carried, strict=True)
+        ]  # fmt: skip
+        alone = self._alone(nodes, carried)
+        joins = plan_joins(leaving, self._curve(), fills=self.boundary == len(self.nodes))
+        for storage in unique(carried):
+            storage.last = max(storage.last, joins.until[id(storage)])
+        left = sum(s.nbytes for s in unique(carried) if id(s) in joins.left)
+        lasts = {id(s): node for node, found in zip(nodes, carried, strict=True) for s in found}
+        freed = dict.fromkeys(nodes, 0)
+        for storage in unique(carried):
+            freed[lasts[id(storage)]] += storage.nbytes
+        return dict(zip(nodes, joins.most, strict=True)), left, alone, freed
+
+    def _alone(
+        self, nodes: Sequence[fx.Node], carried: Sequence[Sequence[Storage]]
+    ) -> frozenset[fx.Node]:
+        """The whole gradients that are one storage each, as large as they are, made by compute and
+        held by nobody once they have left."""
+        times = Counter(id(s) for storages in carried for s in storages)
+        return frozenset(
+            node
+            for node, storages in zip(nodes, carried, strict=True)
+            if node.target is ops.reduce_grad and len(storages) == 1
+            for storage in storages
+            if storage.nbytes == departing_bytes(node, self.params)
+            and storage.maker.op == "call_function" and storage.maker is not node
+            and storage.last <= self.where[node] and times[id(storage)] == 1
+        )  # fmt: skip
+
+    def _curve(self) -> list[int]:
+        """Bytes held while each node runs, without what is only on its way."""
+        change = [0] * (len(self.nodes) + 1)
+        for storage in self.storages:
+            change[storage.first] += storage.nbytes
+            change[storage.last + 1] -= storage.nbytes
+        return list(accumulate(change[:-1]))
+
+    def _carried(self, node: fx.Node) -> list[Storage]:
+        """What a departure holds: the gradient, or a copy of it that lies as the parameter does."""
+        grad, handle = node.args[0], node.args[1]
+        assert isinstance(grad, fx.Node)
+        assert isinstance(handle, fx.Node)
+        value: Tensor = grad.meta["val"]
+        layout = self.params[NodeName(handle.name)].layout
+        whole = node.target is ops.reduce_grad and layout.dense  # a tile is contiguous
+        stride = layout.stride if whole else value.contiguous().stride()
+        as_it_is = value.stride() == tuple(stride) and value.dtype is layout.dtype
+        if as_it_is or not any(self.parts.get(grad, ())):
+            return unique(self.parts.get(grad, ()))
+        index = self.where[node]
+        self.storages.append(Storage(node, 0, _dense_bytes(value), index, index, {index}))
+        return [self.storages[-1]]
+
+
+def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
+    """That count for a departure as long as it is under way: of a whole gradient what its parameter
+    takes, gaps included; of a tile its own."""
+    grad, handle, *tile = node.args
+    assert isinstance(grad, fx.Node)
+    assert isinstance(handle, fx.Node)
+    value: Tensor = grad.meta["val"]
+    if tile:
+        return _dense_bytes(value)
+    return params[NodeName(handle.name)].layout.nbytes
+
+
+def _dense_bytes(value: Tensor) -> int:
+    """Of its elements, without gaps."""
+    return hint(value.numel()) * value.dtype.itemsize
+
+
+def unique(parts: Iterable[Sequence[Storage]]) -> list[Storage]:
+    return list({id(s): s for part in parts for s in part}.values())
+
 
 MOST_HOLDERS = 8
 """That a curve names at its peak."""
@@ -192,3 +530,70 @@ def footprint(
           for node, parts in walk.parts.items() if any(parts)}  # fmt: skip
     values = tuple(sorted(kept.values(), key=lambda v: v.first))
     return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone, carried)
+
+
+NOTHING_KEPT: Given = MappingProxyType({})
+
+
+def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) -> Holds:
+    """What the calls of `schedule` hold, from the footprint of the graph it was lowered from.
+
+    kept  of a forward: what it keeps for its backward
+    """
+    levels = tuple(_levels(held))
+    counted = [x for x in schedule.instructions if isinstance(x, CHANGE_HOLDING)]
+    assert len(levels) == len(counted), "a level for every instruction that changes what is held"
+    names = {node.name for node in held.of}
+    places = [n for n in held.nodes if n.op == "placeholder"]
+    given = frozenset(Register(i) for i, n in enumerate(places) if n.name in names)
+    named = [
+        (name, register)
+        for run in counted
+        if isinstance(run, Run)
+        for name, register in zip(run.names, run.outputs, strict=True)
+    ]
+    made = frozenset(register for name, register in named if name in names)
+    left = frozenset(register for name, register in named if name in names and name in kept)
+    ends = levels[-1].after if levels else 0
+    stays = dict(storage for storages in kept.values() for storage in storages)
+    saved = sum(v.nbytes for v in held.values
+                if v.maker.op == "placeholder" and not is_tangent(v.maker))  # fmt: skip
+    return Holds(
+        levels, given | made, given, left, held.left_bytes, ends, sum(stays.values()), saved
+    )
+
+
+def _levels(held: Footprint) -> Iterator[Level]:
+    """One for each run of compute nodes of one region, each gradient that leaves, and each value
+    that has left."""
+    curve = held.curve()
+    after = [0] * len(curve)
+    for value in held.values:
+        after[value.first] += value.nbytes
+        after[value.last] -= value.nbytes
+    for index in range(1, len(after)):
+        after[index] += after[index - 1]
+
+    def level(first: int, last: int) -> Level:
+        before = after[first - 1] if first else 0
+        node = held.nodes[last]
+        departing, alone = held.departing.get(node, 0), node in held.alone
+        peak, carried = max(curve[first : last + 1]), held.carried.get(node)
+        return Level(before, peak, after[last], departing, alone, carried)
+
+    begun: int | None = None
+    region: int | None = None
+    for index, node in enumerate(held.nodes):
+        inside = is_compute(node)
+        if begun is not None and not (inside and region_of(node) == region):
+            yield level(begun, index - 1)
+            begun = None
+        if inside and begun is None:
+            begun, region = index, region_of(node)
+        if _lets_go(node):
+            yield level(index, index)
+    assert begun is None, "a graph ends with its results"
+
+
+def _lets_go(node: fx.Node) -> bool:
+    return node.op == "call_function" and (node.target in DEPARTURES or node.target is ops.left)

@@ -18,7 +18,7 @@ from torch import fx
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import is_bare, size_at, symbols_of
 from zcompile.ir.types import Holds
-from zcompile.memory.storages import Size
+from zcompile.memory.footprint import Size
 
 MOST_SIZES = 256
 """Of one graph, that are remembered; those that no call had for longest are counted anew."""

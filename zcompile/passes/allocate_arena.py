@@ -12,7 +12,7 @@ from zcompile.ir.graph import find, phase_of, positions
 from zcompile.ir.plan import Plan, fetched
 from zcompile.ir.schedule import Slot
 from zcompile.ir.types import NodeName, Phase, aligned
-from zcompile.memory.packing import Block, pack, packed_bytes
+from zcompile.memory.allocator import Block, pack, packed_bytes
 from zcompile.passes.base import Fact, Pass
 
 

@@ -17,15 +17,15 @@ from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
-from zcompile.passes.plan_activations.activation_graph import Surroundings
-from zcompile.passes.plan_activations.plan_activations import PlanActivations
+from zcompile.passes.plan_activations import PlanActivations
+from zcompile.passes.plan_activations.graph import Surroundings
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
 from zcompile.passes.split_budget import SplitBudget
-from zcompile.passes.tile_loss.tile_loss import TileLoss
-from zcompile.passes.tile_matmuls.tile_matmuls import TileMatmuls
-from zcompile.passes.tile_tokens.tile_tokens import TileTokens
+from zcompile.passes.tile_loss import TileLoss
+from zcompile.passes.tile_matmuls import TileMatmuls
+from zcompile.passes.tile_tokens import TileTokens
 from zcompile.verify.graph import verify
 
 

@@ -11,7 +11,7 @@ from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, region_of
 from zcompile.ir.plan import NOTHING_BESIDE, Beside, Plan, fetched
 from zcompile.ir.types import Phase, aligned
-from zcompile.memory.packing import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
 
 

@@ -20,7 +20,7 @@ from zcompile.ir.schedule import (
 from zcompile.ir.step import Step, StepCall, Timeline
 from zcompile.ir.types import Phase, aligned
 from zcompile.machine.cost import Costs
-from zcompile.memory.held_walk import HeldWalk
+from zcompile.memory.step_footprint import HeldWalk
 from zcompile.planner.flying import Departing, Flying
 from zcompile.planner.journeys import Journey
 from zcompile.planner.routes import Routes

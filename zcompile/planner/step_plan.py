@@ -16,9 +16,8 @@ from zcompile.ir.step import Step
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
-from zcompile.memory.held_walk import held_in_steps
-from zcompile.memory.staying import staying, staying_bytes
-from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
+from zcompile.memory.step_footprint import held_in_steps, staying, staying_bytes
+from zcompile.passes.lower import ArenaShare, arranged, window_bytes
 from zcompile.planner.loads import Room
 from zcompile.planner.place_states import Placement, place
 
@@ -115,7 +114,7 @@ def plan_step(
     arena    its window is the least that must be left
     seconds  what an arranged step takes
     least_s  no plan takes less; 0, if that is not known
-    stay     the gradients that stay where backward makes them (`memory/staying.py`)
+    stay     the gradients that stay where backward makes them (`memory/step_footprint.py`)
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []

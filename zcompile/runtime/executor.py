@@ -30,8 +30,7 @@ from zcompile.ir.schedule import (
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import Step
 from zcompile.ir.types import Phase
-from zcompile.memory.device_peaks import device_peak
-from zcompile.memory.held_walk import held_peak, most_inherited
+from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
 from zcompile.runtime.activations import offload
 from zcompile.runtime.clocks import Clocks
 from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans

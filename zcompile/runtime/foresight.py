@@ -16,15 +16,14 @@ from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.ir.handover import Handover, handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Schedule
 from zcompile.ir.types import Phase
-from zcompile.memory.device_peaks import device_peak
+from zcompile.memory.step_footprint import device_peak
 from zcompile.runtime.store.copies import source_of
 from zcompile.runtime.store.sources import check_sources
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import ends, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.verify.home_bytes import Copies
-from zcompile.verify.verify_schedule import verify_handover
-from zcompile.verify.walks import Called
+from zcompile.verify.happens_before import Copies
+from zcompile.verify.schedule import Called, verify_handover
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""

@@ -40,7 +40,7 @@ from zcompile.runtime.store import near
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import read_out
-from zcompile.verify.verify_schedule import verify_schedule
+from zcompile.verify.schedule import verify_schedule
 
 logger = logging.getLogger("zcompile.runtime.session")
 

@@ -10,10 +10,26 @@ order between the two is given by what both devices guarantee, and by nothing el
 That an instruction stands above another orders compute with compute alone: the host runs ahead of
 the device, copies of one link may overtake each other on their way through the disk, and links run
 beside each other.
+
+What is known of each byte of a block: disjoint ranges in order, each with a value.
+
+Reading or writing a range costs the logarithm of how many there are, and what it touches.
+
+Bytes of entries at home: whether what is computed with is what earlier computes left there.
+
+Transfers of the same bytes take effect in the order of their submission, so nothing races here.
+But a fetch that is submitted before the store of what an earlier compute writes brings what was
+there before. The order that is meant is that of the computes.
 """
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from zcompile.ir.schedule import Borrow, Fetch, Schedule, Store
 
 NEVER = -2
 """Before every moment: of a transfer that waits for no compute at all."""
@@ -58,3 +74,128 @@ def start(moments: Iterable[int], transfers: Iterable[Transfer]) -> Transfer:
         passed = max(passed, transfer.passed)
         before |= {transfer, *transfer.after}
     return Transfer(passed, frozenset(t for t in before if not t.ended_by(passed)))
+
+
+T = TypeVar("T")
+
+
+class ByteRanges(Generic[T]):
+    """Nothing is known at first."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._rows: list[tuple[int, T]] = []
+        """End and value, beside each begin."""
+
+    def over(self, begin: int, end: int) -> list[T]:
+        """The values of all ranges that share a byte with [begin, end), in order."""
+        if begin >= end:
+            return []
+        low, high = self._touched(begin, end)
+        return [value for _, value in self._rows[low:high]]
+
+    def put(self, begin: int, end: int, value: T) -> None:
+        """From here on this is what is known of [begin, end)."""
+        if begin >= end:
+            return
+        low, high = self._touched(begin, end)
+        begins, rows = [begin], [(end, value)]
+        if low < high:
+            first, (first_end, first_value) = self._begins[low], self._rows[low]
+            last_end, last_value = self._rows[high - 1]
+            if first < begin:
+                begins.insert(0, first)
+                rows.insert(0, (min(first_end, begin), first_value))
+            if last_end > end:
+                begins.append(end)
+                rows.append((last_end, last_value))
+        self._begins[low:high] = begins
+        self._rows[low:high] = rows
+
+    def _touched(self, begin: int, end: int) -> tuple[int, int]:
+        """Which ranges share a byte with [begin, end): from the first to one past the last."""
+        low = bisect_right(self._begins, begin)
+        if low and self._rows[low - 1][0] > begin:
+            low -= 1
+        return low, max(low, bisect_left(self._begins, end))
+
+
+U = TypeVar("U")
+Copies = Mapping[tuple[Hashable, torch.dtype], Hashable]
+"""(entry, dtype) -> the entry that holds its copy in that dtype."""
+
+
+class Span(NamedTuple):
+    """Bytes [begin, end) of an entry."""
+
+    entry: Hashable
+    begin: int
+    end: int
+
+
+def span_of(access: Fetch | Store | Borrow, entries: Sequence[Hashable], copies: Copies) -> Span:
+    """The bytes at home that are read or written."""
+    entry = entries[access.entry]
+    if isinstance(access, Borrow):
+        layout = access.layout
+        reach = (layout.offset + layout.span) * layout.dtype.itemsize
+        return Span(entry, access.begin, access.begin + reach)
+    if isinstance(access, Fetch) and access.cast is not None:
+        narrow = access.cast.narrow
+        entry = copies.get((entry, narrow), (entry, narrow))
+    return Span(entry, access.begin, access.begin + access.nbytes)
+
+
+def moved_and_borrowed(schedule: Schedule, spans: Sequence[Span | None]) -> "set[Span]":
+    """Spans that compute has where they rest, while transfers move some of the same bytes."""
+    rows = list(zip(schedule.instructions, spans, strict=True))
+    borrowed = {span for x, span in rows if isinstance(x, Borrow) and span is not None}
+    entries = {span.entry for span in borrowed}
+    moved: dict[Hashable, ByteRanges[bool]] = {entry: ByteRanges() for entry in entries}
+    for x, span in rows:
+        if isinstance(x, Fetch | Store) and span is not None and span.entry in entries:
+            moved[span.entry].put(span.begin, span.end, True)
+    return {span for span in borrowed if moved[span.entry].over(span.begin, span.end)}
+
+
+@dataclass(frozen=True)
+class _Write(Generic[U]):
+    """submitted  when: of a store, or the compute itself, if it wrote in place
+    by            the use of a slot that was stored; None: in place
+    """
+
+    submitted: int
+    by: U | None
+
+
+class HomeBytes(Generic[U]):
+    """Who last wrote and read which bytes at home; of entries that are written at all."""
+
+    def __init__(self) -> None:
+        self._written: dict[Hashable, ByteRanges[_Write[U]]] = {}
+        self._read: dict[Hashable, ByteRanges[tuple[int, U]]] = {}
+
+    def watch(self, entries: Iterable[Hashable]) -> None:
+        """These will be written."""
+        for entry in entries:
+            self._written.setdefault(entry, ByteRanges())
+            self._read.setdefault(entry, ByteRanges())
+
+    def read(self, span: Span, by: U, fetched: int, now: int) -> bool:
+        """Compute reads what `by` brought. False, if it was written after it was fetched."""
+        if span.entry not in self._written:
+            return True
+        written = self._written[span.entry].over(span.begin, span.end)
+        self._read[span.entry].put(span.begin, span.end, (now, by))
+        return all(w.by is by or w.submitted < fetched for w in written)
+
+    def store(self, span: Span, by: U, made: int, now: int) -> bool:
+        """What compute made of `by` until `made` goes home. False, if others read it since, who
+        were to see it."""
+        read = self._read[span.entry].over(span.begin, span.end)
+        self._written[span.entry].put(span.begin, span.end, _Write(now, by))
+        return all(other is by or moment <= made for moment, other in read)
+
+    def write_in_place(self, span: Span, now: int) -> None:
+        """Compute writes them where they rest."""
+        self._written[span.entry].put(span.begin, span.end, _Write(now, None))

@@ -30,7 +30,7 @@ from zcompile.ir.torch_compat import (
 )
 from zcompile.ir.types import Kind, Layout, Phase
 from zcompile.machine.cost import Ways
-from zcompile.memory.held_walk import HeldWalk
+from zcompile.memory.step_footprint import HeldWalk
 from zcompile.runtime.eager.tiered import TieredTensor, own
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients import Gradients

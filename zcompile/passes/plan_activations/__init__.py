@@ -1,1 +1,234 @@
-"""Which saved values are kept, made again, or kept elsewhere."""
+"""What backward needs of forward: kept, made again, or moved off the device meanwhile."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile.ir.graph import copied
+from zcompile.ir.plan import Activation, ActivationCost, Curve, Note, Plan
+from zcompile.ir.saved_values import SavedValues
+from zcompile.ir.types import NodeName
+from zcompile.machine.model import Compute, Machine
+from zcompile.memory.footprint import Footprint, footprint
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.plan_activations.graph import Read, Surroundings, read
+from zcompile.passes.plan_activations.problem import AGAIN, KEEP, MOVED, Problem, Value, answer
+from zcompile.passes.plan_activations.rewrite import (
+    Borders,
+    Moved,
+    Rewriting,
+    moved,
+    name_of,
+    sink_views,
+)
+from zcompile.passes.plan_activations.solve import Choice, choose, split
+
+WAYS = {"auto": (AGAIN, "host", "disk"), "recompute": (AGAIN,), "offload": ("host", "disk"),
+        "keep": ()}  # fmt: skip
+"""`Config.activations` -> what may be done to a value but to keep it."""
+ROUNDS = 6
+"""Choices that are tried out; each leaves alone what the one before was over the budget."""
+NOWHERE = Surroundings(
+    Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
+)
+"""What is asked before a machine need be known: whether everything fits."""
+SLACK = 256
+"""Part of the budget that is left alone beside what a choice was over, since allocators round."""
+SURE = 0.7
+"""Of the budget: what is estimated to take less is not tried out."""
+
+
+@dataclass(frozen=True)
+class PlanActivations(Pass):
+    """Fit what backward needs of forward into the device budget, beside the window for weights.
+
+        %r = aten.relu(%a)                        %r = aten.relu(%a)
+        %y = aten.mm(%r, %t)                      %h = zinf.offload(%r, "host")
+        ...                               ->      %y = aten.mm(%r, %t)
+        %dw = aten.mm(%dy, %r)  (backward)        zinf.left(%r, %h)
+        %da = relu_backward(%dr, %r)              ...
+                                                  %s = zinf.gather(%h)
+                                                  %dw = aten.mm(%dy, %s)
+                                                  %da = relu_backward(%dr, %s)
+
+    or, made again:                               %r_1 = aten.relu(%a)
+                                                  %dw = aten.mm(%dy, %r_1)
+
+    Random ops are never repeated. With room for everything nothing changes.
+
+    activations  "auto", "keep", "recompute" or "offload": see `Config`
+    around       the machine and its tiers; None: everything is kept
+    after        the passes that a choice is tried out with, on a copy of the graph
+    compares     whether to tell what would be held if everything were kept
+    """
+
+    activations: str = "auto"
+    around: Callable[[], Surroundings] | None = None
+    after: Sequence[Pass] = ()
+    compares: bool = True
+
+    name: ClassVar[str] = "plan-activations"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_PLANNED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        values = SavedValues(graph)
+        if plan.budget_bytes is None or self.around is None or not values.saved:
+            return plan
+        found = read(values, plan, NOWHERE)
+        choice = self._as_wished(graph, plan, found, plan.budget_bytes)
+        if choice is None:
+            found = read(values, plan, self.around())
+            choice = self._chosen(graph, plan, found, plan.budget_bytes)
+        elif _given_up(choice):  # as the user wished: what that costs depends on the machine
+            found = read(values, plan, self.around())
+            choice = replace(choice, answer=answer(found.problem, choice.actions))
+        cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, choice.least_seconds)
+        plan = replace(plan, activations=_told(values, found, choice), activation_cost=cost)
+        if choice.gap is not None and choice.least_seconds is not None:
+            text = (
+                f"activations cost {choice.answer.seconds:.3g} s a step; nothing that fits can "
+                f"cost less than {choice.least_seconds:.3g} s"
+            )
+            plan = replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
+        if self.compares and _given_up(choice):
+            plan = replace(plan, kept=self._all_kept(graph, plan))
+        return _written(graph, plan, found, choice)
+
+    def _as_wished(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice | None:
+        """Everything kept, but for what the user asked for; None, if there is no room for that and
+        for twice the slots that are needed at once."""
+        problem = replace(found.problem, budget=budget)
+        choice = choose(replace(problem, window=0), ())
+        if any(v.wish in MOVED for v in problem.values):
+            return None  # where to is not known yet
+        estimate = max(choice.answer.held) + 2 * max(choice.answer.slots)
+        if estimate < SURE * budget:
+            return choice
+        if estimate * SURE > budget:
+            return None
+        held, window = self._needed(graph, plan, found, choice)
+        return choice if held + 2 * window <= budget else None
+
+    def _chosen(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice:
+        """The first that fits as it is counted after all passes; else that which needs least."""
+        problem = replace(found.problem, budget=budget)
+        ways = [way for way in WAYS[self.activations] if way == AGAIN or way in problem.tiers]
+        margin, best = 0, None
+        for _ in range(ROUNDS):
+            choice = split(problem, found.streams, ways, margin)
+            estimate = max(choice.answer.held) + max(choice.answer.slots)
+            if choice.fits and estimate < SURE * budget:
+                return choice
+            over = sum(self._needed(graph, plan, found, choice)) - budget
+            if best is None or over < best[0]:
+                best = (over, choice)
+            if over <= 0 or not choice.fits:
+                break
+            margin += over + budget // SLACK
+        assert best is not None, "one choice at least is tried out"
+        return best[1]
+
+    def _needed(self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> tuple[int, int]:
+        """Bytes of device that a choice needs: those that are held, and the smallest window."""
+        copy, mapping = copied(graph)
+        roots = tuple(mapping[root] for root in found.roots)
+        trial = replace(plan, budget_bytes=None)
+        trial = _written(copy, trial, replace(found, roots=roots), choice)
+        trial, held = self._counted(copy, trial)
+        return max(held.peak, plan.beside.nbytes), trial.arena_bytes
+
+    def _all_kept(self, graph: fx.Graph, plan: Plan) -> Curve:
+        """What would be held if nothing were given up."""
+        _, held = self._counted(copied(graph)[0], replace(plan, budget_bytes=None))
+        return held.as_curve()
+
+    def _counted(self, copy: fx.Graph, trial: Plan) -> tuple[Plan, Footprint]:
+        for pass_ in self.after:
+            trial = pass_.rewrite(copy, trial)
+        return trial, footprint(copy, trial.params)
+
+
+def _given_up(choice: Choice) -> bool:
+    """Whether anything that backward needs is not kept."""
+    rows = zip(choice.actions, choice.answer.wanted, strict=True)
+    return any(want is not None and action != KEEP for action, want in rows)
+
+
+def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:
+    """The choice, in the graph."""
+    wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
+    again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == AGAIN)
+    away = [n for n in wanted if choice.actions[n] not in (KEEP, AGAIN)]
+    if not again and not away:
+        return plan
+    sink_views(graph)
+    return Rewriting(SavedValues(graph), plan, again, _moves(graph, found, choice, away)).rewrite()
+
+
+def _moves(
+    graph: fx.Graph, found: Read, choice: Choice, away: Sequence[int]
+) -> Mapping[fx.Node, Moved]:
+    """Offloads; the memory of each is given back when it will have left, or sooner where more
+    would be held than ever else."""
+    borders, problem = Borders(graph), found.problem
+    held, most = list(choice.answer.held), max(choice.answer.held)
+    moves: dict[fx.Node, Moved] = {}
+    free_s = 0.0
+    for number in away:
+        value, root = problem.values[number], found.roots[number]
+        rate = problem.tiers[choice.actions[number]].leave_s
+        starts = borders.after(borders.at(root))
+        free_s = max(free_s, found.clock[min(starts, len(found.clock) - 1)]) + value.nbytes * rate
+        at = value.read + 1
+        while (at < problem.boundary and found.clock[at] < free_s
+               and held[at] + value.nbytes <= most):  # fmt: skip
+            held[at] += value.nbytes
+            at += 1
+        moves[root] = moved(borders, root, choice.actions[number], at)
+    return moves
+
+
+def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation, ...]:
+    rows = []
+    problem = found.problem
+    for number, value in enumerate(problem.values):
+        if choice.answer.wanted[number] is None:
+            continue
+        action, seconds = choice.actions[number], 0.0
+        if action == AGAIN:
+            seconds = _share(problem, choice, value) * problem.makers[value.maker].seconds
+        elif action != KEEP:
+            away = problem.tiers[action]
+            seconds = value.nbytes * (away.leave_s + away.back_s) + 2 * away.start_s
+        root = found.roots[number]
+        rows.append(Activation(NodeName(root.name), name_of(root), value.nbytes, action, seconds,
+                               _why(values, root, value.wish, action, choice)))  # fmt: skip
+    return tuple(rows)
+
+
+def _share(problem: Problem, choice: Choice, value: Value) -> float:
+    """Of what its op costs: results that are made again together share it by their bytes."""
+    made = problem.makers[value.maker].makes
+    again = [problem.values[n].nbytes for n in made
+             if choice.actions[n] == AGAIN and choice.answer.wanted[n] is not None]  # fmt: skip
+    return value.nbytes / sum(again) if sum(again) else 1 / len(again)
+
+
+def _why(values: SavedValues, root: fx.Node, wish: str, action: str, choice: Choice) -> str:
+    if root in values.returned:
+        return "a result of the graph, which its caller holds"
+    if wish and action != KEEP:
+        return f"asked for by torch.utils.checkpoint ({wish})"
+    if action == AGAIN:
+        return "making it again costs least per byte where most is held"
+    if action != KEEP:
+        return "moving it costs least per byte where most is held"
+    if not values.may_repeat(root) and not values.may_move(root):
+        return "it can neither be made again nor moved"
+    if not values.may_repeat(root):
+        return "random, or not the same twice: it is not made again, and there is room for it"
+    return "there is room for it" if choice.fits else "nothing is gained by giving it up"

@@ -1,1 +1,294 @@
-"""Weights larger than their share of the device, in tiles."""
+"""Weights that the device cannot hold whole are gathered, used and given back in tiles."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from zcompile.errors import BudgetExceeded
+from zcompile.ir import ops
+from zcompile.ir.graph import copied, output_of, phase_of, positions
+from zcompile.ir.plan import Note, Plan, Rounding, fetched
+from zcompile.ir.rewrite import Writer, erase_unread, shape
+from zcompile.ir.torch_compat import gradient_of, handle_input
+from zcompile.ir.types import NodeName, Phase
+from zcompile.memory.footprint import footprint
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.tile_matmuls.gradients import Tiles, leave_in_tiles
+from zcompile.passes.tile_matmuls.sizes import Held, choose_tiles, fullest, ways_to_cut
+from zcompile.passes.tile_matmuls.uses import (
+    ADDED_UP,
+    Reader,
+    Result,
+    Weight,
+    rounding_of,
+    rule_of,
+    same_kind,
+    weights_of,
+)
+from zcompile.passes.trial import BudgetSearch
+
+aten = torch.ops.aten
+
+Said = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
+"""Of a graph, as long as it is not cut: budget and cuts -> what is said against them."""
+ROOMY = 1.125
+"""What is counted before the other passes have been, times this, is at least what they count."""
+
+
+@dataclass(frozen=True)
+class TileMatmuls(Pass):
+    """Cut the uses of a weight, and its gradient, along the weight's first dimension.
+
+        %w  = zinf.gather(%h)                    %w0 = zinf.gather(%h, rows 0 to 2)
+        %t  = aten.t(%w)                         %y0 = aten.mm(%x, aten.t(%w0))
+        %y  = aten.mm(%x, %t)                    %w1 = zinf.gather(%h, rows 2 to 4)
+        ...                               ->     %y1 = aten.mm(%x, aten.t(%w1))
+        %dw = aten.mm(%dyt, %x)                  %y  = aten.cat([%y0, %y1], 1)
+        ...                                      ...
+        return (%y, %dw)                         %s0 = zinf.reduce_tile(aten.mm(%dyt0, %x), %h, 0)
+                                                 %s1 = zinf.reduce_tile(aten.mm(%dyt1, %x), %h, 2K)
+
+    Tiles are ranges of rows, which are contiguous at home. What a use computes is that of the
+    whole where the tiled dimension is one of its result, and of the gradient of the weight; where
+    it is summed over, the sum rounds otherwise (`tiled_uses`). What fits is left alone.
+
+    How much of the budget weights may take depends on what the graph holds beside them, and that
+    on what becomes of its activations: cuts are tried out with all that decides of these, the
+    coarsest first.
+
+    tile_bytes  a weight of more is cut, and two tiles take no more; None: only what the budget
+                cannot hold is cut
+    after       the passes that cuts are tried out with, on a copy of the graph
+    """
+
+    tile_bytes: int | None = None
+    after: Sequence[Pass] = ()
+    _said: Said = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+
+    name: ClassVar[str] = "tile-matmuls"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
+        self._said.pop(graph, None)
+        return replace(self._cut(graph, plan, cuts), cuts=cuts)
+
+    def roomy(self, graph: fx.Graph, plan: Plan) -> int:
+        """Bytes that hold everything whatever is decided, when nothing is cut."""
+        return _roomy(graph, plan, _held(graph, plan))
+
+    def fitting(self, graph: fx.Graph, plan: Plan, most: int | None = None) -> Mapping[str, int]:
+        """The cuts that are made with this budget (`Plan.cuts`).
+
+        most    cuts that are tried out; None: all
+        raises  BudgetExceeded, of the ones that need least, without a search for a budget that does
+        """
+        return self._chosen(graph, plan, alone=True, most=most)
+
+    def _cut(self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]) -> Plan:
+        weights = {w.handle.name: w for w in weights_of(graph, plan)}
+        notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
+                 if w.whole and self._is_too_large(w, plan)]  # fmt: skip
+        roundings = [
+            Rounding(self.name, weights[name].name, why)
+            for name, most in cuts.items()
+            if (why := _rounding(weights[name], most))
+        ]
+        for name, most in cuts.items():
+            notes += [Note(self.name, NodeName(name), text)
+                      for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
+        roundings = [*plan.roundings, *roundings]
+        return replace(plan, notes=(*plan.notes, *notes), roundings=tuple(roundings))
+
+    def _chosen(
+        self, graph: fx.Graph, plan: Plan, *, alone: bool = False, most: int | None = None
+    ) -> Mapping[str, int]:
+        """The coarsest cuts with which everything fits; without a trial where that is sure.
+
+        alone  whether no other budget is tried out
+        """
+        held, budget = _held(graph, plan), plan.budget_bytes
+        coarsest = next(ways_to_cut(held, budget, self.tile_bytes))
+        if budget is None or not self.after:
+            return coarsest
+        roomy = _roomy(graph, plan, held)
+        if roomy <= budget and not coarsest:
+            return coarsest
+        search = BudgetSearch(
+            lambda tried: islice(ways_to_cut(held, tried, self.tile_bytes), most),
+            lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
+            alike=lambda cuts, finer: cuts.keys() == finer.keys(),
+        )
+        return search.first(budget) if alone else search.best(budget, roomy)
+
+    def _refused(
+        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+    ) -> BudgetExceeded | None:
+        """What the passes that come after say of these cuts; said once, since slices of tokens are
+        tried out before, and none first."""
+        said = self._said.setdefault(graph, {})
+        key = plan.budget_bytes, tuple(cuts.items())
+        if key not in said:
+            said[key] = self._tried_out(graph, plan, cuts)
+        return said[key]
+
+    def _tried_out(
+        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+    ) -> BudgetExceeded | None:
+        copy, _ = copied(graph)
+        try:
+            trial = self._cut(copy, plan, cuts)
+            for pass_ in self.after:
+                trial = pass_.rewrite(copy, trial)
+        except BudgetExceeded as error:
+            return error.with_traceback(None)  # whose frames hold the copy
+        return None
+
+    def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
+        limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
+        return any(weight.nbytes > limit for limit in limits)
+
+
+def _held(graph: fx.Graph, plan: Plan) -> list[Held]:
+    """What is gathered, where it is read."""
+    where, weights = positions(graph), list(weights_of(graph, plan))
+    return [
+        value
+        for number, weight in enumerate(weights)
+        for value in weight.held(where, number, len(weights))
+    ]
+
+
+def _roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held]) -> int:
+    """Bytes that hold everything whatever is decided, when nothing is cut."""
+    beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
+    at_once, _ = fullest(held, {})
+    return int(ROOMY * (beside + 2 * at_once))
+
+
+def _rounding(weight: Weight, most: int) -> str:
+    """Why uses of a weight round otherwise once it is cut, for people; "": they do not."""
+    found = [
+        rounding_of(reader.use)
+        for reader in weight.readers
+        if reader.row is None and len(_tiles_read(reader, most)) > 1
+    ]
+    return ADDED_UP if ADDED_UP in found else max(found, default="")
+
+
+def _tiles_read(reader: Reader, most: int) -> tuple[int, ...]:
+    """Rows of each tile of what a reader reads."""
+    row_nbytes = fetched(reader.gather).nbytes // shape(reader.gather)[0]
+    return choose_tiles(reader.rows[1], row_nbytes, most)
+
+
+def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:
+    """Rewrite the uses of a weight, and its gradient. What was not done is told.
+
+    One tile is all of it, gathered for each use by itself instead of from the first to the last.
+    """
+    sizes = choose_tiles(weight.rows, weight.nbytes // weight.rows, most)
+    known: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    unread: list[fx.Node] = []
+    for reader in sorted(weight.readers, key=lambda r: r.use.node):
+        node = reader.use.node
+        unread += [*node.users, node]
+        if not _rewritten(graph, reader, most, known):
+            yield f"{weight.name} is gathered whole for %{node.name}: tiles of it lie otherwise"
+    if len(sizes) > 1 and plan.params[NodeName(weight.handle.name)].sink:
+        tiles = Tiles(weight.handle, sizes, weight.name.replace(".", "_"))
+        yield from _gradient(graph, weight, tiles, known, unread)
+    for node, parts in known.items():
+        if node.users:
+            write = Writer(graph, min(node.users), node, phase_of(node))
+            whole = parts[0] if len(parts) == 1 else write.call(aten.cat.default, list(parts), 0)
+            node.replace_all_uses_with(whole)
+    erase_unread(graph, *unread)
+
+
+def _rewritten(
+    graph: fx.Graph,
+    reader: Reader,
+    most: int,
+    known: dict[fx.Node, tuple[fx.Node, ...]],
+) -> bool:
+    """Whether the tiles took the place of a use; values that are left in tiles become `known`."""
+    node = reader.use.node
+    write = Writer(graph, node, node, phase_of(node))
+    first, _ = reader.rows
+    if reader.row is not None:
+        operand = _operand(write, reader, first + reader.row, 1)
+        result = Result(write.call(aten.select.int, operand, reader.use.dim, 0))
+    else:
+        sizes = _tiles_read(reader, most)
+        use = replace(reader.use, sizes=sizes)
+        rule = rule_of(use)
+        assert rule is not None
+        begins = [first + sum(sizes[:n]) for n in range(len(sizes))]
+        made = rule(use, write, lambda n: _operand(write, reader, begins[n], sizes[n]))
+        if made is None:
+            return False
+        result = made
+    if not _takes_the_place(node, result):
+        write.undo()
+        return False
+    if result.value is not None:
+        node.replace_all_uses_with(result.value)
+        return True
+    for item in list(node.users):
+        number = item.args[1]
+        assert isinstance(number, int)
+        if (value := result.items[number]) is not None:
+            item.replace_all_uses_with(value)
+        for n, parts in result.tiles:
+            if n == number:
+                known[item] = parts
+    return True
+
+
+def _operand(write: Writer, reader: Reader, begin: int, rows: int) -> fx.Node:
+    node = write.tile(reader.gather, begin, rows)
+    for view, dim in reader.chain:
+        node = write.again(view, node, dim, rows)
+    return node
+
+
+def _takes_the_place(node: fx.Node, result: Result) -> bool:
+    if result.value is not None:
+        return same_kind([result.value], [node])
+    return all(
+        same_kind([result.items[item.args[1]]], [item])  # type: ignore[index]  # of getitem
+        for item in node.users
+    )
+
+
+def _gradient(
+    graph: fx.Graph,
+    weight: Weight,
+    tiles: Tiles,
+    known: Mapping[fx.Node, tuple[fx.Node, ...]],
+    unread: list[fx.Node],
+) -> Iterator[str]:
+    """Its gradient leaves in tiles; the last of them is what the graph returns in its place."""
+    output = output_of(graph)
+    results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
+    for position, desc in enumerate(output.meta.get("desc") or ()):
+        grad = results[position]
+        if gradient_of(desc) is None or gradient_of(desc) != handle_input(weight.handle):
+            continue
+        if not isinstance(grad, fx.Node) or grad.target in ops.SINKS:
+            continue
+        if phase_of(grad) is not Phase.BACKWARD or grad.op == "placeholder":
+            yield f"the gradient of {weight.name} leaves whole: backward does not compute it"
+            continue
+        results[position], whole = leave_in_tiles(graph, grad, tiles, known)
+        output.args = (tuple(results),)
+        unread.append(grad)
+        if whole:
+            yield f"the gradient of {weight.name} is made whole before it leaves in tiles"

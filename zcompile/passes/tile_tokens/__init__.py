@@ -1,1 +1,233 @@
-"""Regions that are row-wise in tokens, in slices."""
+"""Blocks whose hidden values the device cannot hold run over slices of tokens.
+
+Why hidden values that are large do not run over slices of tokens: sentences for people.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from torch import fx
+
+from zcompile.errors import BudgetExceeded
+from zcompile.ir.graph import aliases_of, copied, module_of, phase_of
+from zcompile.ir.plan import Note, Plan, Rounding, SlicedRegion
+from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
+from zcompile.ir.torch_compat import Dispatched, is_random
+from zcompile.ir.types import Phase
+from zcompile.ir.units import show_size
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.tile_tokens.regions import Region, regions_of, tokens_of, ways_to_slice
+from zcompile.passes.tile_tokens.rewrite import rewrite_region
+from zcompile.passes.tile_tokens.rules import PRODUCTS, Tokens
+from zcompile.passes.trial import between
+
+
+def whole_because(graph: fx.Graph, regions: Sequence[Region], least: int) -> list[str]:
+    """Of each module with a value of more than `least` bytes that is in no region, and could be if
+    tokens had a fixed number, or nothing drew random numbers: which it is."""
+    values, numbers = SavedValues(graph), tokens_of(graph)
+    inside = {node for region in regions for node in region.inside}
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_value(node) or values.root(node) is not node:
+            continue
+        nbytes = storage_bytes(node)
+        if nbytes <= least or node in inside or phase_of(node) is not Phase.FORWARD:
+            continue
+        name = module_of(node) or node.name
+        if name not in found and (why := _reason(values, numbers, node)):
+            found[name] = f"{show_size(nbytes)} of {name} are not cut into slices of tokens: {why}"
+    return list(found.values())
+
+
+def _reason(values: SavedValues, numbers: Sequence[Tokens], node: fx.Node) -> str:
+    if node.target in PRODUCTS and not isinstance(node.meta["val"].shape[0], int):
+        return "how many there are is known at run time only"
+    if not any(tokens.lead(node) for tokens in numbers):
+        return ""
+    users = (user for alias in aliases_of(node) for user in alias.users)
+    for near in (values.maker(node), *users):
+        if isinstance(near.target, Dispatched) and is_random(near):
+            return f"%{near.name} draws random numbers, which is not repeated"
+    return ""
+
+
+SMALL = 4
+"""What takes less than one part in so many of the budget is left alone: what does not fit then is
+something else."""
+
+CUTS = 2
+"""Cuts of weights that are tried out beside slices, the coarsest first; a slice reads all tiles."""
+HOPELESS = 2
+"""Times the budget: finer tiles are not tried out where slices and the coarsest need more."""
+GROWTH, ENOUGH = 2, 2000
+"""What runs in slices may have so many times as many nodes as the graph, or so many: every trial
+goes over all of them."""
+
+Slices = tuple[int, ...]
+
+
+class Cutter(Protocol):
+    """Who decides of weights and all that comes after, and says whether that fits."""
+
+    def roomy(self, graph: fx.Graph, plan: Plan) -> int: ...
+
+    def fitting(
+        self, graph: fx.Graph, plan: Plan, most: int | None = None
+    ) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True)
+class TileTokens(Pass):
+    """Cut the tokens of a region that treats each by itself.
+
+        %a = aten.mm(%x, %up)                 for each slice of tokens:
+        %r = aten.relu(%a)             ->         %a = aten.mm(%x[i:j], %up);  %r = aten.relu(%a)
+        %y = aten.mm(%r, %down)                   %y[i:j] = aten.mm(%r, %down)
+        ...                                   for each slice again (backward):
+        %dr = aten.mm(%dy, %down.T)               %a, %r as in forward;  %dr = .., %da = ..
+        %da = relu_backward(%dr, %r)              %dx[i:j] = aten.mm(%da, %up.T)
+        %dx = aten.mm(%da, %up.T)                 %dup += aten.mm(%x[i:j].T, %da)
+        %dup = aten.mm(%x.T, %da)
+
+    The results are put together once, at the end. Gradients of weights add up over the slices,
+    which rounds otherwise; products of fewer rows may, if the library takes another kernel.
+
+    Only where nothing else is enough: slices are tried out with all that comes after, and the
+    fewest with which everything fits are taken. What fits without is left as it is, and what does
+    not fit with them either. The cuts of weights that were tried out are handed on (`Plan.cuts`).
+
+    cutter  tries all that comes after out on a copy of the graph; None: nothing is changed
+    slices  of every region, without a look at the budget; None: as many as are needed
+    """
+
+    cutter: Cutter | None = None
+    slices: int | None = None
+
+    name: ClassVar[str] = "tile-tokens"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_TILED})
+
+    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+        if self.slices is not None:
+            regions = regions_of(graph)
+            written = [self.slices if self.slices in r.demand.counts else 1 for r in regions]
+            return _with_slices(plan, _write(graph, regions, written))
+        if plan.budget_bytes is None or self.cutter is None:
+            return plan
+        roomy = self.cutter.roomy(graph, plan)
+        if roomy <= plan.budget_bytes:
+            return plan
+        least = plan.budget_bytes // SMALL
+        regions = [r for r in regions_of(graph) if r.demand.sliced > least]
+        why = whole_because(graph, regions, least)
+        if not regions and not why:
+            return plan
+        return _Trials(graph, plan, self.cutter, regions, why).planned(plan.budget_bytes, roomy)
+
+
+class _Trials:
+    """Slices of the regions of a graph, tried out.
+
+    why   what is large is not sliced, for people
+    cuts  of weights, with which slices fit a budget
+    """
+
+    def __init__(
+        self, graph: fx.Graph, plan: Plan, cutter: Cutter, regions: Sequence[Region],
+        why: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self.cutter = graph, plan, cutter
+        self.regions, self.why = regions, why
+        self.cuts: Mapping[str, int] = {}
+
+    def planned(self, budget: int, roomy: int) -> Plan:
+        """The plan, and the graph in slices, if it takes any. Where nothing fits, graph and cuts
+        are left as they are, and it is for others to refuse the budget."""
+        found: Slices | None = None
+        for tried in (*between(budget, roomy), budget):
+            found = self._first(tried)
+            if found is None:
+                text = f"slices of tokens do not make it fit {show_size(tried)}"
+                said = [*([text] if self.regions else []), *self.why]
+                return self._noted(self.plan, said)
+        assert found is not None, "the budget itself is tried out"
+        plan = replace(self.plan, cuts=self.cuts)
+        if max(found, default=1) == 1:
+            return plan
+        sliced = _write(self.graph, self.regions, found)
+        said = [*(region.told() for region in sliced), *self.why]
+        return self._noted(_with_slices(plan, sliced), said)
+
+    def _noted(self, plan: Plan, said: Sequence[str]) -> Plan:
+        notes = [Note(TileTokens.name, None, text) for text in said]
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _first(self, budget: int) -> Slices | None:
+        """The fewest slices with which everything fits; None, if there are none."""
+        demands = [region.demand for region in self.regions]
+        most = max(GROWTH * len(self.graph.nodes), ENOUGH)
+        least: int | None = None
+        for slices in ways_to_slice(demands, budget):
+            nodes = sum(n * len(r.nodes) for r, n in zip(self.regions, slices, strict=True))
+            sliced = max(slices, default=1) > 1
+            if sliced and nodes > most:
+                return None
+            needed = self._needed(slices, budget)
+            if needed is None:
+                return slices
+            if sliced and least is not None and needed >= least:
+                return None  # more slices do not help
+            least = needed if sliced else None
+        return None
+
+    def _needed(self, slices: Slices, budget: int) -> int | None:
+        """Bytes that so many slices need, with the cuts that need least; None: everything fits."""
+        plan = replace(self.plan, budget_bytes=budget)
+        sliced = max(slices, default=1) > 1
+        graph = self.graph
+        try:
+            if sliced:
+                graph, mapping = copied(graph)
+                _write(graph, [region.there(mapping) for region in self.regions], slices)
+            self.cuts = self._cuts(graph, plan, sliced)
+        except BudgetExceeded as error:
+            return error.needed_bytes
+        return None
+
+    def _cuts(self, graph: fx.Graph, plan: Plan, sliced: bool) -> Mapping[str, int]:
+        """Those of weights that fit. raises BudgetExceeded"""
+        if not sliced:
+            return self.cutter.fitting(graph, plan)
+        assert plan.budget_bytes is not None
+        for count in range(1, CUTS):
+            try:
+                return self.cutter.fitting(graph, plan, count)
+            except BudgetExceeded as error:
+                if error.needed_bytes > HOPELESS * plan.budget_bytes:
+                    raise  # finer tiles save less than a budget: none takes more than that
+        return self.cutter.fitting(graph, plan, CUTS)
+
+
+def _with_slices(plan: Plan, sliced: tuple[SlicedRegion, ...]) -> Plan:
+    why = "gradients of its weights are added up slice after slice, and products have fewer rows"
+    rounded = [Rounding(TileTokens.name, region.name, why) for region in sliced]
+    return replace(plan, sliced=sliced, roundings=(*plan.roundings, *rounded))
+
+
+def _write(
+    graph: fx.Graph, regions: Sequence[Region], slices: Sequence[int]
+) -> tuple[SlicedRegion, ...]:
+    """Those that run over slices now."""
+    return tuple(
+        _told(region, count)
+        for region, count in zip(regions, slices, strict=True)
+        if count > 1 and rewrite_region(graph, region, count)
+    )
+
+
+def _told(region: Region, slices: int) -> SlicedRegion:
+    need = region.demand
+    inside = need.held(slices) - need.whole
+    return SlicedRegion(region.name, slices, region.tokens.count, need.whole, need.sliced, inside)

@@ -17,9 +17,8 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import bases_of, root_of
 from zcompile.ir.rewrite import Pen
+from zcompile.passes.tile_tokens.regions import Half, Region, halves_of
 from zcompile.passes.tile_tokens.rules import VIEWS, Tokens, is_turned
-from zcompile.passes.tile_tokens.token_halves import Half
-from zcompile.passes.tile_tokens.token_regions import Region, halves_of
 
 aten = torch.ops.aten
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

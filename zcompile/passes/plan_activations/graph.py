@@ -1,4 +1,4 @@
-"""A joint graph as the question what to keep for backward (`activation_problem.py`), and back."""
+"""A joint graph as the question what to keep for backward (`problem.py`), and back."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +14,8 @@ from zcompile.ir.types import Layout, NodeName, Phase, aligned
 from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
-from zcompile.passes.plan_activations.activation_problem import Away, Maker, Problem, Value, Weight
-from zcompile.passes.plan_activations.activation_split import Streams
+from zcompile.passes.plan_activations.problem import Away, Maker, Problem, Value, Weight
+from zcompile.passes.plan_activations.solve import Streams
 
 LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
 """Tier -> the links on the way there and back."""

@@ -1,4 +1,8 @@
-"""The rules that a safe schedule keeps, applied to one instruction after the other.
+"""Proves schedules safe, without a device: each by itself, and one that hands over to the next.
+
+The rules are in `schedule.py`, the order of events in `happens_before.py`.
+
+The rules that a safe schedule keeps, applied to one instruction after the other.
 
 Every access of every byte can be read off the list: a fetch writes a slot, compute touches it at
 the runs that read its register, and through views at any run until it is given back; a store or a
@@ -12,30 +16,216 @@ beyond the list:
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
 
-That the memory of a gradient that stays is its own is read off its level (`memory/storages.py`);
+That the memory of a gradient that stays is its own is read off its level (`memory/footprint.py`);
 the runtime looks once more at its bytes and strides, before it keeps it.
+
+One walk of a schedule as the proof sees it: registers, tickets, the slots that are taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from zcompile.errors import ScheduleInvalid
+from zcompile.ir.handover import Handover
+from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
     Borrow,
+    EntryIndex,
     Fetch,
     Free,
+    Instruction,
     Left,
     Literal,
     Offload,
     Reduce,
+    Register,
     Run,
+    Schedule,
+    Slot,
     Store,
     Ticket,
     Wait,
 )
 from zcompile.ir.types import ALIGNMENT, Level, aligned
-from zcompile.verify.byte_ranges import ByteRanges
-from zcompile.verify.happens_before import BEGUN, start
-from zcompile.verify.home_bytes import HomeBytes, Span
-from zcompile.verify.walks import Called, Use, Walk
+from zcompile.verify.happens_before import (
+    BEGUN,
+    NEVER,
+    ByteRanges,
+    Copies,
+    HomeBytes,
+    Span,
+    Transfer,
+    moved_and_borrowed,
+    span_of,
+    start,
+)
+
+
+@dataclass(frozen=True)
+class Called:
+    """A schedule and what its call is about.
+
+    entries  what stands for the entry behind each index, the same in every call; empty: the index
+    copies   the entries that hold copies in other dtypes
+    """
+
+    schedule: Schedule
+    entries: Sequence[Hashable] = ()
+    copies: Copies = field(default_factory=dict)
+
+    def spans(self) -> list[Span | None]:
+        """Per instruction, the bytes at home that it reads or writes."""
+        rows = self.schedule.instructions
+        most = max((int(x.entry) for x in rows if isinstance(x, Fetch | Store | Borrow)), default=0)
+        entries = self.entries or range(most + 1)
+        return [
+            span_of(x, entries, self.copies) if isinstance(x, Fetch | Store | Borrow) else None
+            for x in rows
+        ]
+
+
+@dataclass(eq=False)
+class Use:
+    """A slot, from the fetch that takes it to its release.
+
+    walk     number of the walk that it belongs to
+    span     the bytes at home that it brings
+    at       when the fetch was submitted
+    brought  the fetch itself
+    touched  the last moment of compute that may have read or written it
+    stores   transfers home that read it
+    """
+
+    walk: int
+    fetch: Fetch
+    span: Span
+    at: int
+    brought: Transfer
+    touched: int = NEVER
+    stores: list[Transfer] = field(default_factory=list)
+    freed: bool = False
+
+
+class _Tiles:
+    """What left of one contribution to a gradient of `nbytes`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.missing = nbytes
+        self.left: ByteRanges[bool] = ByteRanges()
+
+
+class Walk:
+    """number  tells it from those before it
+    begun   the moment it began
+    given   fetches of it that were under way by then
+    """
+
+    def __init__(
+        self, called: Called, number: int, begun: int, given: Mapping[Ticket, Use]
+    ) -> None:
+        self.schedule = schedule = called.schedule
+        self.number = number
+        self.begun = begun
+        self.index = 0
+        """Of the instruction at hand."""
+        self.spans = called.spans()
+        self.torn = moved_and_borrowed(schedule, self.spans)
+        self.given = given
+        self.last_run = NEVER
+        self.transfers: dict[Ticket, Transfer] = {}
+        self.moments: dict[Ticket, int] = {}
+        self.leaving: dict[Ticket, Offload] = {}
+        """Values whose departure compute has not waited for."""
+        self.taken = {use.fetch.slot: use for use in given.values()}
+        self.made_at = {Register(r): begun for r in range(schedule.inputs)}
+        self.made_at |= {register: begun for register, _ in schedule.constants}
+        self.bound: dict[Register, Use] = {}
+        self.borrowed: dict[Register, Span] = {}
+        self.written_in_place: dict[Register, Span] = {}
+        self._leaving: dict[EntryIndex, _Tiles] = {}
+
+    @property
+    def span(self) -> Span:
+        """The bytes at home of the instruction at hand."""
+        span = self.spans[self.index]
+        assert span is not None
+        return span
+
+    def written(self) -> list[Hashable]:
+        """The entries whose bytes at home it writes."""
+        rows = zip(self.schedule.instructions, self.spans, strict=True)
+        return [s.entry for x, s in rows if s is not None and _writes(x)]
+
+    def new(self, ticket: Ticket) -> None:
+        if ticket in self.transfers or ticket in self.moments:
+            raise self.fail(f"ticket {ticket} is given out twice")
+
+    def after(self, tickets: Sequence[Ticket]) -> tuple[list[int], list[Transfer]]:
+        """The moments of compute and the transfers that these stand for."""
+        for ticket in tickets:
+            if ticket not in self.transfers and ticket not in self.moments:
+                raise self.fail(f"it waits for ticket {ticket}, which nothing before it gives out")
+        return (
+            [self.moments[t] for t in tickets if t in self.moments],
+            [self.transfers[t] for t in tickets if t in self.transfers],
+        )
+
+    def use_of(self, slot: Slot, name: str) -> Use:
+        if slot not in self.taken:
+            raise self.fail(f"{name!r} has no slot {slot} that is taken here")
+        return self.taken[slot]
+
+    def forget(self, register: Register) -> None:
+        """It is not to be read any more."""
+        self.made_at.pop(register, None)
+        self.bound.pop(register, None)
+        self.borrowed.pop(register, None)
+        self.written_in_place.pop(register, None)
+
+    def define(self, register: Register, moment: int) -> None:
+        self.forget(register)
+        self.made_at[register] = moment
+
+    def tile_leaves(self, reduce: Reduce) -> None:
+        """A tile of a gradient: none of its bytes left before in the same contribution."""
+        begin, end = reduce.begin, reduce.begin + reduce.nbytes
+        tiles = self._leaving.setdefault(reduce.entry, _Tiles(reduce.of_nbytes))
+        if not reduce.nbytes or end > reduce.of_nbytes or tiles.nbytes != reduce.of_nbytes:
+            raise self.fail(
+                f"bytes {begin} to {end} of the gradient of {reduce.name!r}, which has "
+                f"{tiles.nbytes}, are no tile of it"
+            )
+        if tiles.left.over(begin, end):
+            raise self.fail(
+                f"bytes {begin} to {end} of the gradient of {reduce.name!r} leave before the "
+                "contribution that they left in is whole"
+            )
+        tiles.left.put(begin, end, True)
+        tiles.missing -= reduce.nbytes
+        if not tiles.missing:
+            del self._leaving[reduce.entry]
+
+    def all_tiles_left(self) -> None:
+        for entry, tiles in self._leaving.items():
+            raise self.fail(
+                f"{tiles.missing} bytes of the gradient of {self.schedule.names.get(entry)!r} "
+                "never leave"
+            )
+
+    def fail(self, why: str) -> ScheduleInvalid:
+        """The sentence, and the instructions around the one it is about."""
+        rows = self.schedule.instructions
+        first = max(0, self.index - 3)
+        shown = [
+            f"  {'>' if i == self.index else ' '} {i:>5}  "
+            + "  ".join(str(part) for part in instruction_row(rows[i]) if part is not None)
+            for i in range(first, min(len(rows), self.index + 2))
+        ]
+        return ScheduleInvalid(why, "\n".join(shown))
+
+
+def _writes(x: Instruction) -> bool:
+    return isinstance(x, Store) or (isinstance(x, Borrow) and x.writes)
 
 
 class Proof:
@@ -295,3 +485,106 @@ def _left(walk: Walk, left: Left, now: int) -> None:
         raise walk.fail(f"the memory of {left.name!r} was given back before")
     walk.transfers[left.ticket].wait_at(now)
     walk.forget(left.register)
+
+
+def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> None:
+    """entries  what stands for the entry behind each index; empty: all are different
+
+    raises  ScheduleInvalid with the sentence and the instruction, on the first unsafe one
+    """
+    proof = Proof()
+    walk = proof.begin(Called(schedule, entries), {})
+    for index in range(len(schedule.instructions)):
+        proof.step(walk, index)
+    proof.end(walk)
+    _account(walk, proof.peak)
+    _gradients_are_placed_alone(walk)
+
+
+def verify_handover(now: Called, then: Called, handover: Handover) -> None:
+    """`then`, walked right after `now`, with the fetches that are handed over under way by then.
+
+    Both are safe by themselves. What one writes and the other fetches is known by their entries.
+    raises  ScheduleInvalid, which shows the schedule that is not safe beside the other
+    """
+    proof = Proof()
+    first = proof.begin(now, {})
+    for index in handover.starts:
+        if not 0 <= index < len(now.schedule.instructions):
+            raise first.fail(f"fetches are handed over after instruction {index}, which it has not")
+    if handover.starts and then.schedule.annex_at:
+        raise first.fail("fetches are handed over into memory that graphs hold until then")
+    given: dict[Ticket, Use] = {}
+    fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}
+    spans = then.spans()
+    for index in range(len(now.schedule.instructions)):
+        proof.step(first, index)
+        for fetch in handover.starts.get(index, ()):
+            _may_be_handed(first, fetch, fetches, given)
+            span = spans[fetches[fetch]]
+            assert span is not None
+            given[fetch.ticket] = proof.hand(first, fetch, span)
+    proof.end(first)
+    if proof.peak != handover.peak_bytes:
+        raise first.fail(f"the peak of both is {proof.peak} bytes, it says {handover.peak_bytes}")
+    second = proof.begin(then, given)
+    for index in range(len(then.schedule.instructions)):
+        proof.step(second, index)
+    proof.end(second)
+
+
+def _may_be_handed(
+    walk: Walk, fetch: Fetch, fetches: Mapping[Fetch, int], given: Mapping[Ticket, Use]
+) -> None:
+    if fetch not in fetches:
+        raise walk.fail(f"the fetch of {fetch.name!r} is handed over, which the next has not")
+    if fetch.ticket in given:
+        raise walk.fail(f"the fetch of {fetch.name!r} is handed over twice")
+    if not fetch.lasting:
+        raise walk.fail(f"{fetch.name!r} is handed over, which is new in every call")
+
+
+def _account(walk: Walk, peak: int) -> None:
+    """What a schedule says of its bytes is true, to the byte."""
+    schedule = walk.schedule
+    end = max((fetch.slot.end for fetch in schedule.fetches()), default=0)
+    if end != schedule.arena_bytes:
+        raise walk.fail(f"the slots end at {end}, the schedule says {schedule.arena_bytes}")
+    if peak != schedule.peak_bytes:
+        raise walk.fail(f"the peak is {peak} bytes, the schedule says {schedule.peak_bytes}")
+    if schedule.budget_bytes is not None and end > schedule.budget_bytes:
+        raise walk.fail(f"the slots end at {end}, the budget is {schedule.budget_bytes}")
+
+
+def _gradients_are_placed_alone(walk: Walk) -> None:
+    """What a region makes where a gradient rests goes home as that gradient, and is read by nobody
+    else: from then on it may change."""
+    schedule, readers = walk.schedule, _readers(walk.schedule)
+    for run in schedule.instructions:
+        if not isinstance(run, Run) or not (run.into or run.region.placed):
+            continue
+        if len(run.into) != len(run.region.placed):
+            raise walk.fail(f"{run.region.text!r} places another number of outputs than it is told")
+        for at, entry in zip(run.region.placed, run.into, strict=True):
+            match readers.get(run.outputs[at]):
+                case [Reduce(entry=taker, drop=True, of_nbytes=0)] if taker == entry:
+                    pass
+                case _:
+                    name = schedule.names.get(entry, str(entry))
+                    raise walk.fail(f"what is made as the gradient of {name!r} is not that alone")
+
+
+def _readers(schedule: Schedule) -> Mapping[Register, list[object]]:
+    """Of each register, in order; that a result is not dropped is proven elsewhere."""
+    found: dict[Register, list[object]] = {}
+    for x in schedule.instructions:
+        match x:
+            case Run():
+                registers = x.inputs
+            case Reduce() | Offload():
+                registers = (x.value,)
+            case _:
+                registers = ()
+        for register in registers:
+            found.setdefault(register, []).append(x)
+    return found

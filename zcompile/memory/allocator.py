@@ -1,0 +1,502 @@
+"""Addresses from live ranges: which buffer lies where, so that nothing alive overlaps.
+
+Sizes are rounded up to `ALIGNMENT`; times are closed intervals of ints. Pure: same blocks, same
+addresses, on every machine. The problem (dynamic storage allocation) is NP-hard, and now and then
+nothing fits into the largest live sum; so several ways are tried, cheapest first, until one needs
+no more than that: the orders of `first_fit`, best fit, what stuck out placed first (squeaky wheel
+optimization, Joslin and Clements, JAIR 1999), and a beam search through time (`time_sweep`).
+
+Packings made block by block in a fixed order; the order is what tells them apart.
+
+`first_fit` puts each block of an order at the lowest address that is free while it lives. `ORDERS`
+are those worth trying: by size and by area as TensorFlow Lite's planners do (Pisarchyk and Lee,
+arXiv 2001.03288), by lifetime (exact where lives are nested, as in backpropagation), by birth
+(exact for streams of equal sizes), and by how full the fullest moment of a life is. `best_fit`
+goes the other way round and picks the block for the lowest free place (Sekiyama et al., arXiv
+1804.10001).
+
+Live ranges in canonical form: when blocks are alive, without the clock they were told in.
+
+Times matter to a packing only in so far as they say who is alive together. A section is a stretch
+of time in which blocks begin to live and none ends; every block lives from one section to
+another. Two tellings of the same story (positions of nodes, numbers of regions) have the same
+sections, so that they are packed alike. MiniMalloc (Moffitt, ASPLOS 2023) cuts time in this way.
+
+A packing into so many bytes, found by walking through time with several drafts at once.
+
+Where weights stream through a full arena, every moment is a puzzle of its own, and no order of
+blocks solves all of them. So blocks get their addresses as they are born, at one end of a free
+range, and the `width` most promising drafts go on (beam search). A draft promises much where
+neighbours die together: what it leaves are few holes, for a short time. Work is counted in
+candidates, not in seconds, so that the same blocks get the same addresses everywhere.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zcompile.ir.types import ALIGNMENT, aligned
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Blocks over sections; the lists are in the order of the blocks.
+
+    first, last  the closed interval of sections a block lives in
+    sizes        in bytes, as packed
+    alive        bytes alive, section by section
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    sizes: tuple[int, ...]
+    alive: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def peak(self) -> int:
+        return max(self.alive, default=0)
+
+    @property
+    def pairs(self) -> int:
+        """How many (block, section) there are: the area of all live ranges."""
+        return sum(b - a + 1 for a, b in zip(self.first, self.last, strict=True))
+
+    def top(self, addresses: Sequence[int]) -> int:
+        """End of the highest block."""
+        return max((a + s for a, s in zip(addresses, self.sizes, strict=True)), default=0)
+
+    def mirrored(self) -> "Sections":
+        """The same with time running backwards; what packs one packs the other."""
+        end = len(self.alive) - 1
+        return Sections(
+            tuple(end - last for last in self.last),
+            tuple(end - first for first in self.first),
+            self.sizes,
+            self.alive[::-1],
+        )
+
+
+def sections(intervals: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Sections:
+    """From closed intervals of times, one for each size."""
+    assert all(first <= last for first, last in intervals), "a block ends before it begins"
+    events = sorted(
+        [(first, 0, i) for i, (first, _) in enumerate(intervals)]
+        + [(last, 1, i) for i, (_, last) in enumerate(intervals)]
+    )
+    begins, ends = [0] * len(sizes), [0] * len(sizes)
+    section, ended = -1, True
+    for _, end, block in events:
+        if end:
+            ends[block] = section
+        elif ended:
+            section += 1
+        if not end:
+            begins[block] = section
+        ended = bool(end)
+    changes = [0] * (section + 2)
+    for begin, last, size in zip(begins, ends, sizes, strict=True):
+        changes[begin] += size
+        changes[last + 1] -= size
+    alive = tuple(accumulate(changes[:-1]))
+    return Sections(tuple(begins), tuple(ends), tuple(sizes), alive)
+
+
+Key = Callable[[Sections, int], tuple[int, ...]]
+Ints = npt.NDArray[np.int64]
+
+MANY = 600
+"""Blocks from which on arrays are faster than lists (by timing, on one core)."""
+
+
+def _area(s: Sections, i: int) -> int:
+    return s.sizes[i] * (s.last[i] - s.first[i] + 1)
+
+
+def _fullest(s: Sections, i: int) -> int:
+    return max(s.alive[s.first[i] : s.last[i] + 1])
+
+
+ORDERS: tuple[Key, ...] = (
+    lambda s, i: (-s.sizes[i], s.first[i], i),
+    lambda s, i: (-_area(s, i), s.first[i], i),
+    lambda s, i: (-_fullest(s, i), -_area(s, i), s.first[i], i),
+    lambda s, i: (s.first[i] - s.last[i], -s.sizes[i], i),
+    lambda s, i: (s.first[i], -s.last[i], i),
+    lambda s, i: (s.first[i], -s.sizes[i], i),
+    lambda s, i: (-s.last[i], -s.sizes[i], i),
+    lambda s, i: (-_fullest(s, i), s.first[i] - s.last[i], s.first[i], i),
+)
+"""What blocks are sorted by, least first. The first is the one that has to be beaten."""
+
+
+def ordered(s: Sections, key: Key) -> list[int]:
+    return sorted(range(len(s)), key=lambda i: key(s, i))
+
+
+def first_fit(s: Sections, order: Sequence[int]) -> list[int]:
+    """The address of each block, placed in this order, each as low as it can be."""
+    return _over_lists(s, order) if len(s) < MANY else _over_arrays(s, order)
+
+
+def _over_lists(s: Sections, order: Sequence[int]) -> list[int]:
+    addresses = [0] * len(s)
+    placed: list[tuple[int, int, int, int]] = []  # (address, end, first, last), by address
+    for block in order:
+        first, last, size, address = s.first[block], s.last[block], s.sizes[block], 0
+        for other, end, begins, ends in placed:
+            if begins > last or ends < first:
+                continue
+            if other - address >= size:
+                break
+            if end > address:
+                address = end
+        addresses[block] = address
+        insort(placed, (address, address + size, first, last))
+    return addresses
+
+
+def _over_arrays(s: Sections, order: Sequence[int]) -> list[int]:
+    addresses = [0] * len(s)
+    placed = np.zeros((4, len(s) + 1), np.int64)  # address, end, first, last; by address
+    for count, block in enumerate(order):
+        first, last, size = s.first[block], s.last[block], s.sizes[block]
+        near = np.flatnonzero((placed[2, :count] <= last) & (placed[3, :count] >= first))
+        address = _lowest(placed[0, near], placed[1, near], size)
+        addresses[block] = address
+        at = int(np.searchsorted(placed[0, :count], address))
+        placed[:, at + 1 : count + 1] = placed[:, at:count]
+        placed[:, at] = address, address + size, first, last
+    return addresses
+
+
+def _lowest(begins: Ints, ends: Ints, size: int) -> int:
+    """The lowest address with `size` free bytes between these ranges, which begin in order."""
+    if not len(begins) or begins[0] >= size:
+        return 0
+    tops = np.maximum.accumulate(ends)
+    wide = begins[1:] - tops[:-1] >= size
+    at = int(wide.argmax()) if len(wide) else 0
+    return int(tops[at] if len(wide) and wide[at] else tops[-1])
+
+
+def best_fit(s: Sections) -> list[int]:
+    """The address of each block: the longest-lived that fits goes onto the lowest place.
+
+    A place is a stretch of sections with one height, as wide as it can be. Where nothing fits it
+    is raised to its lower neighbour.
+    """
+    addresses = [0] * len(s)
+    left = np.array(ordered(s, lambda s, i: (s.first[i] - s.last[i], -s.sizes[i], i)), np.int64)
+    first, last = np.array(s.first, np.int64)[left], np.array(s.last, np.int64)[left]
+    free = np.ones(len(s), np.bool_)
+    places = [(0, len(s.alive) - 1, 0)]  # (from section, to section, height), by section
+    remaining = len(s)
+    while remaining:
+        heights = [height for _, _, height in places]
+        at = heights.index(min(heights))
+        begin, end, height = places[at]
+        fitting = free & (first >= begin) & (last <= end)
+        pick = int(fitting.argmax())
+        if not fitting[pick]:
+            beside = [places[k][2] for k in (at - 1, at + 1) if 0 <= k < len(places)]
+            _replace(places, at, [(begin, end, min(beside))])
+            continue
+        block = int(left[pick])
+        addresses[block], free[pick], remaining = height, False, remaining - 1
+        middle = (s.first[block], s.last[block], height + s.sizes[block])
+        around = [(begin, middle[0] - 1, height), middle, (middle[1] + 1, end, height)]
+        _replace(places, at, [place for place in around if place[0] <= place[1]])
+        if 2 * remaining < len(left):
+            left, first, last = left[free], first[free], last[free]
+            free = np.ones(remaining, np.bool_)
+    return addresses
+
+
+def _replace(places: list[tuple[int, int, int]], at: int, new: list[tuple[int, int, int]]) -> None:
+    """Put `new` in the place of one; neighbours of one height become one."""
+    low, high = max(0, at - 1), min(len(places), at + 2)
+    merged: list[tuple[int, int, int]] = []
+    for begin, end, height in (*places[low:at], *new, *places[at + 1 : high]):
+        if merged and merged[-1][2] == height:
+            begin = merged.pop()[0]
+        merged.append((begin, end, height))
+    places[low:high] = merged
+
+
+class Placed(NamedTuple):
+    """A block that lives: bytes [address, end), until section `last`."""
+
+    address: int
+    end: int
+    last: int
+
+
+@dataclass
+class Work:
+    """What may still be tried, in candidates looked at."""
+
+    left: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Addresses given so far: `taken` in order of addresses, between two walls, and `choice`
+    the last one, (block, address, the choice before)."""
+
+    taken: tuple[Placed, ...]
+    choice: tuple[int, int, object] | None
+    cost: int = 0
+
+
+Candidate = tuple[int, int, int, int]
+"""Cost, number of the draft, place in its `taken` before which to insert, address."""
+
+
+def time_sweep(
+    s: Sections, capacity: int, width: int, work: Work, longest_first: bool = False
+) -> list[int] | None:
+    """The address of each block with all ends at most `capacity`; None if none was found.
+
+    width          drafts that are kept; the more, the better and the slower
+    longest_first  of those born together, rather than the largest first
+    """
+    newborn: list[list[int]] = [[] for _ in s.alive]
+    for block, section in enumerate(s.first):
+        newborn[section].append(block)
+    never = len(s.alive)
+    drafts = [Draft((Placed(-1, 0, never), Placed(capacity, capacity + 1, never)), None)]
+    for section, blocks in enumerate(newborn):
+        drafts = _aged(drafts, section)
+        for block in _in_turn(s, blocks, longest_first):
+            found = _candidates(drafts, s.sizes[block], s.last[block], section)
+            work.left -= len(found) + sum(len(d.taken) for d in drafts)
+            drafts = _kept(drafts, found, block, s, width)
+            if not drafts or work.left < 0:
+                return None
+    return _addresses(drafts[0], len(s))
+
+
+def _in_turn(s: Sections, blocks: Iterable[int], longest_first: bool) -> list[int]:
+    if longest_first:
+        return sorted(blocks, key=lambda i: (-s.last[i], -s.sizes[i], i))
+    return sorted(blocks, key=lambda i: (-s.sizes[i], -s.last[i], i))
+
+
+def _aged(drafts: Iterable[Draft], section: int) -> list[Draft]:
+    """The drafts at this section, without the dead; of those that now look alike, the first."""
+    alike: dict[tuple[Placed, ...], Draft] = {}
+    for draft in drafts:
+        taken = tuple([p for p in draft.taken if p.last >= section])
+        if taken not in alike:
+            cost = sum(_cost(a, b, section) for a, b in pairwise(taken))
+            alike[taken] = Draft(taken, draft.choice, cost)
+    return list(alike.values())
+
+
+def _cost(below: Placed, above: Placed, section: int) -> int:
+    """How long, from now on, a hole has its end between the two."""
+    if below.end == above.address:
+        return abs(below.last - above.last)
+    return below.last + above.last - 2 * section + 2
+
+
+def _candidates(drafts: Sequence[Draft], size: int, last: int, section: int) -> list[Candidate]:
+    """Every way to put a block at an end of a hole, in every draft."""
+    found: list[Candidate] = []
+    lasting = last - section + 1
+    for number, draft in enumerate(drafts):
+        below = draft.taken[0]
+        for at, above in enumerate(draft.taken):
+            room = above.address - below.end
+            if room >= size:
+                sides = abs(below.last - last), abs(above.last - last)
+                cost = draft.cost - _cost(below, above, section)
+                if room == size:
+                    found.append((cost + sum(sides), number, at, below.end))
+                else:
+                    open_above = lasting + above.last - section + 1
+                    open_below = lasting + below.last - section + 1
+                    found.append((cost + sides[0] + open_above, number, at, below.end))
+                    found.append((cost + sides[1] + open_below, number, at, above.address - size))
+            below = above
+    return found
+
+
+def _kept(
+    drafts: Sequence[Draft], found: list[Candidate], block: int, s: Sections, width: int
+) -> list[Draft]:
+    """The best drafts with the block, all different."""
+    kept: dict[tuple[Placed, ...], Draft] = {}
+    for cost, number, at, address in sorted(found, key=itemgetter(0)):
+        draft = drafts[number]
+        placed = Placed(address, address + s.sizes[block], s.last[block])
+        taken = (*draft.taken[:at], placed, *draft.taken[at:])
+        if taken not in kept:
+            kept[taken] = Draft(taken, (block, address, draft.choice), cost)
+            if len(kept) == width:
+                break
+    return list(kept.values())
+
+
+def _addresses(draft: Draft, count: int) -> list[int]:
+    addresses = [0] * count
+    choice = draft.choice
+    while choice is not None:
+        block, address, choice = choice  # type: ignore[assignment]
+        addresses[block] = address
+    return addresses
+
+
+NEAR = 1.005
+"""Of the largest live sum: so close, a packing is not worth another search through time."""
+WIDTHS = (8, 64, 512)
+"""Drafts of the search through time, round by round, as long as there is work left."""
+SWEEP_WORK = 1_000_000
+"""Candidates of all searches through time in one `pack`: under a second on one core."""
+ORDER_WORK = 450_000_000
+"""Pairs of blocks compared by all orders in one `pack`: a few seconds with 10,000 blocks."""
+REPAIRS = 8
+"""How often what stuck out is placed first."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """first, last  the closed interval of times the bytes are taken
+    nbytes          size before rounding
+    """
+
+    first: int
+    last: int
+    nbytes: int
+
+
+def live_peak(blocks: Sequence[Block]) -> int:
+    """The largest sum of bytes alive at one time: no packing can need less."""
+    return _sections(blocks).peak
+
+
+def pack(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """The address of each block, in the order given."""
+    s = _sections(blocks)
+    best = _Best(s)
+    for addresses in _ordered_attempts(s):
+        best.offer(addresses)
+        if best.top <= s.peak:
+            return tuple(best.addresses)
+    _search(best, s.peak, Work(SWEEP_WORK))
+    return tuple(best.addresses)
+
+
+def pack_quickly(blocks: Sequence[Block]) -> tuple[int, ...]:
+    """As `pack`, without any search: for a caller that asks again and again."""
+    s = _sections(blocks)
+    best = _Best(s)
+    best.offer(first_fit(s, ordered(s, ORDERS[0])))
+    if best.top > s.peak:
+        best.offer(best_fit(s))
+    return tuple(best.addresses)
+
+
+def fits(blocks: Sequence[Block], budget_bytes: int) -> tuple[int, ...] | None:
+    """Addresses with which the blocks fit the budget, or None if none were found.
+
+    Quick where the answer is easy. Never None for what `pack` needs, or more.
+    """
+    s = _sections(blocks)
+    if s.peak > budget_bytes:
+        return None
+    best = _Best(s)
+    for addresses in _ordered_attempts(s):
+        best.offer(addresses)
+        if best.top <= budget_bytes:
+            return tuple(best.addresses)
+    straight = time_sweep(s, budget_bytes // ALIGNMENT * ALIGNMENT, WIDTHS[0], Work(SWEEP_WORK))
+    if straight is not None:
+        return tuple(straight)
+    _search(best, budget_bytes, Work(SWEEP_WORK))
+    return tuple(best.addresses) if best.top <= budget_bytes else None
+
+
+def packed_bytes(blocks: Sequence[Block], addresses: Sequence[int]) -> int:
+    """End of the highest block."""
+    return max((a + aligned(b.nbytes) for a, b in zip(addresses, blocks, strict=True)), default=0)
+
+
+def _sections(blocks: Sequence[Block]) -> Sections:
+    return sections([(b.first, b.last) for b in blocks], [aligned(b.nbytes) for b in blocks])
+
+
+class _Best:
+    """The lowest of the packings offered."""
+
+    def __init__(self, s: Sections) -> None:
+        self.sections = s
+        self.addresses: Sequence[int] = ()
+        self.top = sum(s.sizes) + 1
+
+    def offer(self, addresses: Sequence[int]) -> None:
+        if (top := self.sections.top(addresses)) < self.top:
+            self.addresses, self.top = addresses, top
+
+
+def _ordered_attempts(s: Sections) -> Iterator[Sequence[int]]:
+    """Packings made in one go: first fit by size, best fit, other orders, repairs of the best.
+
+    How many depends on the blocks alone, and their addresses on nothing else.
+    """
+    most = max(1, ORDER_WORK // max(1, len(s) ** 2))
+    best = _Best(s)
+    best.offer(first_fit(s, ordered(s, ORDERS[0])))
+    yield best.addresses
+    yield (addresses := best_fit(s))
+    best.offer(addresses)
+    for key in ORDERS[1:most]:
+        yield (addresses := first_fit(s, ordered(s, key)))
+        best.offer(addresses)
+    order = sorted(range(len(s)), key=lambda i: (best.addresses[i], i))
+    for _ in range(min(REPAIRS, max(0, most - len(ORDERS)))):
+        yield (addresses := first_fit(s, order))
+        out = {i for i in order if addresses[i] + s.sizes[i] > s.peak}
+        order = [i for i in order if i in out] + [i for i in order if i not in out]
+
+
+def _search(best: _Best, enough: int, work: Work) -> None:
+    """Lower the best packing by searches through time, until `enough` or out of work.
+
+    First into the largest live sum itself, then, by bisection, into what lies between that and
+    the best so far, with more and more drafts. What is tried does not depend on `enough`, so that
+    `fits` finds whatever `pack` does.
+    """
+    s = best.sections
+    ways = [(way, longest) for longest in (False, True) for way in (s, s.mirrored())]
+    for width in WIDTHS:
+        capacity, low = s.peak, s.peak - ALIGNMENT
+        while low < capacity < best.top and best.top > max(enough, NEAR * s.peak):
+            found = _first_found(ways, capacity, width, work)
+            if found is not None:
+                best.offer(found)
+            elif work.left < 0:
+                return
+            else:
+                low = capacity
+            capacity = (low + best.top) // 2 // ALIGNMENT * ALIGNMENT
+
+
+def _first_found(
+    ways: Sequence[tuple[Sections, bool]], capacity: int, width: int, work: Work
+) -> list[int] | None:
+    """Of searches forwards and backwards, the largest first and the longest-lived first."""
+    for way, longest in ways:
+        addresses = time_sweep(way, capacity, width, work, longest)
+        if addresses is not None or work.left < 0:
+            return addresses
+    return None

@@ -1,0 +1,620 @@
+"""Which values are kept for backward, which are made again, which are moved: chosen within budgets.
+
+A knapsack with precedence: memory at every time is a constraint, and what is made again wants what
+its op reads. It is solved greedily: while too much is held, the value is given up that costs the
+fewest seconds per byte at the time at which the most is held; at the end whatever has come to fit
+is kept again (`solve.py`). Several such ways are tried, one of them from the rounded
+solution of the linear relaxation (`solve.py`), whose optimum says how far the best of
+them can be from the least; of the best, what costs most is exchanged for others.
+
+The linear relaxation of the choice of what is kept for backward, solved by HiGHS.
+
+Every value may be kept, made again and moved in parts, ops may run again in parts:
+
+    minimise    seconds of ops that run again, of transfers that compute does not hide
+    such that   a saved value is kept, made again and moved in parts that add up to one
+                what is made again needs its op, and that what the op reads
+                at every time that is looked at, what is surely held then fits
+
+Times at which something is held that depends on when ops run again are left out, so its optimum is
+below that of every answer that fits. scipy, which brings HiGHS, is an optional extra.
+
+One way of giving up values until what is left fits: greed, and what it may take back.
+
+How the device is shared between values that wait for backward and slots for what streams. Pure.
+
+A byte of slots lets fetches start earlier, and parameters and their gradients rest on the device; a
+byte of values saves making them again, or moving them. So a few windows for slots are tried, from
+the smallest that will do to what everything could rest in; for each the values are chosen, and the
+fastest is taken.
+"""
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zcompile.passes.plan_activations.problem import (
+    AGAIN,
+    BUSY,
+    KEEP,
+    MOVED,
+    REPEATED,
+    Answer,
+    Problem,
+    answer,
+)
+
+TIMES = 48
+"""Times at which memory is looked at: the fullest of as many stretches of the same length."""
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """actions  the largest part of each value
+    seconds   the optimum
+    """
+
+    actions: tuple[str, ...]
+    seconds: float
+
+
+def is_available() -> bool:
+    return importlib.util.find_spec("scipy") is not None
+
+
+def relaxed(problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> Relaxed | None:
+    """The optimum; None without scipy, or if nothing fits.
+
+    ways   what may be done to a value but to keep it: AGAIN, and tiers
+    begin  what is done to values that nobody need keep
+    """
+    if not is_available():
+        return None
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_matrix
+
+    program = _Program(problem, ways)
+    rows, columns, numbers, limits = [], [], [], []
+    for row, (parts, limit) in enumerate(program.constraints(begin)):
+        limits.append(limit)
+        for column, number in parts.items():
+            rows.append(row)
+            columns.append(column)
+            numbers.append(number)
+    matrix = coo_matrix((numbers, (rows, columns)), shape=(len(limits), program.size))
+    found = linprog(program.cost(), A_ub=matrix.tocsr(), b_ub=limits, bounds=program.bounds(),
+                    method="highs")  # fmt: skip
+    if not found.success:
+        return None
+    return Relaxed(program.rounded(found.x, begin), max(0.0, float(found.fun)) * program.scale)
+
+
+Parts = Mapping[int, float]
+"""Column -> its factor in a constraint."""
+
+
+class _Program:
+    """Columns: per value one for each action; per op, that it runs again; two for what transfers
+    take longer than compute; one for the bytes of slots."""
+
+    def __init__(self, problem: Problem, ways: Sequence[str]) -> None:
+        self.problem = problem
+        self.actions = (KEEP, *dict.fromkeys(ways))
+        self.ops = len(problem.values) * len(self.actions)
+        self.over = self.ops + len(problem.makers)
+        self.slots = self.over + 2
+        self.size = self.slots + 1
+        total = sum(maker.seconds for maker in problem.makers)
+        self.scale = max(total, 1e-9)
+        self.unit = float(max(problem.budget, 1))
+
+    def column(self, value: int, action: str) -> int:
+        return value * len(self.actions) + self.actions.index(action)
+
+    def had(self, value: int) -> dict[int, float]:
+        """That a value is there in backward."""
+        return {self.column(value, action): -1.0 for action in self.actions}
+
+    def tiers(self) -> list[str]:
+        return [action for action in self.actions if action in self.problem.tiers]
+
+    def cost(self) -> list[float]:
+        problem = self.problem
+        cost = [0.0] * self.size
+        for number, value in enumerate(problem.values):
+            for tier in self.tiers():
+                away = problem.tiers[tier]
+                seconds = BUSY * value.nbytes * (away.leave_s + away.back_s) + 2 * away.start_s
+                cost[self.column(number, tier)] = seconds / self.scale
+        for number, maker in enumerate(problem.makers):
+            cost[self.ops + number] = maker.seconds / self.scale
+        cost[self.over] = cost[self.over + 1] = 1.0
+        return cost
+
+    def bounds(self) -> list[tuple[float, float | None]]:
+        bounds: list[tuple[float, float | None]] = [
+            (0.0, 1.0 if self._may(value.wish, value.may_move, action) else 0.0)
+            for value in self.problem.values
+            for action in self.actions
+        ]
+        bounds += [(0.0, 1.0 if maker.may_repeat else 0.0) for maker in self.problem.makers]
+        return [*bounds, (0.0, None), (0.0, None), (self.problem.window / self.unit, None)]
+
+    def _may(self, wish: str, may_move: bool, action: str) -> bool:
+        if action == AGAIN:
+            return wish not in ("MUST_SAVE", "MUST_CPU_OFFLOAD")
+        return action == KEEP or may_move
+
+    def constraints(self, begin: Sequence[str]) -> Iterator[tuple[Parts, float]]:
+        """Each: a sum over columns that is not more than a limit."""
+        problem = self.problem
+        for number, value in enumerate(problem.values):
+            if value.readers:
+                yield self.had(number), -1.0
+            if AGAIN in self.actions:
+                yield {self.column(number, AGAIN): 1.0, self.ops + value.maker: -1.0}, 0.0
+        for number, maker in enumerate(problem.makers):
+            for read in maker.reads:
+                yield {**self.had(read), self.ops + number: 1.0}, 0.0
+        yield from self._memory(begin)
+        yield from self._links()
+
+    def _memory(self, begin: Sequence[str]) -> Iterator[tuple[Parts, float]]:
+        problem = self.problem
+        weights = answer(problem, [KEEP] * len(begin)).slots
+        times = self._times(begin)
+        for at in sorted({*times, *(v.readers[0] for v in problem.values if v.readers)}):
+            coming = {
+                self.column(n, tier): v.nbytes / self.unit
+                for n, v in enumerate(problem.values)
+                for tier in self.tiers()
+                if v.readers and v.readers[0] <= at <= v.readers[-1]
+            }
+            yield {**coming, self.slots: -1.0}, -weights[at] / self.unit
+        yield {self.slots: -1.0}, -max(weights, default=0) / self.unit
+        for at in times:
+            parts: dict[int, float] = {self.slots: 1.0}
+            held = problem.other[at]
+            for number, value in enumerate(problem.values):
+                if value.made <= at <= value.read:
+                    held += value.nbytes
+                elif value.read < at and at <= (value.readers or (problem.boundary,))[-1]:
+                    parts[self.column(number, KEEP)] = value.nbytes / self.unit
+            yield parts, (problem.budget - held) / self.unit
+
+    def _times(self, begin: Sequence[str]) -> list[int]:
+        held = answer(self.problem, begin).held
+        step = max(1, len(held) // TIMES)
+        stretches = (range(at, min(at + step, len(held))) for at in range(0, len(held), step))
+        return sorted({max(s, key=held.__getitem__) for s in stretches} | {self.problem.boundary})
+
+    def _links(self) -> Iterator[tuple[Parts, float]]:
+        problem = self.problem
+        for number, slack in enumerate(problem.slack_s):
+            parts = {self.over + number: -1.0}
+            for tier in self.tiers():
+                away = problem.tiers[tier]
+                rate = (away.leave_s, away.back_s)[number]
+                for n, value in enumerate(problem.values):
+                    parts[self.column(n, tier)] = rate * value.nbytes / self.scale
+            if number:
+                for n, maker in enumerate(problem.makers):
+                    parts[self.ops + n] = -maker.seconds / self.scale
+            yield parts, max(0.0, slack) / self.scale
+        for tier in self.tiers():
+            room = {self.column(n, tier): v.nbytes / self.unit
+                    for n, v in enumerate(problem.values)}  # fmt: skip
+            yield room, problem.tiers[tier].nbytes / self.unit
+
+    def rounded(self, found: Sequence[float], begin: Sequence[str]) -> tuple[str, ...]:
+        actions = []
+        for number, value in enumerate(self.problem.values):
+            parts = {a: float(found[self.column(number, a)]) for a in self.actions}
+            largest = max(parts, key=lambda a: (parts[a], a == KEEP))
+            wanted = value.readers or sum(parts.values()) > 0.5
+            actions.append(largest if wanted else begin[number])
+        return tuple(actions)
+
+
+DEEPEST = 64
+"""Ops that one value may want made again, one from the other, at a time."""
+PART = 4
+"""Of what is missing, so much is given up without looking again where the most is held then."""
+TURNED = 16
+"""The largest of what is given up, of which so many are given up in another way, if nothing else is
+left to give up."""
+
+
+class Search:
+    """One way of giving up values until what is left fits.
+
+    begin    actions it falls back to, one per value
+    actions  where it stands; at first `begin`, unless it is told otherwise
+    frugal   what frees most goes first, whatever it costs
+    wholly   what is made again is so with all that it wants, not only with what is no smaller; of
+             bytes freed, only as many count as are missing
+    stays    a value that is not given up
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        ways: Sequence[str],
+        begin: Sequence[str],
+        *,
+        actions: Sequence[str] | None = None,
+        frugal: bool = False,
+        wholly: bool = False,
+        stays: int | None = None,
+    ) -> None:
+        self.frugal, self.wholly = frugal, wholly
+        self.problem = problem
+        self.ways = ways
+        self.begin = begin
+        self.actions = list(begin if actions is None else actions)
+        self.answer = answer(problem, self.actions)
+        self._refused: set[tuple[int, str]] = set()
+        self._stays = stays
+
+    @property
+    def over(self) -> int:
+        return self.answer.over(self.problem)
+
+    def without(self, number: int, ways: Sequence[str], wished: Sequence[str]) -> "Search":
+        """From here on, but with `number` as it is wished, and others given up for it."""
+        actions = [wished[n] if n == number else a for n, a in enumerate(self.actions)]
+        return Search(self.problem, ways, wished, actions=actions, wholly=True, stays=number)
+
+    def run(self, also: Sequence[str] = ()) -> "Search":
+        """Give up until it fits; in other ways too, where the first are not enough."""
+        while self.over > 0 and (self._give_up_some() or self._otherwise()):
+            pass
+        if self.over > 0 and also:
+            self.ways, self._refused = also, set()
+            return self.run()
+        if self.over <= 0:
+            self._keep_again()
+        return self
+
+    def _give_up_some(self) -> bool:
+        """What costs least per byte, of what makes the peak lower; False: nothing does.
+
+        Where much is missing several go at once, a part of it: what is too many is kept again.
+        """
+        now = self._measure()
+        rows = sorted(self._candidates(), key=lambda row: row[:3])
+        several: list[tuple[int, str]] = []
+        given, gone = set[int](), 0
+        for _, number, _, changes in rows:
+            nbytes = self.problem.values[number].nbytes
+            if number in given or (gone + nbytes) * PART > self.over:
+                continue
+            given |= {changed for changed, _ in changes}
+            gone += nbytes
+            several += changes
+        if len(given) > 1 and self._takes(several, now):
+            return True
+        for _, number, action, changes in rows:
+            if self._takes(changes, now):
+                return True
+            self._refused.add((number, action))
+        return False
+
+    def _otherwise(self) -> bool:
+        """Give up in another way what is given up: what comes back needs room to come back to, and
+        what is made again that of which it is made."""
+        now, at = self._measure(), self._fullest()
+        given = [n for n in self.given_up(self.begin) if self.actions[n] != KEEP]
+        given.sort(key=lambda n: -self.problem.values[n].nbytes)
+        for number, way in ((n, way) for n in given[:TURNED] for way in self.ways):
+            if way != self.actions[number] and self._may(number, way):
+                made = self._changes(number, way, at)
+                if made is not None and self._takes(made[2], now):
+                    self._refused.clear()
+                    return True
+        return False
+
+    def _fullest(self) -> int:
+        """The time at which most is held."""
+        return self.answer.held.index(max(self.answer.held))
+
+    def _takes(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
+        """Make these changes, if what is measured becomes less than `now`."""
+        before, was = list(self.actions), self.answer
+        for changed, to in changes:
+            self.actions[changed] = to
+        self.answer = answer(self.problem, self.actions)
+        if self._measure() < now:
+            return True
+        self.actions, self.answer = before, was
+        return False
+
+    def _measure(self) -> tuple[int, int, int]:
+        """Falls with each step: what is missing, and how often as much as most is held."""
+        held = self.answer.held
+        most = max(held)
+        return self.over, most, held.count(most)
+
+    def _candidates(self) -> Iterator[tuple[float, int, str, list[tuple[int, str]]]]:
+        """(seconds per byte, value, action, changes) of what only waits at the peak."""
+        found = self.answer
+        at = self._fullest()
+        for number, value in enumerate(self.problem.values):
+            want = found.wanted[number]
+            if want is None or self.actions[number] != KEEP:
+                continue
+            if not value.read < at < want[0] or not value.nbytes:
+                continue
+            for way in self.ways:
+                if (number, way) in self._refused or not self._may(number, way):
+                    continue
+                made = self._changes(number, way, at)
+                if made is not None:
+                    seconds, gain, changes = made
+                    if self.wholly:
+                        gain = min(gain, self.over)
+                    if gain > 0:
+                        cost = 1.0 if self.frugal else seconds * _weight(value.wish, way)
+                        yield cost / gain, number, way, changes
+
+    def _may(self, number: int, way: str) -> bool:
+        value = self.problem.values[number]
+        if number == self._stays:
+            return False
+        if way == AGAIN:
+            repeats = self.problem.makers[value.maker].may_repeat
+            return repeats and value.wish not in ("MUST_SAVE", "MUST_CPU_OFFLOAD")
+        away = self.problem.tiers.get(way)
+        if away is None or not value.may_move or value.wish == "MUST_RECOMPUTE":
+            return False
+        return self.answer.moved.get(way, 0) + value.nbytes <= away.nbytes
+
+    def _changes(
+        self, number: int, way: str, at: int
+    ) -> tuple[float, int, list[tuple[int, str]]] | None:
+        """Seconds it adds, bytes that are gone at time `at`, and what changes."""
+        value = self.problem.values[number]
+        if way != AGAIN:
+            moved = dict(self.answer.moved)
+            moved[way] = moved.get(way, 0) + value.nbytes
+            away = self.problem.tiers[way]
+            return self._moved_s(moved) + 2 * away.start_s, value.nbytes, [(number, way)]
+        return self._again(number, at)
+
+    def _moved_s(self, moved: dict[str, int]) -> float:
+        tiers = self.problem.tiers
+        added = 0.0
+        for rate, slack in (("leave_s", self.problem.slack_s[0]),
+                            ("back_s", self.problem.slack_s[1] + self.answer.again_s)):  # fmt: skip
+            now, then = (
+                sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
+                for each in (self.answer.moved, moved)
+            )
+            slack = max(0.0, slack)
+            added += max(0.0, then - slack) - max(0.0, now - slack) + BUSY * (then - now)
+        return added
+
+    def _again(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
+        """`number` is made again, and of what that wants whatever is not smaller, or all."""
+        problem, found = self.problem, self.answer
+        seconds, gain = 0.0, problem.values[number].nbytes
+        changes = [(number, AGAIN)]
+        queue, seen = [number], {number}
+        ops: set[int] = set()
+        while queue:
+            maker = problem.values[queue.pop()].maker
+            if maker in found.repeats or maker in ops:
+                continue
+            ops.add(maker)
+            seconds += problem.makers[maker].seconds
+            for read in problem.makers[maker].reads:
+                if read in seen or found.wanted[read] is not None:
+                    continue
+                seen.add(read)
+                source = problem.values[read]
+                too = self.wholly or source.nbytes >= problem.values[number].nbytes
+                if too and self._may(read, AGAIN) and len(ops) < DEEPEST:
+                    changes.append((read, AGAIN))
+                    queue.append(read)
+                else:
+                    changes.append((read, KEEP))
+                    gain -= source.nbytes if source.read < at else 0
+        return seconds, gain, changes
+
+    def _keep_again(self) -> None:
+        """Undo what need not have been done, the most costly first."""
+        by_cost = sorted(
+            self.given_up(self.begin),
+            key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
+        )  # fmt: skip
+        for number in by_cost:
+            before, was = self.actions[number], self.answer
+            self.actions[number] = self.begin[number]
+            self.answer = answer(self.problem, self.actions)
+            if self.over > 0 or self.answer.seconds > was.seconds:
+                self.actions[number], self.answer = before, was
+
+    def given_up(self, wished: Sequence[str]) -> list[int]:
+        """What somebody wants back, and is not as it was wished."""
+        wanted = self.answer.wanted
+        return [n for n, a in enumerate(self.actions) if a != wished[n] and wanted[n] is not None]
+
+    def seconds_of(self, number: int) -> float:
+        """What it takes to have the value back as it is chosen, alone."""
+        value, action = self.problem.values[number], self.actions[number]
+        if action == AGAIN:
+            return self.problem.makers[value.maker].seconds
+        away = self.problem.tiers.get(action)
+        return 0.0 if away is None else (away.leave_s + away.back_s) * value.nbytes
+
+
+def _weight(wish: str, way: str) -> float:
+    """What a preference makes a second count."""
+    if wish == "PREFER_SAVE" and way == AGAIN:
+        return 4.0
+    return 0.25 if wish == "PREFER_CPU_OFFLOAD" and way != AGAIN else 1.0
+
+
+EXCHANGED = 8
+"""Of the costliest values given up, so many are kept, and others given up for them, if that costs
+less."""
+NEAR = 1.1
+"""Times the bound, and nothing is exchanged any more: it is a search for each that is."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """actions    one per value
+    answer        what they take
+    least_seconds of the linear relaxation: nothing that fits takes less; None: not known
+    fits          within all budgets; else it is what needs least
+    """
+
+    actions: tuple[str, ...]
+    answer: Answer
+    least_seconds: float | None
+    fits: bool
+
+    @property
+    def gap(self) -> float | None:
+        """By how much more than the least it may take, as a part of it, at most."""
+        if self.least_seconds is None or not self.fits:
+            return None
+        if self.answer.seconds <= self.least_seconds:
+            return 0.0
+        return self.answer.seconds / max(self.least_seconds, 1e-12) - 1
+
+
+def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choice:
+    """The best answer found.
+
+    ways     what may be done to a value but to keep it: AGAIN, and tiers
+    quickly  look in one way only, and without a bound
+    """
+    wished = wishes(problem, ways)
+    first = Search(problem, ways, wished)
+    if first.over <= 0:
+        return Choice(tuple(wished), first.answer, None, True)
+    if quickly:
+        best = _nearest([first.run()], problem, ways, wished)
+        return Choice(tuple(best.actions), best.answer, None, best.over <= 0)
+    bound = relaxed(problem, ways, wished)
+    tried = [first.run()]
+    if len(ways) > 1:
+        tried += [Search(problem, [way], wished, wholly=True).run(also=ways) for way in ways]
+    tried.append(Search(problem, ways, wished, wholly=True).run())
+    if bound is not None:
+        tried.append(Search(problem, ways, bound.actions).run())
+    best = _nearest(tried, problem, ways, wished)
+    least = None if bound is None else bound.seconds
+    if best.over <= 0 and (least is None or best.answer.seconds > NEAR * least):
+        best = _exchanged(best, ways, wished)
+    return Choice(tuple(best.actions), best.answer, least, best.over <= 0)
+
+
+def _nearest(
+    tried: list[Search], problem: Problem, ways: Sequence[str], wished: Sequence[str]
+) -> Search:
+    """The least costly of those that fit. Where none does, another that only looks at bytes is
+    tried too; what needs least is found without a look at seconds, which are measured."""
+    if all(search.over > 0 for search in tried):
+        tried = [*tried, Search(problem, ways, wished, frugal=True).run()]
+    return min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
+
+
+def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Search:
+    """What costs most is kept after all, and others are given up for it, where that costs less.
+    Greed, which gives up one by one, takes a large value for the few bytes missing at last.
+    """
+    seen = set[int]()
+    while len(seen) < EXCHANGED:
+        given = [n for n in best.given_up(wished) if n not in seen]
+        if not given:
+            break
+        number = max(given, key=best.seconds_of)
+        seen.add(number)
+        other = best.without(number, ways, wished).run()
+        if other.over <= 0 and other.answer.seconds < best.answer.seconds:
+            best = other
+    return best
+
+
+def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
+    """Where a search begins: everything is kept, but for what the user asked for."""
+    actions = []
+    for value in problem.values:
+        action = KEEP
+        if value.wish in REPEATED and problem.makers[value.maker].may_repeat:
+            action = AGAIN
+        elif value.wish in MOVED and value.may_move and "host" in problem.tiers:
+            action = "host"
+        actions.append(action)
+    return actions
+
+
+WINDOWS = (1.0, 1.5, 2.0, 4.0)
+"""Windows that are tried, as parts of the smallest that holds what is read together."""
+RESTING = (0.5, 1.0, 2.0, 4.0)
+"""Others have room for so many times all parameters, beside twice the smallest: 2 with their
+gradients, 4 with two states of each as well, or with what is read back."""
+STREAMED_S = 0.5e-3
+"""Of the host, for a parameter fetched twice and whose gradient leaves: the order of what it
+takes on two cores. The same everywhere, so that a plan does not hang on the hour it was made in."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """compute_s  seconds of forward and of backward
+    weights_s    for which links are busy with weights and gradients in each, if none rest
+    nbytes       of all weights
+    count        of weights whose transfers the host starts in compute's stead
+    """
+
+    compute_s: tuple[float, float]
+    weights_s: tuple[float, float]
+    nbytes: int
+    count: int = 0
+
+
+def split(problem: Problem, streams: Streams, ways: Sequence[str], margin: int = 0) -> Choice:
+    """The fastest answer to `problem` over several windows.
+
+    margin  bytes of the budget to leave alone
+    """
+    problem = replace(problem, budget=problem.budget - margin)
+    begin = answer(problem, wishes(problem, ways))
+    least = max(begin.slots, default=0)
+    rest = problem.budget - max(begin.held, default=0)
+    windows = sorted({
+        *(int(least * part) for part in WINDOWS), max(rest, least),
+        *(2 * least + int(streams.nbytes * part) for part in RESTING),
+    })  # fmt: skip
+    best: tuple[bool, float, int] | None = None
+    for window in windows:
+        made = choose(replace(problem, window=window), ways, quickly=True)
+        took = (not made.fits, seconds(problem, streams, made), window)
+        best = took if best is None else min(best, took)
+        if not made.fits:
+            break  # a larger window leaves less for values
+    assert best is not None, "at least the smallest window is tried"
+    return choose(replace(problem, window=best[2]), ways)
+
+
+def seconds(problem: Problem, streams: Streams, made: Choice) -> float:
+    """Of forward and backward together: a phase takes as long as its compute or its links, and as
+    both together where no fetch can start before what it follows is read. Besides, what the host
+    starts takes its time, and what links do a part of theirs."""
+    found = made.answer
+    least = max(1, max(found.slots, default=0))
+    window = problem.budget - max(found.held, default=0)
+    ahead = min(1.0, max(0.0, window / least - 1))
+    resting = min(1.0, max(0, window - 2 * least) / max(1, 2 * streams.nbytes))
+    total = STREAMED_S * streams.count * (1 - resting)
+    for phase in (0, 1):
+        compute = streams.compute_s[phase] + (found.again_s if phase else 0.0)
+        links = streams.weights_s[phase] * (1 - resting)
+        for tier, nbytes in found.moved.items():
+            away = problem.tiers[tier]
+            links += nbytes * (away.back_s if phase else away.leave_s)
+        total += max(compute, links) + (1 - ahead) * min(compute, links) + BUSY * links
+    return total

@@ -1,0 +1,595 @@
+"""Writes a loss over a vocabulary anew, tile by tile: no value has one number per token and class.
+
+Per token are kept the greatest logit so far, the sum of exponentials below it, and the logit of the
+target once its tile has come:
+
+    l = x @ W[a:b].T;  n = max(m, max l);  s = s * exp(m - n) + sum exp(l - n);  m = n
+    log p(target) = l[target] - (m + log s)
+
+The likelihood itself is the op that was there, over one class: of the targets' log-probabilities
+[T, 1], with targets that say 0 where they are valid. So reductions, ignored tokens and errors of
+targets out of range stay what they were. Backward makes each tile of logits again
+(`tiled.py`).
+
+The backward half of a tiled loss: each tile of logits is made again, and turned into gradients.
+
+    g = spread + onehot * picked - exp(l - log_norm) * total
+    dx += g @ W[a:b];  dW[a:b] = g.T @ x;  db[a:b] = sum g
+
+`picked` is what the likelihood's own backward says of the target's log-probability, `spread` what
+label smoothing says of all of them, `total` their sum over the classes.
+
+Where the gradient of a tiled loss's weight goes: home, tile by tile, or into one tensor.
+
+    %s0 = zinf.reduce_tile(%dw[0:a], %w, 0)        the parameter is tiered: each tile leaves at once
+    %s1 = zinf.reduce_tile(%dw[a:b], %w, a * H)
+
+The tiles of one loss are one contribution. If the weight has other uses (an embedding that is tied
+to the head), what those give is another one, and the sum is formed at home.
+
+What both halves of a tiled loss are written with: a pen, tiles of the weight, slices of tokens.
+
+Rows are numbered as the targets are. Where the model takes some of the tokens' logits only, it is
+those tokens' rows that are taken instead, before the product.
+
+How a loss over a vocabulary is cut: rows of the weight per tile, tokens per slice of a tile.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zcompile.ir import ops
+from zcompile.ir.graph import CASTS, TURNS, output_of, phase_of
+from zcompile.ir.rewrite import Pen
+from zcompile.ir.torch_compat import gradient_of, handle_input
+from zcompile.ir.types import NodeName, ParamSpec
+from zcompile.passes.tile_loss.match import PICKS, UNPICKS, VIEWS, Gradients, Loss, picks
+
+ALIGNED = 64
+"""Tiles are multiples of so many classes where they can be: whole vectors of every kernel, and
+rows that begin on disk where direct I/O may begin."""
+NARROWEST = 256
+"""Below so many classes a tile's products run far under the peak of a device; tokens are cut then.
+(4096 tokens of width 512 times 256 rows take 5 % longer per row than times 4096 rows, on two cores
+of a Xeon; times 32 rows, twice as long.)"""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """classes  rows of the weight per tile; the last tile may have fewer
+    tokens      rows of the input per slice; the last slice may have fewer
+    """
+
+    classes: int
+    tokens: int
+
+
+def choose_cut(
+    whole_nbytes: int,
+    tokens: int,
+    classes: int,
+    logit_nbytes: int,
+    row_nbytes: int,
+    tile_bytes: int,
+) -> Cut | None:
+    """None if the logits fit `tile_bytes` whole. Otherwise a piece of them fits, and so do two
+    tiles of the weight: one in use, the next (or its gradient) beside it.
+
+    whole_nbytes  of the logits as the model makes them, perhaps of more tokens than have targets
+    logit_nbytes  working memory per logit of a piece, of all values that exist at once
+    row_nbytes    of one row of the weight
+    """
+    if whole_nbytes <= tile_bytes:
+        return None
+    most = max(1, min(classes, tile_bytes // (2 * row_nbytes) if row_nbytes else classes))
+    wide = tile_bytes // (max(tokens, 1) * logit_nbytes)
+    per_tile = even(classes, max(min(most, wide), min(most, NARROWEST)))
+    return Cut(per_tile, even(tokens, max(1, tile_bytes // (per_tile * logit_nbytes))))
+
+
+def even(whole: int, most: int) -> int:
+    """The size of equal pieces, none larger than `most`; only the last may be smaller."""
+    if most >= whole:
+        return whole
+    unit = ALIGNED if most >= ALIGNED else 1
+    most -= most % unit
+    pieces = -(-whole // most)
+    size = -(-whole // pieces)
+    return min(most, -(-size // unit) * unit)
+
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A loss and how it is cut.
+
+    dtype  in which exponentials are summed, and gradients over tiles
+    """
+
+    loss: Loss
+    cut: Cut
+    dtype: torch.dtype
+
+    @property
+    def classes(self) -> list[tuple[int, int]]:
+        """First class of each tile, and the one past its last."""
+        return _bounds(self.loss.classes, self.cut.classes)
+
+    @property
+    def tokens(self) -> list[tuple[int, int]]:
+        """First token of each slice, and the one past its last; one slice if sizes are dynamic."""
+        count = self.loss.likelihood.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+        if not isinstance(count, int):
+            return [(0, torch.iinfo(torch.int64).max)]
+        return _bounds(count, self.cut.tokens)
+
+    def weight(self, pen: Pen, a: int, b: int) -> fx.Node:
+        """Rows of the weight, [b - a, width]."""
+        return pen.rows(self.loss.weight, a, b)
+
+    def bias(self, pen: Pen, a: int, b: int) -> fx.Node | None:
+        return None if self.loss.bias is None else pen.rows(self.loss.bias, a, b)
+
+
+def gather_of(weight: fx.Node) -> fx.Node | None:
+    """The gather of all of a row-major parameter, itself or under a cast; else None."""
+    node: object = weight
+    if weight.target in CASTS:
+        node = weight.args[0]
+    if not isinstance(node, fx.Node) or node.target is not ops.gather:
+        return None
+    return node if node.meta["val"].is_contiguous() else None
+
+
+def _bounds(count: int, step: int) -> list[tuple[int, int]]:
+    return [(a, min(a + step, count)) for a in range(0, count, step)] or [(0, count)]
+
+
+def product(pen: Pen, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+    """A tile of logits."""
+    turned = pen(aten.t.default, weight)
+    if bias is None:
+        return pen(aten.mm.default, rows, turned)
+    return pen(aten.addmm.default, bias, rows, turned)
+
+
+def one_hot(pen: Pen, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
+    """A class of this tile for every token, and whether its target is another one.
+
+    target  less the classes that the tiles before had, so that equal tiles are equal code
+    """
+    index = pen(aten.clamp.default, target, 0, classes - 1)
+    return index, pen(aten.ne.Tensor, index, target)
+
+
+def rows_of_targets(pen: Pen, loss: Loss) -> fx.Node:
+    """The product's left factor with one row per target: [tokens, width]."""
+    if not picks(loss.chain):
+        return loss.rows
+    rows = again(pen, loss.chain, pen.row_major(loss.rows), loss.width)
+    if rows.meta["val"].dim() != 2:
+        rows = pen(aten.view.default, pen.row_major(rows), [-1, loss.width])
+    return rows
+
+
+def again(pen: Pen, chain: Sequence[fx.Node], source: fx.Node, width: int) -> fx.Node:
+    """What `chain` does to rows of logits, done to rows of another width."""
+    for node in chain:
+        source = _once_more(pen, node, source, width)
+    return source
+
+
+def _once_more(pen: Pen, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
+    if node.target in CASTS:
+        return source
+    if node.target is aten.clone.default:
+        return pen.row_major(source)
+    _, *rest = node.args
+    if node.target in VIEWS | UNPICKS:
+        rest[0] = [*rest[0][:-1], width]  # type: ignore[index,misc]  # sizes
+    if node.target in VIEWS:
+        return pen(aten.view.default, pen.row_major(source), *rest)
+    assert node.target in PICKS | UNPICKS, node
+    return pen(node.target, source, *rest)
+
+
+class Taker(Protocol):
+    """Takes the tiles of a gradient in order."""
+
+    def take(self, tile: fx.Node) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the gradient of a tiered weight leaves the graph.
+
+    handle    of the parameter
+    position  of the gradient among the graph's results
+    last      the gradient as it is added to others, or returned: in its final dtype
+    total     the sum with what other uses of the weight give; None: there are none
+    """
+
+    handle: fx.Node
+    position: int
+    last: fx.Node
+    total: fx.Node | None
+
+
+def way_home(graph: fx.Graph, params: Mapping[NodeName, ParamSpec], loss: Loss) -> Way | None:
+    """None: the weight is no tiered leaf as a whole, or more is done with its gradient."""
+    gather = gather_of(loss.weight)
+    if gather is None or loss.gradients is None or loss.gradients.weight is None:
+        return None
+    handle, size, _, offset, *_ = gather.args
+    assert isinstance(handle, fx.Node)
+    spec = params[NodeName(handle.name)]
+    if not spec.sink or (tuple(size), offset) != (spec.layout.size, 0):  # type: ignore[arg-type]  # a list, by the op schema
+        return None
+    last = _last_of_its_own(loss.gradients.weight)
+    end, total = last, None
+    while (user := _only_user(end)) is not None and _is_sum(user):
+        end, total = user, total or user
+    output = output_of(graph)
+    results = _results(output)
+    places = [n for n, result in enumerate(results) if result is end]
+    if set(end.users) != {output} or len(places) != 1 or last.meta["val"].shape != spec.layout.size:
+        return None
+    wanted = gradient_of(output.meta["desc"][places[0]])
+    if wanted is None or wanted != handle_input(handle):
+        return None
+    return Way(handle, places[0], last, total)
+
+
+def _last_of_its_own(gradient: fx.Node) -> fx.Node:
+    """Behind casts, and pairs of transpositions, that only this gradient goes through."""
+    node = last = gradient
+    turned = False
+    while (user := _only_user(node)) is not None and user.target in TURNS | CASTS:
+        node, turned = user, turned ^ (user.target in TURNS)
+        last = last if turned else node
+    return last
+
+
+def _results(output: fx.Node) -> list[Any]:
+    (results,) = output.args
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    return len(set(node.args)) == 2 and all(v.shape == node.meta["val"].shape for v in values)
+
+
+class Leaving:
+    """Tiles go home one by one; the last takes the gradient's place among the results."""
+
+    def __init__(self, pen: Pen, way: Way) -> None:
+        self._pen, self._way = pen, way
+        self._offset = 0
+        self._sent: fx.Node | None = None
+
+    def take(self, tile: fx.Node) -> None:
+        """The next tile."""
+        tile = self._pen.cast(tile, self._way.last.meta["val"].dtype)
+        self._sent = self._pen(ops.reduce_tile, tile, self._way.handle, self._offset)
+        self._offset += tile.meta["val"].numel()
+
+    def finish(self) -> None:
+        """What other uses of the weight give, if there are any, leaves by itself."""
+        way, output = self._way, output_of(self._pen.graph)
+        if way.total is not None:
+            (rest,) = [a for a in way.total.args if a is not way.last]
+            assert isinstance(rest, fx.Node), "a term of a sum of gradients"
+            way.total.replace_all_uses_with(rest)
+            return
+        results = _results(output)
+        results[way.position] = self._sent
+        output.args = (tuple(results),)
+
+
+class Whole:
+    """Tiles are put together in the place of the old gradient.
+
+    Every write reads what the one before returns, so that no pass can take one from the other.
+    """
+
+    def __init__(self, pen: Pen, old: fx.Node, tiles: Tiles) -> None:
+        self._pen, self._old = pen, old
+        self._alone = len(tiles.classes) == 1
+        if self._alone:
+            return
+        val, (_, first) = old.meta["val"], tiles.classes[0]
+        self._made = pen(aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype)
+        ones = pen(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
+        self._index = pen(aten.sub.Tensor, pen(aten.cumsum.default, ones, 0), 1)
+
+    def take(self, tile: fx.Node) -> None:
+        """The next tile."""
+        if self._alone:
+            self._made = tile
+            return
+        pen, index = self._pen, self._pen.rows(self._index, 0, tile.meta["val"].shape[0])
+        self._made = pen(aten.index_copy_.default, self._made, 0, index, tile)
+        self._index = pen(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
+
+    def finish(self) -> None:
+        self._old.replace_all_uses_with(self._made)
+
+
+IGNORED = torch.iinfo(torch.int64).min
+"""Target of a token that is ignored: no class of any vocabulary."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What forward leaves for backward: rows [tokens, width], the rest per token.
+
+    column    the targets [tokens, 1]; targets [tokens] is what they became
+    log_norm  log of the sum of exponentials of a token's logits [tokens, 1]
+    log_prob  of the targets [tokens, 1], in the dtype that the log-softmax had
+    """
+
+    rows: fx.Node
+    column: fx.Node
+    log_norm: fx.Node
+    log_prob: fx.Node
+    targets: fx.Node
+
+
+@dataclass
+class _BackwardSlice:
+    """Some of the tokens; [tokens, 1] each, but for the rows and their gradient.
+
+    target  less the classes that the tiles before had
+    loses   what every exponential is multiplied with: `total`, negative
+    """
+
+    rows: fx.Node
+    target: fx.Node
+    log_norm: fx.Node
+    picked: fx.Node | None
+    spread: fx.Node | None
+    loses: fx.Node
+    gradient: fx.Node | None = None
+
+
+def write_backward(
+    pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts, way: Way | None
+) -> None:
+    """Gradients of rows and bias take the places of the old ones, and so does that of the weight,
+    unless there is a way home."""
+    slices = _slices(pen, tiles, gradients, facts)
+    of_weight: Taker | None = Leaving(pen, way) if way is not None else None
+    if of_weight is None and gradients.weight is not None:
+        of_weight = Whole(pen, gradients.weight, tiles)
+    of_bias = []
+    for a, b in tiles.classes:
+        weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)
+        tile = [_gradient(pen, tiles, piece, weight, bias, b - a) for piece in slices]
+        if gradients.rows is not None:
+            for piece, gradient in zip(slices, tile, strict=True):
+                piece.gradient = _plus(pen, tiles, piece.gradient, gradient, weight)
+        if of_weight is not None:
+            of_weight.take(_of_weight(pen, tiles, tile, slices))
+        if gradients.bias is not None:
+            of_bias.append(_of_bias(pen, tiles, tile))
+    if gradients.rows is not None:
+        parts = [piece.gradient for piece in slices if piece.gradient is not None]
+        _finish_rows(pen, gradients, gradients.rows, pen.joined(parts))
+    if of_weight is not None:
+        of_weight.finish()
+    if gradients.bias is not None:
+        gradients.bias.replace_all_uses_with(pen(aten.cat.default, of_bias, 1))
+
+
+def _slices(pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts) -> list[_BackwardSlice]:
+    picked, spread, loses = _starts(pen, tiles, gradients, facts)
+
+    def part(node: fx.Node | None, a: int, b: int) -> fx.Node | None:
+        return None if node is None else pen.rows(node, a, b)
+
+    return [
+        _BackwardSlice(
+            pen.rows(facts.rows, a, b),
+            pen.rows(facts.column, a, b),
+            pen.rows(facts.log_norm, a, b),
+            part(picked, a, b),
+            part(spread, a, b),
+            pen.rows(loses, a, b),
+        )
+        for a, b in tiles.tokens
+    ]
+
+
+def _starts(
+    pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts
+) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
+    """`picked`, `spread` and -`total`, [tokens, 1] each."""
+    picked = spread = None
+    if (likelihood := gradients.likelihood) is not None:
+        start, _, _, weight, reduction, _, weights = likelihood.args
+        picked = pen(
+            likelihood.target, start, facts.log_prob, facts.targets, weight, reduction, IGNORED,  # type: ignore[arg-type]  # an op
+            weights,
+        )  # fmt: skip
+        picked = pen.cast(picked, tiles.dtype)
+    for more in gradients.spreads:
+        more = pen.cast(more, tiles.dtype)
+        spread = more if spread is None else pen(aten.add.Tensor, spread, more)
+    loses = None if picked is None else pen(aten.neg.default, picked)
+    if spread is not None:
+        all_classes = pen(aten.mul.Scalar, spread, -tiles.loss.classes)
+        loses = all_classes if loses is None else pen(aten.add.Tensor, loses, all_classes)
+    assert loses is not None, "a gradient begins somewhere"
+    return picked, spread, loses
+
+
+def _gradient(
+    pen: Pen,
+    tiles: Tiles,
+    piece: _BackwardSlice,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    classes: int,
+) -> fx.Node:
+    """Gradient of one tile of logits, in the place of its exponentials."""
+    logits = product(pen, piece.rows, weight, bias)
+    made = pen(aten.sub_.Tensor, pen.cast(logits, tiles.dtype), piece.log_norm)
+    made = pen(aten.mul_.Tensor, pen(aten.exp_.default, made), piece.loses)
+    if piece.spread is not None:
+        made = pen(aten.add_.Tensor, made, piece.spread)
+    if piece.picked is not None:
+        index, other = one_hot(pen, piece.target, classes)
+        added = pen(aten.masked_fill.Scalar, piece.picked, other, 0)
+        made = pen(aten.scatter_add_.default, made, 1, index, added)
+        piece.target = pen(aten.sub.Tensor, piece.target, classes)
+    return pen.cast(made, logits.meta["val"].dtype)
+
+
+def _of_weight(
+    pen: Pen, tiles: Tiles, tile: list[fx.Node], slices: list[_BackwardSlice]
+) -> fx.Node:
+    made = None
+    for gradient, piece in zip(tile, slices, strict=True):
+        made = _plus(pen, tiles, made, pen(aten.t.default, gradient), piece.rows)
+    assert made is not None, "there are tokens"
+    return pen.cast(made, tile[0].meta["val"].dtype)
+
+
+def _of_bias(pen: Pen, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
+    first, *others = (pen(aten.sum.dim_IntList, gradient, [0], True) for gradient in tile)
+    for other in others:
+        sums = (pen.cast(part, tiles.dtype) for part in (first, other))
+        first = pen(aten.add.Tensor, *sums)
+    return pen.cast(first, tile[0].meta["val"].dtype)
+
+
+def _plus(pen: Pen, tiles: Tiles, so_far: fx.Node | None, left: fx.Node, right: fx.Node) -> fx.Node:
+    """so_far + left @ right; sums of several are kept in the dtype of the tiles."""
+    if so_far is None:
+        return pen(aten.mm.default, left, right)
+    if left.meta["val"].dtype is tiles.dtype:
+        return pen(aten.addmm.default, so_far, left, right)
+    more = pen.cast(pen(aten.mm.default, left, right), tiles.dtype)
+    return pen(aten.add.Tensor, pen.cast(so_far, tiles.dtype), more)
+
+
+def _finish_rows(pen: Pen, gradients: Gradients, old: fx.Node, gradient: fx.Node) -> None:
+    """Gradients of the targets' rows become those of all rows of the product."""
+    gradient = pen.cast(gradient, old.meta["val"].dtype)
+    if picks(gradients.chain):
+        width, sizes = old.meta["val"].shape[1], gradients.top.meta["val"].shape
+        if len(sizes) != 2:
+            gradient = pen(aten.view.default, gradient, [*sizes[:-1], width])
+        gradient = again(pen, gradients.chain, gradient, width)
+    old.replace_all_uses_with(gradient)
+
+
+def rewrite_loss(
+    graph: fx.Graph, tiles: Tiles, params: Mapping[NodeName, ParamSpec] = MappingProxyType({})
+) -> None:
+    """Rewrite both halves in place; what is not read any more is erased.
+
+    params  the tiered parameters, to whose gradients tiles are sent home
+    """
+    loss = tiles.loss
+    first = min((loss.likelihood, *loss.sums))
+    pen = Pen(graph, phase_of(first), loss.softmax)
+    with graph.inserting_before(first):
+        rows = rows_of_targets(pen, loss)
+        column = pen(aten.unsqueeze.default, loss.likelihood.args[1], 1)
+        facts = _forward(pen, tiles, rows, column)
+    _, _, weight, reduction, _ = loss.likelihood.args
+    loss.likelihood.args = (facts.log_prob, facts.targets, weight, reduction, IGNORED)
+    if (gradients := loss.gradients) is not None:
+        pen = Pen(graph, phase_of(gradients.top), gradients.top)
+        with graph.inserting_before(gradients.top):
+            write_backward(pen, tiles, gradients, facts, way_home(graph, params, loss))
+    graph.eliminate_dead_code()
+
+
+@dataclass
+class _ForwardSlice:
+    """Some of the tokens, and what is known of them so far: [tokens, 1] each, but for the rows.
+
+    target  less the classes that the tiles before had
+    total   sum of exponentials, relative to the greatest
+    sum     of the logits, if somebody asks
+    """
+
+    rows: fx.Node
+    target: fx.Node
+    greatest: fx.Node
+    total: fx.Node
+    picked: fx.Node
+    sum: fx.Node | None
+
+
+def _forward(pen: Pen, tiles: Tiles, rows: fx.Node, column: fx.Node) -> Facts:
+    loss, loss_dtype = tiles.loss, tiles.loss.softmax.meta["val"].dtype
+    slices = [_begin(pen, tiles, rows, column, *bounds) for bounds in tiles.tokens]
+    for a, b in tiles.classes:
+        weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)
+        for piece in slices:
+            logits = pen.cast(product(pen, piece.rows, weight, bias), tiles.dtype)
+            _forward_tile(pen, logits, piece, b - a)
+    norms = [pen(aten.add.Tensor, s.greatest, pen(aten.log.default, s.total)) for s in slices]
+    log_norm, picked = pen.joined(norms), pen.joined([s.picked for s in slices])
+    log_prob = pen.cast(pen(aten.sub.Tensor, picked, log_norm), loss_dtype)
+    for total in loss.sums:
+        logits_sum = pen.joined([s.sum for s in slices if s.sum is not None])
+        norm = pen(aten.mul.Scalar, log_norm, loss.classes)
+        summed = pen(aten.squeeze.dim, pen(aten.sub.Tensor, logits_sum, norm), 1)
+        total.replace_all_uses_with(pen.cast(summed, loss_dtype))
+    return Facts(rows, column, log_norm, log_prob, _one_class(pen, loss))
+
+
+def _begin(pen: Pen, tiles: Tiles, rows: fx.Node, column: fx.Node, a: int, b: int) -> _ForwardSlice:
+    # The least finite number, not -inf: over a tile of -inf alone, -inf - -inf would be nan.
+    least, target = torch.finfo(tiles.dtype).min, pen.rows(column, a, b)
+    zero = pen(aten.zeros_like.default, target, dtype=tiles.dtype)
+    greatest = pen(aten.full_like.default, zero, least)
+    wanted = zero if tiles.loss.sums else None
+    return _ForwardSlice(pen.rows(rows, a, b), target, greatest, zero, zero, wanted)
+
+
+def _forward_tile(pen: Pen, logits: fx.Node, piece: _ForwardSlice, classes: int) -> None:
+    """One tile of logits, which its exponentials overwrite."""
+    tile_max = pen(aten.amax.default, logits, [1], True)
+    greatest = pen(aten.maximum.default, piece.greatest, tile_max)
+    index, other = one_hot(pen, piece.target, classes)
+    picked = pen(aten.gather.default, logits, 1, index)
+    if piece.sum is not None:
+        tile_sum = pen(aten.sum.dim_IntList, logits, [1], True)
+        piece.sum = pen(aten.add.Tensor, piece.sum, tile_sum)
+    exponentials = pen(aten.exp_.default, pen(aten.sub_.Tensor, logits, greatest))
+    tile_total = pen(aten.sum.dim_IntList, exponentials, [1], True)
+    shrunk = pen(aten.exp.default, pen(aten.sub.Tensor, piece.greatest, greatest))
+    piece.total = pen(aten.addcmul.default, tile_total, piece.total, shrunk)
+    piece.picked = pen(aten.where.self, other, piece.picked, picked)
+    piece.greatest = greatest
+    piece.target = pen(aten.sub.Tensor, piece.target, classes)
+
+
+def _one_class(pen: Pen, loss: Loss) -> fx.Node:
+    """0 for a valid target, `IGNORED` for an ignored one; all others stay, and are out of range."""
+    _, targets, _, _, ignored = loss.likelihood.args
+    low = pen(aten.ge.Scalar, targets, 0)
+    inside = pen(aten.logical_and.default, low, pen(aten.lt.Scalar, targets, loss.classes))
+    valid = pen(aten.masked_fill.Scalar, targets, inside, 0)
+    return pen(aten.masked_fill.Scalar, valid, pen(aten.eq.Scalar, targets, ignored), IGNORED)

@@ -27,8 +27,8 @@ import torch
 from zcompile.ir.units import MiB, show_size
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
 
 MODES = ("read", "write", "mixed")
 WINDOW_BYTES = 256 * MiB

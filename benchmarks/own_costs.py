@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from zcompile.frontend.residency import Residency
-from zcompile.runtime.clocks import Clocks, Walked
+from zcompile.runtime.profile import Clocks, Walked
 from zcompile.runtime.session import Session
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from zcompile.runtime.durable import data_check, data_header, index
-from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.durable import files, index, recover
+from zcompile.runtime.io.files import Directory
 
 
 def read_index(path: Path) -> tuple[index.Index, bytes] | None:
@@ -14,12 +14,12 @@ def read_index(path: Path) -> tuple[index.Index, bytes] | None:
         return index.read_index(directory)
 
 
-def read_header(path: Path) -> data_header.DataHeader | None:
+def read_header(path: Path) -> files.DataHeader | None:
     with Directory(path) as directory:
-        return data_header.read_header(directory)
+        return files.read_header(directory)
 
 
 def check_all(found: index.Index, paths: Sequence[Path]) -> int:
     """Every checksum of a commit; how many bytes were read."""
     with ExitStack() as stack:
-        return data_check.check_all(found, [stack.enter_context(Directory(p)) for p in paths])
+        return recover.check_all(found, [stack.enter_context(Directory(p)) for p in paths])

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from zcompile.errors import ZinfError
-from zcompile.runtime.durable.data_header import HEADER_BYTES
-from zcompile.runtime.durable.tier_durable import DurableTier
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.durable.files import HEADER_BYTES
+from zcompile.runtime.durable.tier import DurableTier
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Extent
+from zcompile.runtime.tiers.base import Extent
+from zcompile.runtime.tiers.disk import DiskTier
 
 
 def forget_frames(error: BaseException | None) -> None:

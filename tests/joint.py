@@ -131,7 +131,7 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
         return made(gm, list(example_inputs))
 
     if not any(
-        isinstance(p, zcompile.runtime.eager.tiered.TieredTensor) for p in model.parameters()
+        isinstance(p, zcompile.runtime.eager.tensor.TieredTensor) for p in model.parameters()
     ):
         zcompile.offload(model, **{"device": "cpu", "device_memory": DEVICE_BYTES,
                                    "host_memory": DEVICE_BYTES, **config})  # fmt: skip

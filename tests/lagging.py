@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zcompile.runtime import open
 from zcompile.runtime.device.base import Landing
-from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.transfer.queue import Mover
 from zcompile.runtime.transfer.ticket import Promise

@@ -25,9 +25,9 @@ from zcompile.ir.schedule import EntryIndex, Slot
 from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
-from zcompile.planner.flying import Departing
-from zcompile.planner.journeys import Journey
-from zcompile.runtime.device.annex import Annex
+from zcompile.planner.links import Journey
+from zcompile.planner.simulator import Departing
+from zcompile.runtime.device.arena import Annex
 from zcompile.verify.schedule import verify_schedule
 
 STEPS = 6

@@ -10,11 +10,9 @@ from zcompile.ir.schedule import SERIALS, Fetch, Reduce, Run, Schedule, Slot, St
 from zcompile.ir.step import EntryFact, Step, StepCall
 from zcompile.ir.types import Kind, Phase, Region
 from zcompile.machine.model import Link
-from zcompile.planner import least_program
-from zcompile.planner.bounds import bound
-from zcompile.planner.demand import Demand, Segment, demand_of
-from zcompile.planner.linear_program import is_available
-from zcompile.planner.loads import Room
+from zcompile.planner import bounds
+from zcompile.planner.bounds import Demand, Segment, bound, demand_of
+from zcompile.planner.placement import Room, is_available
 
 F, B, S = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 P = 1_000
@@ -35,7 +33,7 @@ def training(compute_s=(1.0, 2.0, 0.0), micro_batches=1):
 
 
 def plain(demand, links_, room, monkeypatch):
-    monkeypatch.setattr("zcompile.planner.least_program.is_available", lambda: False)
+    monkeypatch.setattr("zcompile.planner.bounds.is_available", lambda: False)
     return bound(demand, links_, room)
 
 
@@ -173,7 +171,7 @@ def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(
         tiers = {"device": device, "host": host, **({"disk": 10**9} if disk else {})}
         with pytest.MonkeyPatch.context() as patch:
             if plainly:
-                patch.setattr(least_program, "is_available", lambda: False)
+                patch.setattr(bounds, "is_available", lambda: False)
             return bound(demand, ways, Room(tiers, held_bytes=held)).seconds
 
     least = seconds(device, host)

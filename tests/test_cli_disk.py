@@ -20,7 +20,7 @@ import zcompile
 from zcompile.cli import disk as cli_disk
 from zcompile.errors import DiskOwned, DiskUnusable
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.durable.data_header import DataHeader
+from zcompile.runtime.durable.files import DataHeader
 
 ROOT = Path(__file__).parent.parent
 

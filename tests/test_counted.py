@@ -11,7 +11,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import ALIGNMENT
 from zcompile.ir.units import KiB
 from zcompile.planner import step_plan
-from zcompile.planner.place_states import place
+from zcompile.planner.placement import place
 
 BUDGETS = {"keep": 112 * KiB, "recompute": 64 * KiB, "offload": 64 * KiB}
 """Of the device; where all is kept, little less would be refused."""

@@ -23,8 +23,7 @@ from zcompile.errors import (
     DiskUnusable,
     DurableDamaged,
 )
-from zcompile.runtime.durable.checksums import Piece
-from zcompile.runtime.durable.index import encode
+from zcompile.runtime.durable.index import Piece, encode
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB"}
 PRECIOUS = b"precious\x1b[2J data\n"
@@ -320,7 +319,7 @@ def test_an_index_does_not_choose_where_a_lock_is_made(kept, tmp_path):
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"run": ' + b"9" * 5000 + b"}"],
                          ids=["deep", "long number"])  # fmt: skip
 def test_an_index_that_no_parser_bears_is_damaged(tmp_path, body):
-    from zcompile.runtime.durable.checksums import SUMS
+    from zcompile.runtime.durable.index import SUMS
 
     header = f"zinf-index 1 {len(body)} 0 crc32 {SUMS['crc32'](memoryview(body)):016x}\n"
     (tmp_path / "zinf.index").write_bytes(header.encode() + body)

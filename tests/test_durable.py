@@ -171,9 +171,7 @@ def test_after_a_commit_that_failed_nothing_is_written_over_it(tmp_path, monkeyp
     def refused(directory):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(
-        "zcompile.runtime.io.directory.Directory.sync", refused
-    )  # the rename was well
+    monkeypatch.setattr("zcompile.runtime.io.files.Directory.sync", refused)  # the rename was well
     with pytest.raises(CommitFailed, match="step 3 may or may not have been committed"):
         run.train(2, 3)
     run.model.up.weight.data.mul_(2)
@@ -236,7 +234,7 @@ def test_what_was_written_in_part_is_committed_whole(tmp_path):
 
 def test_what_is_blank_on_the_host_stays_so_in_a_commit(tmp_path, monkeypatch):
     """Pieces of any size are written where no disk asks for blocks; each must end where it ends."""
-    monkeypatch.setattr("zcompile.runtime.tiers.tier_file.takes_direct", lambda directory: False)
+    monkeypatch.setattr("zcompile.runtime.tiers.disk.takes_direct", lambda directory: False)
     plainly = Run().train(0, 1)
     run = Run(tmp_path, **ON_HOST).train(0, 1)
     for one in (plainly, run):

@@ -19,7 +19,7 @@ from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.bounds import bound
 from zcompile.planner.floor import floor, traced_compute
-from zcompile.planner.loads import Room
+from zcompile.planner.placement import Room
 
 MACHINE = Machine("fake", {}, {}, Compute({"float32": 1.0}, 1.0))
 TWICE = Region("twice", "", lambda: (), Work(dense_nbytes=8, nbytes=12, ops=5))

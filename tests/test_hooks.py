@@ -18,7 +18,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import ParameterChanged, Unsupported
 from zcompile.ir.torch_compat import current_pass
-from zcompile.runtime import gradients
+from zcompile.runtime.gradients import gradients
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 

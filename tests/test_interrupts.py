@@ -20,7 +20,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.transfer.interrupts import (
     deferred_interrupts,
     deliver_interrupts,

@@ -14,9 +14,9 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
 from zcompile.planner import step_plan
-from zcompile.runtime import near_gradients
-from zcompile.runtime.gradients import Gradients
-from zcompile.runtime.near_gradients import NearGradients
+from zcompile.runtime.gradients import near
+from zcompile.runtime.gradients.gradients import Gradients
+from zcompile.runtime.gradients.near import NearGradients
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""
@@ -57,13 +57,13 @@ def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
 
 def test_products_are_made_in_their_berths_and_only_the_rest_is_copied(monkeypatch):
     model, compiled, optimizer = begun(4, **ROOM)
-    copied, copy = [], near_gradients.copy_dense
+    copied, copy = [], near.copy_dense
 
     def noted(target, source):
         copied.append(tuple(target.shape))
         copy(target, source)
 
-    monkeypatch.setattr(near_gradients, "copy_dense", noted)
+    monkeypatch.setattr(near, "copy_dense", noted)
     train(model, compiled, optimizer, 4, 5)
     whole = tuple(model.embed.weight.shape)  # the sum of two
     small = [tuple(p.shape) for p in model.parameters() if p.dim() == 1]

@@ -34,10 +34,8 @@ from zcompile.errors import (
     DurableDamaged,
     NothingCommitted,
 )
-from zcompile.runtime.durable.checksums import SUMS
-from zcompile.runtime.durable.data_header import HEADER_BYTES
-from zcompile.runtime.durable.index import Index, parse
-from zcompile.runtime.durable.reclaim import free_ranges
+from zcompile.runtime.durable.files import HEADER_BYTES, free_ranges
+from zcompile.runtime.durable.index import SUMS, Index, parse
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB", "durable": True}

@@ -9,8 +9,7 @@ from torch import nn
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.planner.prediction import predicted, told
-from zcompile.planner.simulate import simulate
+from zcompile.planner.simulator import predicted, simulate, told
 
 WIDTH, LAYERS = 256, 4
 RATE = 40e6

@@ -12,9 +12,9 @@ from torch import nn, optim
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
-from zcompile.runtime.eager import eager
+from zcompile.runtime.eager import dispatch
 from zcompile.runtime.eager.clipping import SCALES
-from zcompile.runtime.eager.repeats import ListCall
+from zcompile.runtime.eager.streaming import ListCall
 
 WHERE = {
     "disk": {},
@@ -174,7 +174,7 @@ def test_a_change_is_seen_where_all_rests_on_the_device(change):
 def counted(monkeypatch):
     """How often rows of a list op were made, and how often a call was repeated."""
     seen = {"rows": 0, "again": 0}
-    rows_of, again = eager.rows_of, ListCall.again
+    rows_of, again = dispatch.rows_of, ListCall.again
 
     def count_rows(func, args, kwargs):
         seen["rows"] += func._schema.name == "aten::_fused_adamw_"
@@ -184,7 +184,7 @@ def counted(monkeypatch):
         seen["again"] += (done := again(call))
         return done
 
-    monkeypatch.setattr(eager, "rows_of", count_rows)
+    monkeypatch.setattr(dispatch, "rows_of", count_rows)
     monkeypatch.setattr(ListCall, "again", count_again)
     return seen
 

@@ -30,8 +30,8 @@ from zcompile.errors import ParameterChanged
 from zcompile.frontend import residency, step_planning
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import KiB
-from zcompile.planner import simulate, step_plan
-from zcompile.planner.simulated_steps import SimulatedSteps
+from zcompile.planner import simulator, step_plan
+from zcompile.planner.simulator import SimulatedSteps
 from zcompile.runtime.device.arena import Arena
 
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
@@ -119,7 +119,7 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     seen.clear()
     residency = session_behind(model).planner
     step, homes = residency.plan.step, residency.plan.placement.homes
-    simulate.simulate(step, residency.costs(), homes)
+    simulator.simulate(step, residency.costs(), homes)
     assert walked
     assert seen[-len(walked) :] == walked
 

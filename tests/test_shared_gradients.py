@@ -10,7 +10,7 @@ from torch import nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 
 
 class Three(nn.Module):

@@ -25,7 +25,7 @@ from zcompile.ir.step import EntryFact, Step, StepCall
 from zcompile.ir.types import HELD, Kind, Layout, Phase, Region, Work
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.planner.simulate import simulate
+from zcompile.planner.simulator import simulate
 
 ONE = 1000
 """Bytes. A link of the machine below moves 1000 in a second."""

@@ -23,9 +23,8 @@ from test_simulate import (
 from zcompile.ir.schedule import Fetch, Slot, Wait
 from zcompile.ir.types import Phase
 from zcompile.machine.model import Link
-from zcompile.planner.journeys import Journey
-from zcompile.planner.simulate import simulate, step_seconds
-from zcompile.planner.traffic import MOST_PIECES, RING_BLOCK, Traffic
+from zcompile.planner.links import MOST_PIECES, RING_BLOCK, Journey, Traffic
+from zcompile.planner.simulator import simulate, step_seconds
 
 LANES = 3
 """Slots of an arena that chunks take in turn."""

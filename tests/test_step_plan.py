@@ -20,9 +20,9 @@ from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes.lower import ArenaShare, arranged
 from zcompile.planner import step_plan
-from zcompile.planner.demand import demand_of
-from zcompile.planner.loads import Room
-from zcompile.planner.simulate import simulate
+from zcompile.planner.bounds import demand_of
+from zcompile.planner.placement import Room
+from zcompile.planner.simulator import simulate
 from zcompile.planner.step_plan import NEAR, PARTS, StepPlan, plan_step
 from zcompile.verify.schedule import verify_schedule
 

@@ -27,9 +27,9 @@ from zcompile.cli import disk
 from zcompile.errors import CommitFailed, NothingCommitted, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.durable.data_header import HEADER_BYTES
-from zcompile.runtime.io import ring_choice
-from zcompile.runtime.tiers import stripes, tier_nvme
+from zcompile.runtime.durable.files import HEADER_BYTES
+from zcompile.runtime.io import backends
+from zcompile.runtime.tiers import disk as disk_tier
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB", "durable": True}
 INPUT = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
@@ -196,8 +196,7 @@ def recorded(tmp_path_factory, small_stripes):
 @pytest.fixture(scope="module")
 def small_stripes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stripes, "STRIPE_BYTES", 8192)
-        patch.setattr(tier_nvme, "STRIPE_BYTES", 8192)
+        patch.setattr(disk_tier, "STRIPE_BYTES", 8192)
         yield
 
 
@@ -317,7 +316,7 @@ def test_a_commit_that_cannot_be_opened_is_told(tmp_path, own, name, file):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("ring", ring_choice.DIRECT)
+@pytest.mark.parametrize("ring", backends.DIRECT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - CHECKPOINTS_ONLY))
 def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
@@ -325,8 +324,8 @@ def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
 ):
     if not opens(ring):
         pytest.skip(f"this machine has no {ring}")
-    others = {kind: refused for kind in ring_choice.DIRECT if kind != ring}
-    monkeypatch.setattr(ring_choice, "RINGS", {**ring_choice.RINGS, **others})
+    others = {kind: refused for kind in backends.DIRECT if kind != ring}
+    monkeypatch.setattr(backends, "RINGS", {**backends.RINGS, **others})
     spots, want = recorded[kind]
     for number, at in enumerate(spot for spot in spots if spot[0] == name):
         for fault in FAULTS[name]:
@@ -336,7 +335,7 @@ def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
 
 def opens(ring):
     try:
-        ring_choice.RINGS[ring]().close()
+        backends.RINGS[ring]().close()
     except OSError:
         return False
     return True

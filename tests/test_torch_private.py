@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import zcompile
 from zcompile.errors import TorchUnsupported
 from zcompile.ir import torch_compat as private
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 
 
 class Wrapped(Tensor):

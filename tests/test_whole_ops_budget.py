@@ -11,7 +11,7 @@ from zcompile.errors import BudgetExceeded, ParameterChanged
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import torch_compat as private
 from zcompile.ir.units import KiB
-from zcompile.runtime.eager.fresh_results import fresh
+from zcompile.runtime.eager.dispatch import fresh
 
 WIDE = 128
 WEIGHT_BYTES = WIDE * WIDE * 4

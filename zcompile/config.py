@@ -1,7 +1,7 @@
 """What the user asked for: one frozen dataclass, checked at the door.
 
 Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is told, never what is
-done. Where measurements are kept is up to `runtime/probe_cache.py`.
+done. Where measurements are kept is up to `runtime/probe.py`.
 """
 
 import os

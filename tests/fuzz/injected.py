@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from zcompile.ir.types import Layout
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 
 
 @contextmanager

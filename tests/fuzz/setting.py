@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.recorder import key_of
+from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import move as move_entry
 from zcompile.runtime.session import session_of
 

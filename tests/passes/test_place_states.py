@@ -13,9 +13,8 @@ from zcompile.ir.step import EntryFact, Step, StepCall
 from zcompile.ir.types import Kind, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.planner import linear_program, place_states
-from zcompile.planner.loads import Room, evaluate, group
-from zcompile.planner.place_states import Placement, place
+from zcompile.planner import placement
+from zcompile.planner.placement import Placement, Room, evaluate, group, place
 
 LAYERS = 4
 NOTHING: Mapping[Phase, float] = {}
@@ -80,7 +79,7 @@ SIZES = [MiB] * LAYERS
 def way(request, monkeypatch):
     """With scipy, and without."""
     if request.param == "greedy":
-        monkeypatch.setattr(place_states, "fractions", lambda *args: None)
+        monkeypatch.setattr(placement, "fractions", lambda *args: None)
     return request.param
 
 
@@ -187,7 +186,7 @@ def test_the_greedy_choice_is_near_the_program(monkeypatch, device, compute):
     given_room = room(device * 4 * MiB, 24 * MiB, GiB)
     seconds = dict.fromkeys(PHASES[:2], compute)
     best = place(made, machine(), given_room, seconds)
-    monkeypatch.setattr(place_states, "fractions", lambda *args: None)
+    monkeypatch.setattr(placement, "fractions", lambda *args: None)
     assert place(made, machine(), given_room, seconds).seconds <= best.least_seconds * 1.1 + 1e-9
 
 
@@ -200,8 +199,8 @@ def test_shares_are_spread_over_the_layers():
 
 
 def test_the_program_says_when_it_is_not_there(monkeypatch):
-    monkeypatch.setattr(linear_program, "is_available", lambda: False)
-    assert linear_program.fractions([], {}, {}, {}) is None
+    monkeypatch.setattr(placement, "is_available", lambda: False)
+    assert placement.fractions([], {}, {}, {}) is None
     made = step(SIZES)
     assert place(made, machine(), room(16 * MiB), NOTHING).seconds == 0
 
@@ -223,7 +222,7 @@ def test_a_placement_does_not_depend_on_how_entries_are_numbered(way, device):
     assert again.seconds == first.seconds
 
 
-@pytest.mark.skipif(not linear_program.is_available(), reason="a linear program needs scipy")
+@pytest.mark.skipif(not placement.is_available(), reason="a linear program needs scipy")
 def test_what_the_ring_writes_late_hides_behind_the_next_forward_and_states_go_to_disk_for_it():
     made, hidden = step(SIZES), {Phase.FORWARD: 100.0, Phase.BACKWARD: 100.0, Phase.STEP: 0.0}
     tiers = {"device": MiB, "host": 10 * MiB, "disk": GiB}

@@ -11,7 +11,7 @@ from zcompile.config import Config
 from zcompile.ir.units import KiB
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.store.store import Store
-from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.disk import DiskTier
 
 OpenStore = Callable[..., Store]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from zcompile.runtime.io import ring_choice
+from zcompile.runtime.io import backends
 from zcompile.runtime.io.ring import Outcome, Request, Ring
 
 Decide = Callable[[Request], Request | int | None]
@@ -35,8 +35,8 @@ class Faults:
         self.gate.set()
         self.reverse = False
         self.seen: list[Request] = []
-        for name, opened in list(ring_choice.RINGS.items()):
-            monkeypatch.setitem(ring_choice.RINGS, name,
+        for name, opened in list(backends.RINGS.items()):
+            monkeypatch.setitem(backends.RINGS, name,
                                 lambda opened=opened: FaultyRing(opened(), self))  # fmt: skip
 
     def fail(self, verb: str, code: int = errno.EIO, nth: int | None = None) -> None:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.units import KiB, MiB
-from zcompile.runtime.device.annex import Annex, lies_in
-from zcompile.runtime.device.arena import ALIGNMENT, Arena
-from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime.device.arena import ALIGNMENT, Annex, Arena, lies_in
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.meter import Gauge, Meter
 
 

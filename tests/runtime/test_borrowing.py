@@ -7,8 +7,8 @@ from zcompile.errors import ValueUnset
 from zcompile.ir.schedule import Borrow, EntryIndex, Register
 from zcompile.ir.types import Kind, Layout
 from zcompile.ir.units import KiB, MiB
-from zcompile.runtime.store import near
-from zcompile.runtime.store.deferred import Deferred
+from zcompile.runtime.store import resident
+from zcompile.runtime.store.store import Deferred
 from zcompile.runtime.transfer.ticket import Ready
 
 
@@ -38,8 +38,8 @@ def test_a_blank_entry_is_lent_as_zeros(open_store):
 
 
 def test_only_what_compute_can_reach_is_lendable(open_store):
-    near = open_store(host_memory="1MiB")
-    assert near.lendable(near.create("w", Kind.PARAM, 1 * KiB))
+    resident = open_store(host_memory="1MiB")
+    assert resident.lendable(resident.create("w", Kind.PARAM, 1 * KiB))
     far = open_store(host_memory="256KiB", disk=True)
     assert not far.lendable(far.create("w", Kind.PARAM, 1 * KiB))
     slow = open_store(host_memory="1MiB", throttle={"d2h": "1GB/s"})
@@ -59,12 +59,12 @@ def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_st
     layout = Layout((64,), (1,), 0, torch.float32)
     borrow = Borrow(EntryIndex(0), 0, layout, Register(0), True)
     entry = near_entry(store, 3.0)
-    first = near.look_up(store, [entry]).lend(borrow)
+    first = resident.look_up(store, [entry]).lend(borrow)
     version = entry.version
-    assert near.look_up(store, [entry]).lend(borrow) is first
+    assert resident.look_up(store, [entry]).lend(borrow) is first
     assert entry.version == version + 1
     other = near_entry(store, 5.0)
-    assert near.look_up(store, [other]).lend(borrow).tolist() == [5.0] * 64
+    assert resident.look_up(store, [other]).lend(borrow).tolist() == [5.0] * 64
     assert first.tolist() == [3.0] * 64
 
 
@@ -73,7 +73,7 @@ def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
     store.homes.device.window_bytes = 1 * MiB
     borrow = Borrow(EntryIndex(0), 0, Layout((64,), (1,), 0, torch.float32), Register(0), False)
     entry, other = near_entry(store, 3.0), near_entry(store, 5.0)
-    lent = near.look_up(store, [entry])
+    lent = resident.look_up(store, [entry])
     assert lent.lend(borrow).tolist() == [3.0] * 64
     entry.place = other.place
     assert lent.lend(borrow).tolist() == [5.0] * 64
@@ -90,12 +90,12 @@ def test_what_rests_on_the_device_is_touched_after_what_it_follows(open_store):
         def join_compute(self):
             joined.append(memory.fill_(5.0))
 
-    near.put(store, entry, memory.view(torch.uint8), 0, [Behind()])
+    resident.put(store, entry, memory.view(torch.uint8), 0, [Behind()])
     assert store.read_all(entry).view(torch.float32).tolist() == [5.0] * 64
     memory.zero_()
-    near.add(store, entry, memory, 0, [Behind()])
+    resident.add(store, entry, memory, 0, [Behind()])
     assert store.read_all(entry).view(torch.float32).tolist() == [10.0] * 64
-    near.fetch(store, entry, memory.view(torch.uint8), 0, [Behind()], False)
+    resident.fetch(store, entry, memory.view(torch.uint8), 0, [Behind()], False)
     assert memory.tolist() == [10.0] * 64
     assert len(joined) == 3
 
@@ -112,7 +112,7 @@ def test_a_change_that_was_put_off_is_made_before_an_entry_is_lent(open_store):
 
     store.deferrals.make = make
     store.deferrals.defer(entry, Deferred(torch.Tensor.mul_, 2.0, False, layout))
-    lent = near.look_up(store, [entry])
+    lent = resident.look_up(store, [entry])
     assert lent.lend(Borrow(EntryIndex(0), 0, layout, Register(0), False)).tolist() == [6.0] * 64
 
 
@@ -121,5 +121,5 @@ def near_entry(store, value):
     count = len(store._entries)
     assert store.homes.device.plan(-1000 - count, "w", 256)
     entry = store.create("w.grad", Kind.GRAD, 256, of=1000 + count)
-    near.put(store, entry, torch.full((64,), value).view(torch.uint8), 0, ())
+    resident.put(store, entry, torch.full((64,), value).view(torch.uint8), 0, ())
     return entry

@@ -9,11 +9,9 @@ from zcompile.errors import IOFault
 from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB
 from zcompile.machine.staging import lane_bytes
-from zcompile.runtime.io.disk_trial import BLOCK_BYTES
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.transfer.sums import Add
-from zcompile.runtime.transfer.transfer import Transfer
-from zcompile.runtime.transfer.transfers import Fetch, Put
+from zcompile.runtime.io.backends import BLOCK_BYTES
+from zcompile.runtime.tiers.disk import DiskTier
+from zcompile.runtime.transfer.transfer import Add, Fetch, Put, Transfer
 
 RING = 256 * KiB
 """The least host budget: all of it is the ring, so entries rest on disk."""

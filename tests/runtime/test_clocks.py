@@ -14,7 +14,7 @@ from zcompile.ir.schedule import Fetch, Reduce, Run, Wait
 from zcompile.ir.types import Phase
 from zcompile.machine.cost import Ways
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.runtime.clocks import FIRST, RECENT, Clocks
+from zcompile.runtime.profile import FIRST, RECENT, Clocks
 
 BARE = Machine("bare", {}, {}, Compute({"float32": 1.0}, 1.0))
 

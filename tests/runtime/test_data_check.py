@@ -11,8 +11,8 @@ from committed import read_index
 from durable_runs import Run
 
 from zcompile.errors import DurableDamaged
-from zcompile.runtime.durable.data_check import check_all
-from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.durable.recover import check_all
+from zcompile.runtime.io.files import Directory
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 from zcompile.errors import DeviceTooSmall
 from zcompile.ir.ties import Tie
 from zcompile.ir.units import MiB
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
-from zcompile.runtime.device.device_cpu import CpuDevice
 from zcompile.runtime.device.pages import HUGE_PAGE_BYTES
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.transfer.ticket import Countdown

@@ -15,8 +15,8 @@ from zcompile.errors import DiskUnusable, IOFault, TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,9 +13,9 @@ from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
 from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.durable.commit import Ledger
-from zcompile.runtime.durable.data_header import DataHeader
-from zcompile.runtime.durable.data_header import read_header as header_in
-from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.durable.files import DataHeader
+from zcompile.runtime.durable.files import read_header as header_in
+from zcompile.runtime.io.files import Directory
 from zcompile.runtime.session import Session
 
 

@@ -12,11 +12,10 @@ import torch
 from zcompile.errors import IOFault
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.io import engine as engine_module
-from zcompile.runtime.io.aio import KernelAio
-from zcompile.runtime.io.io_threads import ThreadRing
+from zcompile.runtime.io.backends import KernelAio, ThreadRing
 from zcompile.runtime.io.uring import IoUring
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
 
 UNIT = 4096
 

@@ -12,8 +12,8 @@ import torch
 from zcompile.errors import IOFault, ParameterChanged
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
 
 UNIT = 4096
 

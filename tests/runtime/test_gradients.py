@@ -11,8 +11,8 @@ from torch import nn
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind
-from zcompile.runtime.gradients import like
-from zcompile.runtime.leaves import tells_without_gradient
+from zcompile.runtime.gradients.gradients import like
+from zcompile.runtime.gradients.leaves import tells_without_gradient
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,8 @@ def test_who_waits_is_told_whether_or_not_autograd_does_it(param, monkeypatch):
     received(param, rows(1))
     once = len(told)
     monkeypatch.setattr(
-        "zcompile.runtime.gradients.tells_without_gradient", lambda: not tells_without_gradient()
+        "zcompile.runtime.gradients.gradients.tells_without_gradient",
+        lambda: not tells_without_gradient(),
     )
     received(param, rows(1))
     assert once == 1

@@ -8,13 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.errors import DurableDamaged
-from zcompile.runtime.durable.checksums import SUMS, Piece, Pieces, Running
-from zcompile.runtime.durable.data_header import DataHeader
+from zcompile.runtime.durable.files import DataHeader
 from zcompile.runtime.durable.index import (
     DATA_NAME,
     INDEX_NAME,
+    SUMS,
     Index,
+    Piece,
+    Pieces,
     Resting,
+    Running,
     Small,
     checked,
     encode,
@@ -22,8 +25,8 @@ from zcompile.runtime.durable.index import (
     switch_index,
     write_beside,
 )
-from zcompile.runtime.io.directory import Directory
-from zcompile.runtime.tiers.extents import Extents
+from zcompile.runtime.io.files import Directory
+from zcompile.runtime.tiers.base import Extents
 
 WEIGHT = Resting("model.a.weight", "parameter", "float32", (2, 3), (3, 1), 0, 24, 0, 4096, 4096, 7,
                  ((0, 24),), "crc32", (Piece(0, 512, 0xDEAD), Piece(512, 4096, 1)))  # fmt: skip

@@ -10,7 +10,7 @@ import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
-from zcompile.runtime.holding import NO_ROWS
+from zcompile.runtime.live_memory import NO_ROWS
 
 NBYTES = MiB
 

@@ -7,7 +7,7 @@ import torch
 
 from zcompile.ir.types import Kind
 from zcompile.ir.units import MiB
-from zcompile.runtime.near_gradients import NearGradients
+from zcompile.runtime.gradients.near import NearGradients
 
 SHAPE = (4, 6)
 

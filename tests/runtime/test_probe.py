@@ -16,12 +16,10 @@ from zcompile.errors import DiskUnusable
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.files import write
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.runtime import probe, probe_cache, probe_lanes, probe_links
-from zcompile.runtime.device.device_cpu import CpuDevice
+from zcompile.runtime import probe
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.probe import facts, machine_for, probed
-from zcompile.runtime.probe_cache import cache_file, cached
-from zcompile.runtime.probe_compute import compute_of
+from zcompile.runtime.probe import cache_file, cached, compute_of, facts, machine_for, probed
 
 CPU = torch.device("cpu")
 MACHINE = Machine(
@@ -75,8 +73,8 @@ def load(monkeypatch):
 
 @pytest.fixture
 def brief(monkeypatch):
-    monkeypatch.setattr(probe_lanes, "SPAN_S", 0.01)
-    monkeypatch.setattr(probe_lanes, "MOST_ROUNDS", 1)
+    monkeypatch.setattr(probe, "SPAN_S", 0.01)
+    monkeypatch.setattr(probe, "MOST_ROUNDS", 1)
 
 
 def test_what_is_measured_is_this_machine(brief, disk, own_threads):
@@ -104,20 +102,20 @@ def test_a_gpu_is_measured_on_the_paths_of_its_copies():
 
 def test_two_directories_are_measured_together(brief, disk, tmp_path):
     (other := tmp_path / "other").mkdir()
-    assert set(probe_links.disk_links([disk, other])) == {"disk_read", "disk_write"}
+    assert set(probe.disk_links([disk, other])) == {"disk_read", "disk_write"}
     assert list(other.iterdir()) == []
 
 
 def test_a_directory_in_use_is_measured_all_the_same(brief, disk, open_store):
     store = open_store(disk=disk)
-    assert probe_links.disk_links([disk])["disk_read"].bytes_per_s > 0
+    assert probe.disk_links([disk])["disk_read"].bytes_per_s > 0
     store.close()
 
 
 def test_random_numbers_and_precision_stay_as_they_were():
     before = torch.random.get_rng_state()
     compute_of(CPU)
-    probe_links.pacing_seconds()
+    probe.pacing_seconds()
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -126,15 +124,15 @@ def test_random_numbers_and_precision_stay_as_they_were():
 def test_a_measurement_takes_at_most_half_of_the_room(
     brief, disk, monkeypatch, faults, free_bytes, file_bytes
 ):
-    monkeypatch.setattr(probe_links, "free_disk_bytes", lambda paths: free_bytes)
-    probe_links.disk_links([disk])
+    monkeypatch.setattr(probe, "free_disk_bytes", lambda paths: free_bytes)
+    probe.disk_links([disk])
     assert max(request.offset + request.nbytes for request in faults.seen) == file_bytes
 
 
 def test_a_disk_without_room_is_told(disk, monkeypatch):
-    monkeypatch.setattr(probe_links, "free_disk_bytes", lambda paths: 7 * MiB)
+    monkeypatch.setattr(probe, "free_disk_bytes", lambda paths: 7 * MiB)
     with pytest.raises(DiskUnusable, match="too full to be measured, which takes 8"):
-        probe_links.disk_links([disk])
+        probe.disk_links([disk])
 
 
 @pytest.mark.parametrize("nth", [3, 30])
@@ -142,7 +140,7 @@ def test_a_disk_that_fails_is_told_and_nobody_waits_for_ever(brief, disk, faults
     before = own_threads()
     faults.fail("write", errno.ENOSPC, nth)
     with pytest.raises(DiskUnusable, match=r"cannot be measured: .* No space left"):
-        probe_links.disk_links([disk])
+        probe.disk_links([disk])
     assert list(disk.iterdir()) == []
     assert own_threads() == before
 
@@ -194,7 +192,7 @@ def test_a_cache_that_cannot_be_written_costs_a_measurement_only(measured, tmp_p
                                                                  caplog):  # fmt: skip
     (file := tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    caplog.set_level(logging.INFO, "zcompile.runtime.probe_cache")
+    caplog.set_level(logging.INFO, "zcompile.runtime.probe")
     assert [probed(CPU, []) for _ in range(2)] == [MACHINE] * 2
     assert len(measured) == 2
     assert "what was measured is not kept" in caplog.text
@@ -214,7 +212,7 @@ def test_a_write_that_fails_leaves_nothing_behind(cache, monkeypatch):
     def refuse(*paths: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(probe_cache.os, "replace", refuse)
+    monkeypatch.setattr(probe.os, "replace", refuse)
     assert cached({"a": "b"}, lambda: MACHINE) == MACHINE
     assert list(cache.iterdir()) == []
 
@@ -223,7 +221,7 @@ def test_a_write_that_fails_leaves_nothing_behind(cache, monkeypatch):
 def test_several_processes_at_once_leave_one_whole_file(cache):
     code = """
 from runtime.test_probe import MACHINE
-from zcompile.runtime.probe_cache import cached
+from zcompile.runtime.probe import cached
 for n in range(50):
     assert cached({}, lambda: MACHINE, again=n % 2 == 0) == MACHINE
 """

@@ -2,8 +2,8 @@
 
 import pytest
 
-from zcompile.runtime import probe_lanes
-from zcompile.runtime.probe_lanes import Lane, measure_lanes
+from zcompile.runtime import probe
+from zcompile.runtime.probe import Lane, measure_lanes
 from zcompile.runtime.transfer.ticket import Ready
 
 
@@ -15,7 +15,7 @@ from zcompile.runtime.transfer.ticket import Ready
 ])  # fmt: skip
 def test_rounds_go_on_until_two_are_as_good_or_it_is_enough(rounds, asked, best):
     left = iter(rounds)
-    assert probe_lanes.best_of(lambda: next(left)) == best
+    assert probe.best_of(lambda: next(left)) == best
     assert len(rounds) - len(list(left)) == asked
 
 
@@ -49,7 +49,7 @@ class Arrived(Ready):
 @pytest.mark.parametrize("piece_s", [0.001, 0.05, 2.0])
 def test_lanes_take_turns_if_both_at_once_take_the_sum(apart, piece_s, monkeypatch):
     hardware = Hardware(apart, piece_s)
-    monkeypatch.setattr(probe_lanes.time, "perf_counter", lambda: hardware.now)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: hardware.now)
     links = measure_lanes(hardware.lane("h2d"), hardware.lane("d2h"))
     assert links["h2d"].bytes_per_s == pytest.approx(1000 / piece_s, rel=0.01)
     assert links["d2h"].latency_s == pytest.approx(piece_s - 10 / (1000 / piece_s), rel=0.01)

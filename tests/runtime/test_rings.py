@@ -14,23 +14,23 @@ import torch
 
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io import ring_choice, system_calls
-from zcompile.runtime.io.directory import Directory
-from zcompile.runtime.io.disk_trial import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.runtime.io import backends, system_calls
+from zcompile.runtime.io.backends import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.ring import Outcome, Request
 from zcompile.runtime.io.system_calls import KERNEL
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.disk import DiskTier
 
 ROOT = Path(__file__).parents[2]
 UNIT = 4096
 
 
-@pytest.fixture(params=ring_choice.RINGS)
+@pytest.fixture(params=backends.RINGS)
 def ring(request, own_threads):
     before = own_threads()
     try:
-        ring = ring_choice.RINGS[request.param]()
+        ring = backends.RINGS[request.param]()
     except OSError as error:
         pytest.skip(f"{request.param} is refused: {error.strerror}")
     yield ring
@@ -152,7 +152,7 @@ def test_a_kernel_that_does_not_say_is_given_whole_blocks(tmp_path, monkeypatch)
 
 
 def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
-    class Losing(ring_choice.ThreadRing):
+    class Losing(backends.ThreadRing):
         def submit(self, requests):
             return super().submit([r for r in requests if not r.write] or
                                   [requests[0]._replace(write=False)])  # fmt: skip
@@ -178,9 +178,9 @@ def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     for name in refused:
-        monkeypatch.setitem(ring_choice.RINGS, name, no)
+        monkeypatch.setitem(backends.RINGS, name, no)
     with Directory(tmp_path) as directory:
-        trials = ring_choice.try_all(directory, direct=True)
+        trials = backends.try_all(directory, direct=True)
     assert next(t.ring for t in trials if t.refused is None) == used
     assert {t.ring: t.refused for t in trials if t.ring in refused} == dict.fromkeys(
         refused, "Operation not permitted")  # fmt: skip
@@ -208,8 +208,8 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program):
     sys.exit("skip")
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
+from zcompile.runtime.tiers.base import Buffer
 tier = DiskTier([Path(directory)], {}, Meter(), print)
 extent = tier.reserve(1 << 20, "w")
 tier.write(extent, 0, Buffer.over(host_pages(1 << 20).fill_(3))).wait()

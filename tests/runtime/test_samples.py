@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.runtime.samples import MOST, RECENT, Samples
+from zcompile.runtime.profile import MOST, RECENT, Samples
 
 
 def noted(*seconds: float) -> Samples:

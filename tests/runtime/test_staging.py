@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zcompile.ir.units import KiB
 from zcompile.machine.staging import StagingSize
-from zcompile.planner.traffic import RING_BLOCK
+from zcompile.planner.links import RING_BLOCK
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.transfer.staging import Staging
 

@@ -19,7 +19,7 @@ from zcompile.ir.units import MiB
 from zcompile.runtime import closing
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.store.store import Store
-from zcompile.runtime.transfer.transfers import Put
+from zcompile.runtime.transfer.transfer import Put
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ begun.wait()
 
 INTERRUPTED = """
 import signal
-from zcompile.runtime.transfer.workers import Workers
+from zcompile.runtime.transfer.ticket import Workers
 stop = Workers.stop
 def interrupted(*given):
     stop(*given)

@@ -8,7 +8,7 @@ import torch
 from zcompile.errors import IOFault, ParameterChanged
 from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB, MiB
-from zcompile.runtime.store import near
+from zcompile.runtime.store import resident
 
 SMALL = 256 * KiB
 
@@ -32,7 +32,7 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
     faults.none()
     for later in (lambda: store.fetch(entry, ones(10)), lambda: store.put(entry, ones(10)),
                   lambda: store.add(entry, ones(10)), lambda: store.zero(entry),
-                  lambda: store.read_all(entry), lambda: near.look_up(store, [entry]),
+                  lambda: store.read_all(entry), lambda: resident.look_up(store, [entry]),
                   store.drain):  # fmt: skip
         with pytest.raises(IOFault, match="write of 'w' failed"):
             later()
@@ -136,7 +136,7 @@ def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
     def defect(*args):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("zcompile.runtime.transfer.sums.Add._add", defect)
+    monkeypatch.setattr("zcompile.runtime.transfer.transfer.Add._add", defect)
     ticket = store.add(entry, ones(1 * MiB))
     with pytest.raises(ZeroDivisionError):
         ticket.wait()
@@ -151,7 +151,7 @@ def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store,
     def defect(*args):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("zcompile.runtime.transfer.sums.Add._add", defect)
+    monkeypatch.setattr("zcompile.runtime.transfer.transfer.Add._add", defect)
     with pytest.raises(ZeroDivisionError):
         store.add(entry, ones(1 * MiB)).wait()
     for use in (lambda: store.read_all(other), lambda: store.put(other, ones(1 * MiB)),

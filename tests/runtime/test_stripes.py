@@ -14,9 +14,8 @@ from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.stripes import STRIPE_BYTES, share_of, stretches
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.disk import STRIPE_BYTES, DiskTier, share_of, stretches
 
 
 @settings(deadline=None, derandomize=True)

@@ -15,13 +15,13 @@ from border import Border
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io.directory import Directory
-from zcompile.runtime.io.disk_trial import takes_blocks, takes_direct
+from zcompile.runtime.io.backends import takes_blocks, takes_direct
+from zcompile.runtime.io.files import Directory
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers import claim, tier_file
+from zcompile.runtime.tiers import claim, disk
+from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.tiers.claim import LOCK_NAME, TRIAL_FILE
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.disk import DiskTier
 
 UNIT = 4096
 
@@ -107,7 +107,7 @@ def test_without_o_direct_it_falls_back_with_a_note(open_tier, monkeypatch, capl
     monkeypatch.setattr(os, "open", no_direct)
     tier = open_tier()
     assert (tier.rings, tier.granule) == (("threads",), 1)
-    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tiers.tier_file"]
+    notes = [r for r in caplog.records if r.name == "zcompile.runtime.tiers.disk"]
     assert len(notes) == 1
     assert "does not take O_DIRECT" in notes[0].getMessage()
     extent = tier.reserve(UNIT, "w")
@@ -144,7 +144,7 @@ import sys
 from pathlib import Path
 from zcompile.runtime import tier_file
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.tier_nvme import DiskTier
+from zcompile.runtime.tiers.disk import DiskTier
 tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
 tier.reserve(4096, "w")
 sys.stdout.write("held\\n")
@@ -278,7 +278,7 @@ def test_directories_that_are_reached_alike_share_an_engine(open_tier, tmp_path)
 def test_one_directory_may_be_direct_and_another_not(open_tier, tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(tier_file, "takes_direct", lambda directory: directory.path.name == "a")
+    monkeypatch.setattr(disk, "takes_direct", lambda directory: directory.path.name == "a")
     tier = open_tier(tmp_path / "a", tmp_path / "b")
     assert tier._engines[0] is not tier._engines[1]
     assert tier.rings[1] == "threads"

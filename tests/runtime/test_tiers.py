@@ -11,9 +11,9 @@ from zcompile.errors import TierFull
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Gauge, Meter
+from zcompile.runtime.tiers.base import Buffer, TierIO
+from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.tiers.host import HostTier
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import Buffer, TierIO
 
 UNIT = 4096
 """A multiple of every tier's alignment."""

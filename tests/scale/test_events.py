@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zcompile.planner.analytic.events import Task, simulate
+from zcompile.planner.analytic.step import Task, simulate
 
 
 @st.composite

@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 
 from zcompile.cli.analytic import dgx2
-from zcompile.planner.analytic import article, bandwidth
-from zcompile.planner.analytic.figures import FIGURES, TOLERANCE, Row
-from zcompile.planner.analytic.placing import use_of_job
-from zcompile.planner.analytic.shapes import Transformer
-from zcompile.planner.analytic.step import step_time
-from zcompile.planner.analytic.strategies import INFINITY_NVME, ZERO_2, use_of
+from zcompile.planner.analytic import model, paper
+from zcompile.planner.analytic.model import INFINITY_NVME, ZERO_2, Transformer, use_of
+from zcompile.planner.analytic.paper import FIGURES, TOLERANCE, Row
+from zcompile.planner.analytic.step import step_time, use_of_job
 
 DIFFER = {
     ("figure-2a", "0.10T model working memory"),
@@ -50,7 +48,7 @@ def _tflops(job, machine):
 
 
 def _trained(nodes, name):
-    return next(run.job for run in article.TABLE_1 if (run.nodes, run.name) == (nodes, name))
+    return next(run.job for run in paper.TABLE_1 if (run.nodes, run.name) == (nodes, name))
 
 
 def test_the_one_calibrated_point_is_where_it_was_put():
@@ -70,7 +68,7 @@ def test_the_20t_run_lies_between_no_overlap_and_full_overlap():
 
 
 def test_a_trillion_scales_better_than_linearly_from_4_to_32_nodes():
-    per_gpu = [_tflops(run.job, dgx2(run.nodes)) for run in article.SCALED]
+    per_gpu = [_tflops(run.job, dgx2(run.nodes)) for run in paper.SCALED]
     assert per_gpu == sorted(per_gpu)
     assert per_gpu[-1] > 1.1 * per_gpu[0]
 
@@ -87,7 +85,7 @@ def test_overlap_matters_most_at_small_batch():
     assert 1 < gains[-1] < 1.15
 
 
-@pytest.mark.parametrize("run", [*article.TABLE_1, *article.SCALED],
+@pytest.mark.parametrize("run", [*paper.TABLE_1, *paper.SCALED],
                          ids=lambda run: f"{run.name} on {run.nodes}")  # fmt: skip
 def test_the_runs_of_the_paper_fit_where_it_put_them(run):
     # Except one: 18.3 TiB of states on 512 GPUs, which have 16 TiB.
@@ -110,13 +108,11 @@ def test_a_trillion_is_the_last_of_the_papers_models_on_one_node(name, fits):
 
 def test_table_3_keeps_every_class_as_busy_on_faster_devices():
     for times in (1, 10, 100):
-        need = bandwidth.needed(times)
+        need = model.needed(times)
         peak = need.peak_flops_per_s
-        weights = bandwidth.efficiency(
-            bandwidth.weights_intensity(1, 1024), need.peer_bytes_per_s, peak
-        )
-        states = bandwidth.efficiency(
-            bandwidth.optimizer_intensity(2, 1024), need.slow_total_bytes_per_s, peak
+        weights = model.efficiency(model.weights_intensity(1, 1024), need.peer_bytes_per_s, peak)
+        states = model.efficiency(
+            model.optimizer_intensity(2, 1024), need.slow_total_bytes_per_s, peak
         )
         assert weights > 0.5
         assert states > 0.9
@@ -124,5 +120,5 @@ def test_table_3_keeps_every_class_as_busy_on_faster_devices():
 
 def test_bandwidth_for_an_efficiency_gives_that_efficiency():
     for wanted in (0.1, 0.5, 0.9):
-        rate = bandwidth.bandwidth_for(wanted, 512.0)
-        assert bandwidth.efficiency(512.0, rate) == pytest.approx(wanted)
+        rate = model.bandwidth_for(wanted, 512.0)
+        assert model.efficiency(512.0, rate) == pytest.approx(wanted)

@@ -8,7 +8,7 @@ import pytest
 from zcompile.cli.analytic import dgx2, scale_answer
 from zcompile.errors import ConfigInvalid, UnknownOption, ZinfError
 from zcompile.machine.files import find, names
-from zcompile.planner.analytic.figures import FIGURES
+from zcompile.planner.analytic.paper import FIGURES
 
 TRILLION = "transformer:layers=128,hidden=25600,heads=256,batch=7"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from zcompile.errors import ConfigInvalid, UnknownOption
-from zcompile.planner.analytic.shapes import Transformer, read_shape
+from zcompile.planner.analytic.model import Transformer, read_shape
 
 SMALL = Transformer(layers=2, hidden=8, heads=4, batch=3, seq=16)
 

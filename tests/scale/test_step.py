@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 from scale.clusters import machine
 
 from zcompile.errors import ConfigInvalid
-from zcompile.planner.analytic.events import simulate
-from zcompile.planner.analytic.rates import Assumptions, Job, Rates
-from zcompile.planner.analytic.shapes import Transformer
-from zcompile.planner.analytic.step import passes_tasks, step_time, update_tasks
+from zcompile.planner.analytic.model import Transformer
+from zcompile.planner.analytic.step import (
+    Assumptions,
+    Job,
+    Rates,
+    passes_tasks,
+    simulate,
+    step_time,
+    update_tasks,
+)
 
 SHAPE = Transformer(layers=6, hidden=1000, heads=8, batch=1, seq=1000)
 PLACES = (("device", "device"), ("device", "host"), ("host", "host"), ("host", "disk"),

@@ -6,12 +6,7 @@ import pytest
 from scale.clusters import machine
 
 from zcompile.machine.model import with_tier
-from zcompile.planner.analytic.bandwidth import flat_gather, hierarchical_gather
-from zcompile.planner.analytic.placing import PLACES, fastest, group_of, use_of_job
-from zcompile.planner.analytic.rates import Assumptions, Job
-from zcompile.planner.analytic.shapes import Transformer
-from zcompile.planner.analytic.step import step_time
-from zcompile.planner.analytic.strategies import (
+from zcompile.planner.analytic.model import (
     DATA_PARALLEL,
     INFINITY_CPU,
     INFINITY_NVME,
@@ -22,8 +17,20 @@ from zcompile.planner.analytic.strategies import (
     ZERO_OFFLOAD,
     Rest,
     Strategy,
+    Transformer,
+    flat_gather,
+    hierarchical_gather,
     largest,
     use_of,
+)
+from zcompile.planner.analytic.step import (
+    PLACES,
+    Assumptions,
+    Job,
+    fastest,
+    group_of,
+    step_time,
+    use_of_job,
 )
 
 SHAPE = Transformer(layers=10, hidden=4096, heads=32)

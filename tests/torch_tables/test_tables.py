@@ -15,7 +15,7 @@ from torch_tables.outcomes import judged
 from torch_tables.tiers import TIERS, Tier
 from torch_tables.training import Run
 
-from zcompile.runtime.eager.chunked import Chunked
+from zcompile.runtime.eager.streaming import Chunked
 
 OPS = {
     "views": ["diagonal", "as_strided.partial_views", "transpose", "unsafe_chunk", "view_as_real"],
@@ -25,7 +25,7 @@ OPS = {
               "cat", "linalg.qr", "nn.functional.conv2d", "var_mean", "nn.functional.dropout"],
     "torch asks for the class": ["__rmatmul__", "linalg.eigvalsh", "linalg.matrix_rank", "svd"],
 }  # fmt: skip
-"""Some ops for each road that `zcompile/runtime/eager/eager.py` takes, and what is listed as not
+"""Some ops for each road that `zcompile/runtime/eager/dispatch.py` takes, and what is listed as not
 equal."""
 RARE = ["masked_fill", "prod", "tensor_split"]
 """What is listed of these is met in few samples."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import zcompile
 from zcompile.frontend.offload import _become_tiered, session_behind
 from zcompile.ir.units import MiB
-from zcompile.runtime.recorder import key_of
+from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import move
 from zcompile.runtime.session import Session
 

@@ -19,10 +19,9 @@ from zcompile.checkpoint.safetensors_file import PAGE_BYTES
 from zcompile.errors import IOFault
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io.directory import let_go
-from zcompile.runtime.io.regular_file import open_regular
+from zcompile.runtime.io.files import let_go, open_regular
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.tiers.tiers import Buffer, Stretch
+from zcompile.runtime.tiers.base import Buffer, Stretch
 
 BLOCK_BYTES = 16 * MiB
 """One request. Of this size even a thread that shares the interpreter keeps a disk busy."""

@@ -40,10 +40,9 @@ from zcompile.errors import (
     Unsupported,
 )
 from zcompile.ir.units import show_size
-from zcompile.runtime.eager.tiered import TieredTensor
-from zcompile.runtime.io.regular_file import found_at, is_directory, kind_of
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.io.files import folder, found_at, is_directory, kind_of
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
-from zcompile.runtime.io.tree import folder
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 

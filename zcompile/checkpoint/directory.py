@@ -21,15 +21,18 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from zcompile.errors import CheckpointUnwritable
 from zcompile.ir.units import MiB
 from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME
-from zcompile.runtime.io.regular_file import (
+from zcompile.runtime.io.files import (
+    folder,
     found_at,
     is_directory,
     is_regular,
+    items,
     kind_of,
     open_regular,
+    remove,
+    walk,
 )
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.io.tree import folder, items, remove, walk
 from zcompile.runtime.tiers.claim import LOCK_NAME, TIER_FILE
 from zcompile.runtime.transfer.interrupts import (
     deferred_interrupts,

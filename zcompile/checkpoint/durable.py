@@ -22,14 +22,12 @@ from zcompile.checkpoint.model_state import Fact
 from zcompile.checkpoint.training_state import describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.types import Layout
-from zcompile.runtime.durable.adopting import Adopter, Copier
 from zcompile.runtime.durable.commit import Ledger
-from zcompile.runtime.durable.data_check import check_all
+from zcompile.runtime.durable.files import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.durable.reclaim import check_data
-from zcompile.runtime.eager.tiered import TieredTensor
-from zcompile.runtime.io.directory import Directory, let_go, opened, unusable
-from zcompile.runtime.io.regular_file import found_at, is_regular
+from zcompile.runtime.durable.recover import Adopter, Copier, check_all
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.io.files import Directory, found_at, is_regular, let_go, opened, unusable
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry

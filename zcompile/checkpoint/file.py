@@ -17,8 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from zcompile.errors import CheckpointInvalid, ZinfError
-from zcompile.runtime.io.directory import let_go
-from zcompile.runtime.io.regular_file import open_regular
+from zcompile.runtime.io.files import let_go, open_regular
 from zcompile.runtime.io.system_calls import Name, SystemCalls
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 

@@ -16,7 +16,7 @@ from zcompile.checkpoint.model_state import Fact, Held, StateSource, read_back
 from zcompile.checkpoint.plain_values import Packer, unpack
 from zcompile.errors import Unsupported
 from zcompile.ir.types import Kind, Layout
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
 

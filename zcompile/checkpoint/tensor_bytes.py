@@ -10,8 +10,8 @@ from torch.autograd.graph import increment_version
 from zcompile.checkpoint.safetensors_file import PAGE_BYTES
 from zcompile.ir.torch_compat import is_lazy, materialised
 from zcompile.runtime.device.pages import copy_bytes
-from zcompile.runtime.eager.tiered import TieredTensor
-from zcompile.runtime.tiers.tiers import Stretch
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.tiers.base import Stretch
 from zcompile.runtime.transfer.ticket import Ticket
 
 

@@ -22,7 +22,7 @@ from zcompile.checkpoint.block_files import (
 from zcompile.checkpoint.file import OpenFile
 from zcompile.checkpoint.safetensors_file import PAGE_BYTES, Row
 from zcompile.checkpoint.tensor_bytes import bytes_of
-from zcompile.runtime.io.directory import let_go
+from zcompile.runtime.io.files import let_go
 from zcompile.runtime.transfer.ticket import Ticket
 
 MOST_LEAVING = 256

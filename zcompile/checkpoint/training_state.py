@@ -29,7 +29,7 @@ from zcompile.checkpoint.optimizer_state import pack_optimizer, restore_optimize
 from zcompile.checkpoint.plain_values import Packer, check_packed, unpack
 from zcompile.errors import CheckpointMismatch
 from zcompile.ir.types import VERSION
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 
 FORMAT = 1
 

@@ -12,13 +12,18 @@ from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.ir.units import show_size
 from zcompile.machine.files import find, names
 from zcompile.machine.model import Machine, with_tier
-from zcompile.planner.analytic.article import ASSUMED
-from zcompile.planner.analytic.figures import FIGURES, TOLERANCE, Row
-from zcompile.planner.analytic.placing import Group, fastest, group_of, use_of_job
-from zcompile.planner.analytic.rates import Assumptions, Job
-from zcompile.planner.analytic.shapes import Transformer, read_shape
-from zcompile.planner.analytic.step import StepTime, step_time
-from zcompile.planner.analytic.strategies import STRATEGIES, Use, use_of
+from zcompile.planner.analytic.model import STRATEGIES, Transformer, Use, read_shape, use_of
+from zcompile.planner.analytic.paper import ASSUMED, FIGURES, TOLERANCE, Row
+from zcompile.planner.analytic.step import (
+    Assumptions,
+    Group,
+    Job,
+    StepTime,
+    fastest,
+    group_of,
+    step_time,
+    use_of_job,
+)
 
 PREFIX = "transformer:"
 PLACED = ("weights", "optimizer", "checkpoints")

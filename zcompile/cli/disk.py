@@ -14,20 +14,21 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.cli.answer import Answer
 from zcompile.errors import DiskOwned, DiskUnusable, DurableDamaged, DurableHeld, ZinfError
 from zcompile.ir.units import show_size
-from zcompile.runtime.durable.data_check import DataReader
-from zcompile.runtime.durable.data_header import data_bytes, is_unfinished, read_header
-from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.durable.reclaim import (
+from zcompile.runtime.durable.files import (
     check_data,
     committed_elsewhere,
+    data_bytes,
     free_ranges,
     index_gone,
     is_own,
+    is_unfinished,
+    read_header,
     remove_all,
     trim,
 )
-from zcompile.runtime.io.directory import Directory, let_go, opened, unusable
-from zcompile.runtime.io.regular_file import found_at, is_directory
+from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.durable.recover import DataReader
+from zcompile.runtime.io.files import Directory, found_at, is_directory, let_go, opened, unusable
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tiers.claim import (
     LOCK_NAME,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from zcompile.errors import DiskUnusable
 from zcompile.ir.units import MiB
-from zcompile.runtime.hardware import filesystem, free_disk_bytes
-from zcompile.runtime.io.regular_file import found_at, is_directory
+from zcompile.runtime.io.files import found_at, is_directory
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.probe import filesystem, free_disk_bytes
 
 PROBE_BYTES = 64 * MiB
 REQUEST_BYTES = 16 * MiB
@@ -53,8 +53,8 @@ class Disk:
 
 def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
     """raises  DiskUnusable, if one cannot write there"""
-    from zcompile.runtime.io import disk_trial, ring_choice  # torch comes along
-    from zcompile.runtime.io.directory import Directory
+    from zcompile.runtime.io import backends  # torch comes along
+    from zcompile.runtime.io.files import Directory
 
     try:
         if not is_directory(found := found_at(system, path)):
@@ -62,13 +62,13 @@ def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
             raise DiskUnusable(path, why, "create it or give another directory")
         free_bytes = free_disk_bytes([path], system)
         with Directory(path, system) as directory:
-            direct = disk_trial.takes_direct(directory)
-            trials = ring_choice.try_all(directory, direct)
+            direct = backends.takes_direct(directory)
+            trials = backends.try_all(directory, direct)
             used = next((trial for trial in trials if trial.refused is None), None)
             ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
             read = write = None
-            with disk_trial.nameless_file(directory, direct) as file:
-                granule = disk_trial.direct_granule(system, file) if direct else 1
+            with backends.nameless_file(directory, direct) as file:
+                granule = backends.direct_granule(system, file) if direct else 1
                 if free_bytes > 2 * PROBE_BYTES:
                     write, read = _bandwidth(system, file, direct)
     except DiskUnusable:

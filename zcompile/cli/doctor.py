@@ -13,7 +13,7 @@ from zcompile.cli.machines import rows
 from zcompile.errors import DiskUnusable, TorchUnsupported
 from zcompile.ir.units import show_size
 from zcompile.machine.model import Machine
-from zcompile.runtime.hardware import available_bytes, cores, cpu_model, free_disk_bytes
+from zcompile.runtime.probe import available_bytes, cores, cpu_model, free_disk_bytes
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ def _rates(devices: Sequence[Device], disks: Sequence[Path],
     import torch
 
     from zcompile.runtime.open import default_budgets
-    from zcompile.runtime.probe import facts, probed
-    from zcompile.runtime.probe_cache import cache_file
+    from zcompile.runtime.probe import cache_file, facts, probed
 
     device = torch.device(devices[0].name)
     free = devices[0].free_bytes if device.type == "cuda" else devices[0].total_bytes

@@ -44,9 +44,9 @@ from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.lower import lower
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import Surroundings
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
-from zcompile.runtime.registers import compute_only
 from zcompile.runtime.session import Session, session_of
 from zcompile.verify.schedule import verify_schedule
 

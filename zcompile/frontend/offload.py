@@ -35,9 +35,9 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
-from zcompile.runtime.eager.narrowing import make_copy
+from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
-from zcompile.runtime.eager.tiered import TieredTensor, own
+from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.open import Opening, open_plant
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.sources import MemorySource

@@ -18,7 +18,7 @@ from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.ir.types import Kind, Layout
 from zcompile.runtime.eager.fillings import write
-from zcompile.runtime.eager.tiered import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 

@@ -23,9 +23,9 @@ from zcompile.ir.types import HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
 from zcompile.memory.step_footprint import held_peak
-from zcompile.planner.simulate import step_seconds
+from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
-from zcompile.runtime.recorder import key_of
+from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import rehome, send_away
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry

@@ -10,15 +10,13 @@ from zcompile.ir.step import Step
 from zcompile.ir.types import ALIGNMENT
 from zcompile.machine.cost import Costs
 from zcompile.passes.lower import ArenaShare
-from zcompile.planner.bounds import bound
-from zcompile.planner.demand import demand_of
+from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.floor import floor
-from zcompile.planner.loads import Room
-from zcompile.planner.prediction import predicted
-from zcompile.planner.simulate import step_seconds
+from zcompile.planner.placement import Room
+from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import Seconds, StepPlan, plan_step, stay_and_annex
 from zcompile.runtime.probe import machine_for
-from zcompile.runtime.recorder import key_of
+from zcompile.runtime.profile import key_of
 from zcompile.runtime.session import Session
 
 HOLES = 512

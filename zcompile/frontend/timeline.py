@@ -9,9 +9,9 @@ from zcompile.ir import printer, serialize
 from zcompile.ir import serialize as form
 from zcompile.ir.schedule import Run
 from zcompile.ir.step import Moment, Timeline
-from zcompile.planner.simulate import simulate
-from zcompile.runtime.clocks import Walked
+from zcompile.planner.simulator import simulate
 from zcompile.runtime.probe import machine_for
+from zcompile.runtime.profile import Walked
 from zcompile.runtime.session import Session
 
 

@@ -301,6 +301,6 @@ class Literal:
 @dataclass(frozen=True)
 class GradientOf(Literal):
     """The place of a gradient that went home: None to autograd, unless it is to have this one
-    itself, since hooks of the user may wait for it there (`runtime/gradients.py`)."""
+    itself, since hooks of the user may wait for it there (`runtime/gradients/gradients.py`)."""
 
     entry: EntryIndex

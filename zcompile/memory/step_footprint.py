@@ -1,7 +1,7 @@
 """What is held beside the arena from call to call: kept for backward, or still on its way home.
 
 Within a call the levels of its schedule say what is held; this adds what other calls hold then. The
-runtime measures the same (`runtime/holding.py`, `runtime/leaving.py`).
+runtime measures the same (`runtime/live_memory.py`, `runtime/live_memory.py`).
 
 Which gradients stay where backward makes them, until the optimizer has read them. Pure.
 

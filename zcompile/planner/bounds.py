@@ -21,7 +21,7 @@ that take turns add up; so the segment lasts at least as long as the largest of 
 follow each other, so a step lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments.
-`least_program.py` lets all that is held share C, and never gives less; it is taken where scipy is
+`bounds.py` lets all that is held share C, and never gives less; it is taken where scipy is
 there to solve it.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
@@ -30,16 +30,456 @@ through there is empty whenever a segment begins or ends.
 Latencies are left out, which only makes them smaller. They are bounds for updates that are
 computed on the device, or on the host where `Room.reach` says so.
 (ZeRO-Infinity, arXiv 2104.07857, section 4 has the traffic of a step without a residency.)
+
+The least seconds of a step as a linear program: what stays over each border competes for room.
+
+For every border b between two segments, the end of a step among them, and every group k of bytes:
+
+    h[k,b]  bytes of k on the device               sum over k of h <= C
+    q[k,b]  bytes of k on the device or the host   sum over k of q <= C + H,  h <= q <= size of k
+    d[k,b]  bytes of k whose value is on the device only,    d <= h
+    e[k,b]  bytes of k whose value is not on the disk,       e <= q
+    r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
+            sum over k of r + w <= G, the staging ring
+    g[k,b]  bytes of gradients k that are held when backward ends, beside C: in the next segment the
+            optimizer reads them there, or they leave;
+            sum over k of g <= what is held
+
+For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct bytes:
+
+    in[k]    >= R[k] - h[k,b] - g[k,b]         what is not there must come
+    in[k]    >= h[k,b'] - h[k,b] - g[k,b] - W[k]
+                                               so must what is there in the end, not in the
+                                               beginning, and was not written
+    out[k]   >= W[k] - d[k,b'] - g[k,b']       what was written is sent, or is still there only
+    out[k]   >= d[k,b] + g[k,b] - d[k,b'] - g[k,b'] - W[k]
+                                               so is what was there only and was not written anew;
+                                               if anybody reads it later
+    the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came out of
+    the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device exchange bytes
+    themselves, what comes and leaves by either counts in the first four
+    T[s]     >= seconds of its compute
+    T[s]     >= seconds of each link for these bytes; links that take turns count together
+
+The sum of T is least. Every way of running the step in which nothing rests beside C and H, but for
+gradients from the end of backward to that of an optimizer's step after it, obeys all of this,
+whatever it keeps and when: read h, q, d, e and g off what it does at each border. So no way is
+faster. Fractions of bytes, and what else must lie on the device meanwhile, are left out, which only
+makes it smaller.
+
+What a step needs: distinct bytes that each stretch of it reads and writes, and its compute.
+
+Where things rest does not come in, nor what a schedule moves: this is what bounds start from.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from zcompile.ir.optimizer_step import resting_regions
+from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
+from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.step import Step, StepCall
 from zcompile.ir.types import Phase
 from zcompile.machine.model import TIER_LINKS, Link
-from zcompile.planner.demand import Demand, Segment
-from zcompile.planner.least_program import COMPUTE, least_seconds, links_counted
-from zcompile.planner.loads import Room
+from zcompile.planner.placement import Room, is_available
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Calls of one phase in a row: seconds of compute, and distinct bytes group by group.
+
+    reads   that its compute reads and did not write itself before
+    writes  that it writes and somebody reads later; 0 where nobody does
+    lives   whether somebody reads later what the bytes are then
+    """
+
+    phase: Phase
+    compute_s: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    lives: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step needs, wherever it rests.
+
+    groups     sizes of bytes that are used alike. Copies in another dtype are none of them: compute
+               may make those of what they are copies of
+    gradients  which of them are gradients
+    """
+
+    groups: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    gradients: frozenset[int] = frozenset()
+
+    @property
+    def phases_s(self) -> Mapping[Phase, float]:
+        """Seconds that each phase computes at least, if it never waits."""
+        sums: dict[Phase, float] = {}
+        for segment in self.segments:
+            sums[segment.phase] = sums.get(segment.phase, 0.0) + segment.compute_s
+        return sums
+
+
+class _Use(NamedTuple):
+    """Of one object in one segment, as in `Segment`."""
+
+    read: int
+    written: int
+    lives: bool = False
+
+
+def demand_of(step: Step, region_seconds: Callable[..., float]) -> Demand:
+    """A step as its bound sees it; where things rest, and what is moved, does not matter."""
+    touched: dict[int, _Touched] = {}
+    phases, seconds, found = [], [], []
+    for phase, calls in groupby(step.calls, key=lambda call: call.phase):
+        reads: _Distinct = _Ranges()
+        writes: _Distinct = _Ranges()
+        compute_s = 0.0
+        for call in calls:
+            serial = call.schedule.serial
+            if serial not in touched:
+                touched[serial] = _touched(call.schedule, region_seconds)
+            compute_s += touched[serial].compute_s
+            touched[serial].add_to(call, reads, writes)
+        phases.append(phase)
+        seconds.append(compute_s)
+        found.append((reads.sizes(), writes.sizes()))
+    groups = _alike(phases, found)
+    segments = tuple(
+        Segment(phase, compute_s, *zip(*(uses[n] for _, _, uses in groups), strict=True))
+        if groups
+        else Segment(phase, compute_s, (), (), ())
+        for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
+    )
+    gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
+    return Demand(tuple(size for size, _, _ in groups), segments, gradients)
+
+
+def _alike(
+    phases: Sequence[Phase], found: Sequence[tuple["_Sizes", "_Sizes"]]
+) -> list[tuple[int, bool, list[_Use]]]:
+    """Objects of which every segment uses the same share are one group, whatever their sizes: how
+    large it is, whether it is of gradients, and its uses."""
+    groups: dict[object, tuple[int, bool, list[_Use]]] = {}
+    for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
+        plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
+        is_gradient, is_copy = key[0] < 0, key[1] is not None
+        if is_copy or not any(use.read for use in plain):
+            continue  # or it is made and used up within a segment
+        most = max(max(use.read, use.written) for use in plain)
+        uses = [
+            _Use(use.read, use.written if lives else 0, lives)
+            for n, use in enumerate(plain)
+            for lives in [_lives(phases, plain, n, is_gradient)]
+        ]
+        kind = is_gradient, *((use.read / most, use.written / most, use.lives) for use in uses)
+        size, _, sums = groups.get(kind, (0, is_gradient, [_Use(0, 0)] * len(uses)))
+        groups[kind] = (
+            size + most,
+            is_gradient,
+            [
+                _Use(a.read + b.read, a.written + b.written, b.lives)
+                for a, b in zip(sums, uses, strict=True)
+            ],
+        )
+    return list(groups.values())
+
+
+def _lives(phases: Sequence[Phase], uses: Sequence[_Use], n: int, is_gradient: bool) -> bool:
+    """Whether what an object is after segment n is read before it is written over. A gradient is
+    added to by each backward pass, and is over with the step that reads it."""
+    if is_gradient:
+        return phases[n] is not Phase.STEP
+    later = [uses[(n + i) % len(uses)] for i in range(1, len(uses) + 1)]
+    return next((bool(use.read) for use in later if use.read or use.written), False)
+
+
+K = TypeVar("K")
+
+
+class _At(NamedTuple):
+    """What an instruction names: an entry's index, its copy in a dtype, or its gradient."""
+
+    entry: int
+    copy: object = None
+    is_gradient: bool = False
+
+
+class _Ranges(Generic[K]):
+    """Byte ranges of objects, and how many distinct bytes they are."""
+
+    def __init__(self) -> None:
+        self._of: dict[K, list[tuple[int, int]]] = {}
+
+    def add(self, key: K, begin: int, end: int) -> None:
+        ranges = self._of.setdefault(key, [])
+        if ranges and ranges[-1][1] == begin:  # chunks come in order
+            ranges[-1] = (ranges[-1][0], end)
+        elif not ranges or ranges[-1] != (begin, end):
+            ranges.append((begin, end))
+
+    def keys(self) -> frozenset[K]:
+        return frozenset(self._of)
+
+    def sizes(self) -> dict[K, int]:
+        """Distinct bytes of each."""
+        return {key: _union(ranges) for key, ranges in self._of.items()}
+
+    def items(self) -> Iterator[tuple[K, int, int]]:
+        return ((key, a, b) for key, ranges in self._of.items() for a, b in ranges)
+
+
+def _union(ranges: Sequence[tuple[int, int]]) -> int:
+    total = reached = 0
+    for begin, end in sorted(ranges):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+@dataclass(frozen=True)
+class _Touched:
+    """What a schedule computes, reads and writes."""
+
+    compute_s: float
+    reads: _Ranges[_At]
+    writes: _Ranges[_At]
+
+    def add_to(self, call: StepCall, reads: "_Distinct", writes: "_Distinct") -> None:
+        made = writes.keys()
+        for mine, all_ in ((self.reads, reads), (self.writes, writes)):
+            for at, begin, end in mine.items():
+                key = call.entries[at.entry]
+                names = -key if at.is_gradient else key, at.copy
+                if all_ is writes or names not in made:
+                    all_.add(names, begin, end)
+
+
+_Object = tuple[int, object]
+"""(key of an entry, dtype of its copy or None); a gradient's key is negative."""
+_Sizes = Mapping[_Object, int]
+_Distinct = _Ranges[_Object]
+
+
+def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touched:
+    reads: _Ranges[_At] = _Ranges()
+    writes: _Ranges[_At] = _Ranges()
+    for x in schedule.instructions:
+        if isinstance(x, Fetch) and (x.lasting or schedule.phase is Phase.STEP):
+            # What is new in every call of a graph left the device by choice.
+            copy = None if x.cast is None else x.cast.narrow
+            reads.add(_At(x.entry, copy), x.begin, x.begin + x.nbytes)
+        elif isinstance(x, StoreHome):
+            writes.add(_At(x.entry), x.begin, x.begin + x.nbytes)
+        elif isinstance(x, Borrow):
+            for ranges in (reads, writes) if x.writes else (reads,):
+                ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
+        elif isinstance(x, Reduce):
+            writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
+    return _Touched(least_compute(schedule, region_seconds), reads, writes)
+
+
+def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
+    """Seconds, if it never waits: of an optimizer's step in its chunks, or of whole rows at rest
+    that are computed together, whichever is less. At measured costs this is an estimate, since
+    chunks of other sizes may take less for each byte than those that were seen."""
+    runs = [x.region for x in schedule.instructions if isinstance(x, Run)]
+    seconds = sum(map(region_seconds, runs))
+    if not schedule.rows:
+        return seconds
+    return min(seconds, sum(map(region_seconds, resting_regions(schedule.name, schedule.rows))))
+
+
+COMPUTE = "compute"
+MOST_SEGMENTS = 80
+"""Solved in about a second; the plain bound must do for a step of more micro-batches."""
+SLACK = 1e-6
+"""Of a step that does one thing after the other: as much longer than the least may the way be of
+which the least traffic is told. Ten times what the solver takes for equal."""
+
+
+BESIDE = {"h2d": "disk_read", "d2h": "disk_write"}
+"""The other way between the device and what is far, where the two exchange bytes themselves."""
+
+
+def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
+    """The links that a byte must pass, or can, which is not near enough.
+
+    Where compute reaches the host, what is not on the device need not pass the bus.
+    """
+    wanted = set() if room.reach and phase is Phase.STEP else {"h2d", "d2h"}
+    if "disk" in room.nbytes:
+        wanted |= {"disk_read", "disk_write"}
+    return frozenset(wanted & links.keys())
+
+
+@dataclass(frozen=True)
+class LeastSeconds:
+    """seconds  of the step
+    lanes       of compute and of each lane, segment by segment, in a way of taking no longer that
+                moves least
+    """
+
+    seconds: float
+    lanes: tuple[Mapping[str, float], ...]
+
+
+def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
+    """The optimum; None without scipy, or for more segments than are worth it."""
+    if not is_available() or len(demand.segments) > MOST_SEGMENTS or not demand.groups:
+        return None
+    program, unit_s = _Program(), _most_seconds(demand, links)
+    _hold(program, demand, room)
+    lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
+    times = [(("T", n), 1.0) for n in range(len(demand.segments))]
+    found = program.minimised(times)
+    least = sum(found[column] for column, _ in times)
+    program.at_most(least + SLACK, *times)
+    found = program.minimised([term for of in lanes for terms in of.values() for term in terms])
+    busy = tuple(
+        {
+            COMPUTE: segment.compute_s,
+            **{
+                lane: unit_s * sum(found[column] * share for column, share in terms)
+                for lane, terms in of.items()
+            },
+        }
+        for segment, of in zip(demand.segments, lanes, strict=True)
+    )
+    return LeastSeconds(unit_s * least, busy)
+
+
+def _most_seconds(demand: Demand, links: Mapping[str, Link]) -> float:
+    """Of a step that computes and moves one thing after the other: a unit of times."""
+    moved = sum(sum(s.reads) + sum(s.writes) for s in demand.segments)
+    slowest = min((link.bytes_per_s for link in links.values()), default=1.0)
+    return max(sum(s.compute_s for s in demand.segments) + moved / slowest, 1e-9)
+
+
+def _unit_bytes(demand: Demand) -> float:
+    """All bytes: in it, and with times by `_most_seconds`, what is solved has numbers around 1."""
+    return float(max(1, sum(demand.groups)))
+
+
+Column = tuple[object, ...]
+Terms = Sequence[tuple[Column, float]]
+
+
+@dataclass
+class _Program:
+    """Rows "sum of coefficient * column <= limit"; every column is at least its lower limit."""
+
+    columns: dict[Column, int] = field(default_factory=dict)
+    lowest: list[float] = field(default_factory=list)
+    highest: list[float | None] = field(default_factory=list)
+    rows: list[tuple[Terms, float]] = field(default_factory=list)
+
+    def column(self, name: Column, lowest: float = 0.0, highest: float | None = None) -> Column:
+        self.columns[name] = len(self.columns)
+        self.lowest.append(lowest)
+        self.highest.append(highest)
+        return name
+
+    def at_most(self, limit: float, *terms: tuple[Column, float]) -> None:
+        self.rows.append((terms, limit))
+
+    def minimised(self, costs: Terms) -> dict[Column, float]:
+        """The columns where the sum of `costs` is least."""
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array
+
+        at = [(r, self.columns[c], x) for r, (terms, _) in enumerate(self.rows) for c, x in terms]
+        shape = (len(self.rows), len(self.columns))
+        matrix: Any = csr_array(
+            ([x for _, _, x in at], ([r for r, _, _ in at], [c for _, c, _ in at])), shape=shape
+        )
+        limits = [limit for _, limit in self.rows]
+        bounds = list(zip(self.lowest, self.highest, strict=True))
+        weights = [0.0] * len(self.columns)
+        for name, cost in costs:
+            weights[self.columns[name]] = cost
+        found = linprog(weights, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
+        assert found.success, found.message  # nothing held and everything moved obeys all rows
+        return {name: float(found.x[n]) for name, n in self.columns.items()}
+
+
+def _hold(program: _Program, demand: Demand, room: Room) -> None:
+    """What is held over border b, which segment b begins with."""
+    unit = _unit_bytes(demand)
+    device = min(1.0, room.nbytes.get("device", 0) / unit)
+    near = min(1.0, device + room.nbytes.get("host", 0) / unit)
+    ring = min(1.0, room.ring_bytes / unit) if "disk" in room.nbytes else 0.0
+    held = min(1.0, room.held_bytes / unit)
+    for b in range(len(demand.segments)):
+        for k, nbytes in enumerate(demand.groups):
+            size = nbytes / unit
+            for kind in "hqde":
+                program.column((kind, k, b), highest=size)
+            for kind in "rw":
+                program.column((kind, k, b), highest=min(size, ring))
+            program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
+            program.at_most(0.0, (("d", k, b), 1.0), (("h", k, b), -1.0))
+            program.at_most(0.0, (("e", k, b), 1.0), (("q", k, b), -1.0))
+        late = demand.gradients if demand.segments[b - 1].phase is Phase.BACKWARD else ()
+        for k in late:
+            program.column(("g", k, b), highest=demand.groups[k] / unit)
+        program.at_most(held, *((("g", k, b), 1.0) for k in late))
+        every = range(len(demand.groups))
+        program.at_most(device, *((("h", k, b), 1.0) for k in every))
+        program.at_most(near, *((("q", k, b), 1.0) for k in every))
+        program.at_most(ring, *(((kind, k, b), 1.0) for k in every for kind in "rw"))
+
+
+def _segment(
+    program: _Program,
+    demand: Demand,
+    n: int,
+    links: Mapping[str, Link],
+    room: Room,
+    unit_s: float,
+) -> dict[str, list[tuple[Column, float]]]:
+    """Columns and rows of segment n; by lane, what its time is made of, in `unit_s`."""
+    segment, after = demand.segments[n], (n + 1) % len(demand.segments)
+    program.column(("T", n), lowest=segment.compute_s / unit_s)
+    unit = _unit_bytes(demand)
+    lanes: dict[str, list[tuple[Column, float]]] = {}
+    counted = links_counted(links, room, segment.phase)
+    for link in sorted(counted):
+        held, new = ("h", "d") if link in ("h2d", "d2h") else ("q", "e")
+        seconds = unit / links[link].bytes_per_s / unit_s
+        for k in range(len(demand.groups)):
+            moved = program.column((link, k, n))
+            ways = [(moved, -1.0)]
+            if room.straight and BESIDE.get(link) in counted:
+                ways.append(((BESIDE[link], k, n), -1.0))
+            read, written = segment.reads[k] / unit, segment.writes[k] / unit
+            if link == "disk_read":
+                ways += [(("r", k, n), -1.0), (("r", k, after), 1.0)]
+            elif link == "disk_write":
+                ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
+            program.at_most(0.0, *ways)
+            beside = [(at, sign) for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
+                      if at in program.columns]  # fmt: skip
+            if link in ("h2d", "disk_read"):
+                begin, end = (held, k, n), (held, k, after)
+                found = [(begin, -1.0), *((at, -1.0) for at, sign in beside if sign > 0)]
+                program.at_most(-read, *ways, *found)
+                program.at_most(written, *ways, *found, (end, 1.0))
+            else:
+                still = [((new, k, after), -1.0), *(term for term in beside if term[1] < 0)]
+                program.at_most(-written, *ways, *still)
+                if segment.lives[k]:
+                    there = [((new, k, n), 1.0), *(term for term in beside if term[1] > 0)]
+                    program.at_most(written, *ways, *there, *still)
+            lanes.setdefault(links[link].lane, []).append((moved, seconds))
+    for terms in lanes.values():
+        program.at_most(0.0, *terms, (("T", n), -1.0))
+    return lanes
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from zcompile.ir.schedule import Run, Schedule
 from zcompile.ir.step import Step
 from zcompile.machine.cost import Costs, predicted_seconds
 from zcompile.machine.model import TIER_LINKS, Link
-from zcompile.planner.bounds import least_of_segment
-from zcompile.planner.demand import Demand, least_compute
-from zcompile.planner.least_program import COMPUTE
-from zcompile.planner.loads import Room
+from zcompile.planner.bounds import COMPUTE, Demand, least_compute, least_of_segment
+from zcompile.planner.placement import Room
 
 ASSUMES = (
     "no plan within these budgets that steps its optimizer after backward takes less, if compute "

@@ -14,12 +14,10 @@ from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import TIERS, Machine
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.lower import ArenaShare, arranged
-from zcompile.planner.bounds import Bound, bound
-from zcompile.planner.demand import Demand, demand_of
+from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
-from zcompile.planner.loads import Room, group, totals
-from zcompile.planner.place_states import Placement, place
-from zcompile.planner.simulate import simulate, step_seconds
+from zcompile.planner.placement import Placement, Room, group, place, totals
+from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_annex
 
 MORE_BYTES = GiB

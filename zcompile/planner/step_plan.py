@@ -18,8 +18,7 @@ from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
 from zcompile.memory.step_footprint import held_in_steps, staying, staying_bytes
 from zcompile.passes.lower import ArenaShare, arranged, window_bytes
-from zcompile.planner.loads import Room
-from zcompile.planner.place_states import Placement, place
+from zcompile.planner.placement import Placement, Room, place
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from zcompile.runtime.transfer.interrupts import ends, uninterrupted
-from zcompile.runtime.transfer.ticket import Promise
-from zcompile.runtime.transfer.workers import Worker
+from zcompile.runtime.transfer.ticket import Promise, Worker
 
 Job = Callable[[], None]
 

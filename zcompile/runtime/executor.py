@@ -3,6 +3,15 @@
 What is decided at run time is only what cannot be known before: which entry a handle names, and
 which call comes next (`foresight.py`). Every fetch waits for the compute that was submitted
 before the call, since the slots may have served an earlier schedule.
+
+The registers of a call: filled from its arguments, computed with, read for its results.
+
+Values that backward needs and that leave the device meanwhile.
+
+Each becomes an entry of its own, in every call anew. The entry lives as long as the storage of its
+handle, which autograd keeps for backward: when backward is over, or never comes, it is freed.
+
+What an executor goes by until a planner decides.
 """
 
 import threading
@@ -10,9 +19,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from zcompile.errors import ParameterChanged, Unsupported
+from zcompile.errors import ParameterChanged, TierFull, Unsupported
 from zcompile.ir.handles import Leaf, entry_of, leaves_of
 from zcompile.ir.schedule import (
     Borrow,
@@ -20,6 +30,7 @@ from zcompile.ir.schedule import (
     Free,
     GradientOf,
     Left,
+    Literal,
     Offload,
     Reduce,
     Run,
@@ -29,24 +40,110 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import Step
-from zcompile.ir.types import Phase
+from zcompile.ir.torch_compat import materialised
+from zcompile.ir.types import Kind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
-from zcompile.runtime.activations import offload
-from zcompile.runtime.clocks import Clocks
-from zcompile.runtime.defaults import Fit, as_it_is, has_room, nobody_plans
 from zcompile.runtime.foresight import Call, Foresight, settle
-from zcompile.runtime.gradients import Gradients
-from zcompile.runtime.holding import NO_ROWS, CallHolding, Holding
-from zcompile.runtime.leaves import owner_of
-from zcompile.runtime.leaving import Leaving
-from zcompile.runtime.recorder import Recorder
-from zcompile.runtime.registers import compute, registers_of, results_of
-from zcompile.runtime.store import near
-from zcompile.runtime.store.copies import MakeCopy, freshen, source_of
+from zcompile.runtime.gradients.gradients import Gradients
+from zcompile.runtime.gradients.leaves import owner_of
+from zcompile.runtime.live_memory import NO_ROWS, CallHolding, Holding, Leaving
+from zcompile.runtime.profile import Clocks, Recorder
+from zcompile.runtime.store import resident
+from zcompile.runtime.store.resident import MakeCopy, freshen, source_of
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import read_out
+
+Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
+"""The schedule for these very entries, where they rest now."""
+
+
+def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+    """What the passes planned: every parameter is fetched."""
+    return schedule
+
+
+def has_room(nbytes: int, schedule: Schedule) -> None:
+    """There is room for what is held beside the arena."""
+
+
+def nobody_plans(step: Step) -> None:
+    """What rests where stays as it is."""
+
+
+UNPLANNED = (
+    "\n  values of one forward were planned for: call backward before the next forward, or give "
+    "activations='recompute' or 'keep', with device_memory for what stays"
+)
+
+
+@uninterrupted
+def offload(
+    store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
+) -> tuple[Entry, Tensor, Ticket]:
+    """Start moving `value` to `tier`: its entry, the handle of that, and when it has left.
+
+    value   on the compute device; must not be changed before the ticket's `join_compute`
+    layout  how it will be read back
+    after   complete once `value` is computed
+    raises  TierFull
+    """
+    try:
+        entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
+    except TierFull as error:
+        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
+    handle = store.handle(entry)
+    return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
+
+
+def bytes_of(value: Tensor, layout: Layout) -> Tensor:
+    """The bytes of `value` as `layout` has them: uint8 [layout.nbytes], over its own memory if it
+    lies like that."""
+    value = materialised(value)
+    if Layout.of(value) != layout:
+        wanted = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype,
+                                     device=value.device)  # fmt: skip
+        value = wanted.copy_(value)
+    return value.as_strided((layout.span,), (1,)).view(torch.uint8)
+
+
+def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:
+    """A schedule that moves nothing, of a graph without tiered parameters."""
+    values = registers_of(schedule, args)
+    for run in schedule.instructions:
+        assert isinstance(run, Run)
+        compute(run, values)
+    return results_of(schedule, values)
+
+
+def registers_of(schedule: Schedule, args: list[Any]) -> list[Any]:
+    """The values a call begins with; `args` is emptied, so that they can die early."""
+    values: list[Any] = [*args, *[None] * (schedule.registers - len(args))]
+    args.clear()
+    for register, constant in schedule.constants:
+        values[register] = constant
+    return values
+
+
+def compute(run: Run, values: list[Any], targets: Sequence[Tensor] = ()) -> None:
+    """The results of a region, in their registers; what it places, in `targets`, if given."""
+    given = [values[r] for r in run.inputs]
+    for register in run.drops:  # the region owns them: each dies after its last reader inside
+        values[register] = None
+    if targets:
+        assert run.region.call_into is not None
+        results = run.region.call_into(given, targets)
+    else:
+        results = run.region.call(given) if run.region.owns else run.region.call(*given)
+    for register, result in zip(run.outputs, results, strict=True):
+        values[register] = result
+
+
+def results_of(schedule: Schedule, values: list[Any]) -> list[Any]:
+    """What a call gives."""
+    return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
+
 
 MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which is remembered what they take."""
@@ -263,7 +360,7 @@ class _Walk:
             if self.schedule.phase is Phase.BACKWARD:
                 self.gradients.count()
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
-            self.ahead = near.look_up(self.store, self.entries)
+            self.ahead = resident.look_up(self.store, self.entries)
             self.gradients.begin()
             self.gradients.near.begin(self.schedule, self.leaves)
             self._steps()

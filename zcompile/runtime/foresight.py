@@ -17,7 +17,7 @@ from zcompile.ir.handover import Handover, handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Schedule
 from zcompile.ir.types import Phase
 from zcompile.memory.step_footprint import device_peak
-from zcompile.runtime.store.copies import source_of
+from zcompile.runtime.store.resident import source_of
 from zcompile.runtime.store.sources import check_sources
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import ends, uninterrupted

@@ -16,20 +16,20 @@ from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
 from zcompile.ir.handles import ANEW
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.device.base import Device
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
-from zcompile.runtime.device.device_cpu import CpuDevice
 from zcompile.runtime.device.pages import machine_bytes
-from zcompile.runtime.durable.durable_files import DurableFiles
-from zcompile.runtime.durable.tier_durable import DurableTier
+from zcompile.runtime.durable.files import DurableFiles
+from zcompile.runtime.durable.tier import DurableTier
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.meter import Meter
+from zcompile.runtime.tiers.base import TierIO
+from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.tiers.host import HostTier
-from zcompile.runtime.tiers.tier_nvme import DiskTier
-from zcompile.runtime.tiers.tiers import TierIO
 from zcompile.runtime.transfer.queue import Mover
 from zcompile.runtime.transfer.staging import Staging
+from zcompile.runtime.transfer.ticket import Workers
 from zcompile.runtime.transfer.transfer import Means
-from zcompile.runtime.transfer.workers import Workers
 
 SHARE_OF_MACHINE = 8
 """A budget that is not given is this part of the machine's memory (`Config`)."""

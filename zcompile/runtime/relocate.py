@@ -8,10 +8,10 @@ from zcompile.errors import TierFull
 from zcompile.ir.schedule import Offload, Reduce
 from zcompile.ir.step import Step
 from zcompile.ir.types import HELD, ON_DEVICE, Kind
-from zcompile.runtime.recorder import key_of
+from zcompile.runtime.profile import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
-from zcompile.runtime.tiers.place import Place
+from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,15 @@
 
 One offloaded model, one session. Two sessions in one process share nothing but the table of
 handles.
+
+How a device is shared between the arena and what compiled graphs hold beside it.
+
+    device_memory = arena + what graphs hold at most
+
+It is split when graphs are compiled, by what they will hold. Where a call would hold more, the
+arena gives way before the call: what rests there leaves, and a step is planned anew.
+
+When an optimizer's step may stream through the arena's annex: while no graph holds it.
 """
 
 import logging
@@ -10,37 +19,215 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from zcompile.config import Config
-from zcompile.errors import Unsupported
+from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported
 from zcompile.ir.handles import entry_of
-from zcompile.ir.optimizer_step import DEPTH, StepRoom
+from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
 from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import Step
 from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import Layout, Region, aligned
+from zcompile.ir.units import show_size
 from zcompile.machine.cost import Ways
-from zcompile.runtime import activations
-from zcompile.runtime.annex_use import AnnexUse
-from zcompile.runtime.departures import Departures
-from zcompile.runtime.device_split import DeviceSplit, Whole
+from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import Ledger
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.gradients import Gradients, Wrap
-from zcompile.runtime.holding import Holding, Rows
-from zcompile.runtime.leaving import Leaving
+from zcompile.runtime.gradients.gradients import Gradients, Wrap
+from zcompile.runtime.live_memory import Departures, Holding, Leaving, Rows
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.open import Opening, open_plant
-from zcompile.runtime.store import near
+from zcompile.runtime.store import resident
 from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.transfer import read_out
+from zcompile.runtime.transfer.transfer import Transfer, read_out
 from zcompile.verify.schedule import verify_schedule
+
+log = logging.getLogger(__name__)
+
+OF_GRAPHS = "values of compiled graphs"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An op of an optimizer that gathers whole tensors.
+
+    gathers  into the arena: name, bytes
+    beside   what it takes beside it
+    """
+
+    name: str
+    gathers: Sequence[tuple[str, int]]
+    beside: Sequence[tuple[str, int]]
+
+
+class DeviceSplit:
+    """Of the device of one store.
+
+    empty           makes what rests on the device leave, with nothing under way and no schedule
+                    remembered that was made for the arena; what could not leave
+    held_bytes      set aside for what graphs hold; the arena has the rest
+    foreseen_bytes  that compiled graphs will hold, once they are run
+    """
+
+    def __init__(self, store: Store, empty: Callable[[], Sequence[Entry]]) -> None:
+        self._store, self._empty = store, empty
+        self.held_bytes = self.foreseen_bytes = 0
+
+    def foresee(self, nbytes: int) -> None:
+        """A graph was compiled that will hold so much: the arena gives way before it is run."""
+        self.foreseen_bytes = max(self.foreseen_bytes, nbytes)
+
+    def hold_whole(self, op: Whole, held_bytes: int) -> None:
+        """An op on whole tensors is about to be called, while graphs hold so much.
+
+        raises  BudgetExceeded, as `hold`
+        """
+        gathered, beside = (sum(n for _, n in rows) for rows in (op.gathers, op.beside))
+        needed = held_bytes + beside + gathered
+        if needed > self._store.device_budget:
+            raise self._refusal(
+                needed, f"{op.name}, which takes whole tensors,",
+                [*op.gathers, *op.beside, (OF_GRAPHS, held_bytes)],
+                f"give zcompile.offload device_memory={needed} or more, or take an optimizer "
+                "whose ops are elementwise (AdamW, Adam, SGD; foreach or fused): they stream",
+            )  # fmt: skip
+        self.hold(held_bytes + beside, gathered)
+
+    def hold(self, nbytes: int, least_arena: int = 0) -> None:
+        """Compiled graphs hold up to `nbytes` of the device from here on, and the arena has at
+        least so much.
+
+        What was held once, or was foreseen, stays set aside, so that the arena need not change from
+        call to call; only where a call needs that for what it fetches, the arena has it back.
+
+        raises  BudgetExceeded, if the device has less, or what rests on it finds no room elsewhere.
+                No value is lost then, and the arena stays as it is; what could leave has left.
+        """
+        store = self._store
+        if nbytes + least_arena > store.device_budget:
+            raise self._refusal(
+                nbytes + least_arena, "a call, with what compiled graphs keep for backward,",
+                [(OF_GRAPHS, nbytes), ("parameters that are read together", least_arena)],
+                f"give zcompile.offload device_memory={nbytes + least_arena} or more, or a smaller "
+                "batch, or let go of results whose backward never comes; or call torch._dynamo."
+                "reset() and begin with the largest batch: what is compiled first for small ones "
+                "may keep what it would else make again",
+            )  # fmt: skip
+        aside = max(nbytes, self.foreseen_bytes, self.held_bytes)
+        if aside + least_arena > store.device_budget:
+            aside = nbytes
+        if aside == self.held_bytes:
+            return
+        if resident := self._empty():
+            raise self._refusal(
+                store.device_budget + aside - self.held_bytes,
+                "a compiled graph, beside what rests there,",
+                [(OF_GRAPHS, aside), *((entry.name, entry.nbytes) for entry in resident)],
+                "give zcompile.offload more device_memory, or more host_memory or a disk: what "
+                "rests on the device has to leave for what the graph holds, and finds no room",
+            )
+        used = store.arena.used_bytes
+        if used and (aside < self.held_bytes or aside + least_arena + used > store.device_budget):
+            raise self._refusal(
+                nbytes + least_arena + used,
+                "a call, beside values that eager code gathered and keeps,",
+                [(OF_GRAPHS, nbytes), ("gathered values", used)],
+                "drop references to what eager code gathered, or give zcompile.offload more "
+                "device_memory",
+            )
+        with deferred_interrupts():
+            store.arena.give_way(aside)
+            store.homes.device.resized()
+            self.held_bytes = aside
+        log.info("compiled graphs hold %s of the device; the arena has the other %s",
+                 show_size(aside), show_size(store.arena.budget_bytes))  # fmt: skip
+
+    def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
+        """`where` needs more of the arena than there is: what it needs of the device, with the
+        values that are held beside `what` lies in the arena."""
+        if not self.held_bytes:
+            return error
+        needed = error.needed_bytes + self.held_bytes
+        return self._refusal(
+            needed, where, [(what, error.needed_bytes), (OF_GRAPHS, self.held_bytes)],
+            f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
+        )  # fmt: skip
+
+    def _refusal(
+        self, needed: int, where: str, alive: Sequence[tuple[str, int]], todo: str
+    ) -> BudgetExceeded:
+        budget = self._store.device_budget
+        return BudgetExceeded("device", budget, needed, where, alive, todo)
+
+
+class AnnexUse:
+    """Of the annex of one store's arena: who may be in it, and when."""
+
+    def __init__(
+        self, store: Store, split: DeviceSplit, executor: Executor, departures: Departures
+    ) -> None:
+        self._store, self._split, self._executor = store, split, executor
+        self._departures = departures
+        self._annex = store.arena.annex
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the device, set aside for compiled graphs, that none of them holds now."""
+        return max(0, self._split.held_bytes - self._executor.holding.nbytes)
+
+    def room(self, window: StepRoom) -> StepRoom:
+        """What a step streams through now: the annex, if one is planned, is larger than the window,
+        and is held by nobody."""
+        annex = self._annex.room
+        if annex.nbytes <= window.nbytes or self._executor.is_running:
+            return window
+        return annex if annex.nbytes <= self.free_bytes else window
+
+    def plan(self, room: StepRoom) -> None:
+        """From here on a step may use this room."""
+        self.leave()
+        self._annex.plan(room)
+
+    def need(self, schedule: Schedule) -> None:
+        """A step was lowered."""
+        if schedule.annex_at and not self._annex.need(schedule.arena_bytes):
+            self.leave()
+
+    def open(self, schedule: Schedule) -> bool:
+        """Whether the slots of a step are there: before it is walked, so that compute that went
+        before is done with the memory. If not, `room` says what there is instead."""
+        if not schedule.annex_at:
+            return True
+        if self._annex.room.nbytes > self.free_bytes:
+            return False
+        try:
+            self._annex.open()
+        except DeviceTooSmall as error:
+            log.warning("the optimizer streams through the arena's window: %s", error)
+            self.plan(NO_ROOM)
+            return False
+        return True
+
+    def leave(self) -> None:
+        """The device has the memory back: the host waits until nothing reads it."""
+        memory, begin = self._annex.memory, perf_counter()
+        if memory is None:
+            return
+        for ticket in self._departures.under(memory):
+            cast(Transfer, ticket).over.settle()
+        self._annex.close()
+        seconds = perf_counter() - begin
+        self._store.meter.add("stall", seconds)
+        self._executor.clocks.waited_between(seconds)
+
 
 logger = logging.getLogger("zcompile.runtime.session")
 
@@ -97,7 +284,7 @@ class Session(Store):
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
-        """List ops of late, by what sort of call they are (`runtime/eager/repeats.py`, above)."""
+        """List ops of late, by what sort of call they are (`runtime/eager/streaming.py`, above)."""
         self.inexact: dict[tuple[str, str], str] = {}
         """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}
@@ -283,14 +470,14 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.fetch`, after whatever still leaves from the bytes of `target`."""
         after = [*after, *self._departures.under(target)]
-        if near.is_near(entry):
-            return near.fetch(self, entry, target, begin, after, ahead)
+        if resident.is_near(entry):
+            return resident.fetch(self, entry, target, begin, after, ahead)
         return super().fetch(entry, target, begin=begin, after=after, ahead=ahead)
 
     def offload(self, value: Tensor, tier: str, name: str) -> Tensor:
         """`value` as a new entry on `tier`, by its handle. raises TierFull"""
         after = [self.device.mark()]
-        _, handle, ticket = activations.offload(self, value, Layout.of(value), tier, name, after)
+        _, handle, ticket = executor.offload(self, value, Layout.of(value), tier, name, after)
         ticket.join_compute()
         return handle
 
@@ -303,8 +490,8 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
-        if near.is_near(entry):
-            ticket = near.put(self, entry, source, begin, after)
+        if resident.is_near(entry):
+            ticket = resident.put(self, entry, source, begin, after)
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
@@ -315,8 +502,8 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
-        if near.is_near(entry):
-            ticket = near.add(self, entry, source, begin, after)
+        if resident.is_near(entry):
+            ticket = resident.add(self, entry, source, begin, after)
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
@@ -325,8 +512,8 @@ class Session(Store):
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         """As `Store.read`, also from the device."""
-        if near.is_near(entry):
-            return near.read(self, entry, target, begin)
+        if resident.is_near(entry):
+            return resident.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
 
 

@@ -23,12 +23,11 @@ from zcompile.machine.staging import staging_size
 from zcompile.runtime.device.base import Direction, Landing
 from zcompile.runtime.meter import Gauge, Meter, Stamp
 from zcompile.runtime.open import Plant
-from zcompile.runtime.tiers.tiers import Buffer, Extent, Stretch
+from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
 from zcompile.runtime.transfer.queue import Mover
 from zcompile.runtime.transfer.staging import Staging
-from zcompile.runtime.transfer.ticket import Promise, Ready, Ticket
+from zcompile.runtime.transfer.ticket import Promise, Ready, Ticket, Workers
 from zcompile.runtime.transfer.transfer import Means
-from zcompile.runtime.transfer.workers import Workers
 
 CPU = torch.device("cpu")
 NO_LIMIT = 1 << 62

@@ -31,9 +31,9 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Kind, Layout, Phase
 from zcompile.machine.cost import Ways
 from zcompile.memory.step_footprint import HeldWalk
-from zcompile.runtime.eager.tiered import TieredTensor, own
+from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.gradients import Gradients
+from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry

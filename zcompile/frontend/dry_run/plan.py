@@ -27,14 +27,12 @@ from zcompile.machine.cost import Ways
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
 from zcompile.planner.outlook import Terms, look
-from zcompile.planner.report import Report
-from zcompile.planner.report_rows import Facts
+from zcompile.planner.report import Facts, Report
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
-from zcompile.runtime.device.device_cpu import CpuDevice
 from zcompile.runtime.device.pages import machine_bytes
-from zcompile.runtime.hardware import free_disk_bytes
 from zcompile.runtime.open import default_budgets
-from zcompile.runtime.probe import disks_of, machine_for
+from zcompile.runtime.probe import disks_of, free_disk_bytes, machine_for
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -6,14 +6,286 @@ fetches its share of a block, then all ranks gather it: as many links carry a bl
 ranks. While operator i computes, i+1 is gathered, i+2 comes to the device and i+3 from disk; its
 gradients are scattered and leave while the next ones compute. Operators are the blocks forward, and
 each block forward again and backward. The update follows, block after block.
+
+Seconds of one rank for each part of a step: transfers, collectives, compute, the update.
+
+What the machine does not say is in `Assumptions`, each with its source.
+
+Tasks on lanes: when does each start and end?
+
+A lane does one task at a time, in the order in which they become ready; a task is ready when all
+that it comes after have ended. Nothing is decided here, and nothing is random.
+
+Which placement of a transformer's bytes fits a machine, and how few ranks suffice.
 """
 
-from dataclasses import dataclass
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from zcompile.machine.model import Machine
-from zcompile.planner.analytic.events import Task, Timeline, simulate
-from zcompile.planner.analytic.rates import Assumptions, Job, Rates
-from zcompile.planner.analytic.shapes import GRADIENT_BYTES, WEIGHT_BYTES
+from zcompile.errors import ConfigInvalid
+from zcompile.machine.model import TIERS, Link, Machine
+from zcompile.planner.analytic.model import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    ZERO_3,
+    GatherVolume,
+    Rest,
+    Strategy,
+    Transformer,
+    Use,
+    flat_gather,
+    hierarchical_gather,
+    use_of,
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """`seconds` of `lane`; `after` holds positions of earlier tasks."""
+
+    name: str
+    lane: str
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """starts, ends: seconds since the first task, by position. busy_s: by lane."""
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    busy_s: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends, default=0.0)
+
+
+def simulate(tasks: Sequence[Task]) -> Timeline:
+    """Walks from one end of a task to the next; of tasks ready at one instant the first goes first.
+
+    Tasks come after earlier ones only, so there is no cycle and all of them end.
+    """
+    walk = _Walk(tasks)
+    walk.start(walk.ready(i for i, task in enumerate(tasks) if not task.after))
+    while walk.running:
+        walk.start(walk.end_next())
+    busy: dict[str, float] = defaultdict(float)
+    for task in tasks:
+        busy[task.lane] += task.seconds
+    return Timeline(tuple(walk.starts), tuple(walk.ends), dict(busy))
+
+
+class _Walk:
+    """What is under way `now`."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
+        self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
+        self.now = 0.0
+        self.running: list[tuple[float, int]] = []  # a heap of (end, task)
+        self._waiting: dict[str, list[tuple[float, int]]] = {task.lane: [] for task in tasks}
+        self._working: set[str] = set()
+        self._missing = [len(set(task.after)) for task in tasks]
+        self._followers: dict[int, list[int]] = defaultdict(list)
+        for i, task in enumerate(tasks):
+            for other in set(task.after):
+                assert other < i
+                self._followers[other].append(i)
+
+    def ready(self, found: Iterable[int]) -> set[str]:
+        """Queues tasks; the lanes that have something new to look at."""
+        lanes = set()
+        for i in found:
+            heapq.heappush(self._waiting[self.tasks[i].lane], (self.now, i))
+            lanes.add(self.tasks[i].lane)
+        return lanes
+
+    def start(self, lanes: set[str]) -> None:
+        for lane in sorted(lanes - self._working):
+            if self._waiting[lane]:
+                _, i = heapq.heappop(self._waiting[lane])
+                self.starts[i], self.ends[i] = self.now, self.now + self.tasks[i].seconds
+                self._working.add(lane)
+                heapq.heappush(self.running, (self.ends[i], i))
+
+    def end_next(self) -> set[str]:
+        """Ends all that end at the next instant; the lanes that are free or have new tasks."""
+        self.now, lanes = self.running[0][0], set[str]()
+        while self.running and self.running[0][0] == self.now:
+            _, done = heapq.heappop(self.running)
+            self._working.discard(self.tasks[done].lane)
+            lanes.add(self.tasks[done].lane)
+            for i in self._followers[done]:
+                self._missing[i] -= 1
+            lanes |= self.ready(i for i in self._followers[done] if not self._missing[i])
+        return lanes
+
+
+STATE_ON_DISK_BYTES = 12
+"""Master, momentum and variance in float32: read and written by an update. The float32 gradient,
+which the paper counts too, is made of the half-precision one while updating."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """sustained         of the machine's matmul rate, what a training step reaches between waits.
+                      Calibrated on one point: 49 TFLOP/s per GPU for 1T parameters on 512 V100
+                      (Figure 5a); every other figure is then a prediction.
+    host_bytes_per_s  of a node's memory in the CPU's update, shared by the node's ranks. DGX-2: two
+                      sockets of six channels DDR4-2666, 256 GB/s by data sheet; 70 % of it.
+    update_bytes      of host memory traffic per parameter of a CPU Adam.
+    dtype             of the compute copy
+    """
+
+    sustained: float = 0.72
+    host_bytes_per_s: float = 180e9
+    update_bytes: int = 28
+    dtype: str = "float16"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of `shape` on every rank; `shape.batch` is the batch per rank.
+
+    mp           ranks that split every matrix among them (tensor parallelism), within a node;
+                 their common batch is mp times `shape.batch`
+    weights, optimizer, checkpoints   the tier where a rank's share rests
+    overlap      transfers run beside compute, ahead of it; else all follows one by one
+    """
+
+    shape: Transformer
+    mp: int = 1
+    weights: str = "device"
+    optimizer: str = "device"
+    checkpoints: str = "host"
+    overlap: bool = True
+
+    @property
+    def gradients(self) -> str:
+        """Where they wait for the update: beside the weights, but never on a device that does not
+        update them."""
+        if self.optimizer == "device":
+            return "device"
+        return "disk" if self.weights == "disk" else "host"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds per block of one rank; of a block each rank holds 1 / ranks at rest.
+
+    raises  ConfigInvalid, if the job asks for ranks, tiers or a dtype that the machine lacks
+    """
+
+    job: Job
+    machine: Machine
+    assumed: Assumptions = field(default_factory=Assumptions)
+
+    def __post_init__(self) -> None:
+        job, machine = self.job, self.machine
+        if job.mp < 1 or machine.ranks_per_node % job.mp:
+            raise ConfigInvalid("mp", job.mp, f"does not divide the {machine.ranks_per_node} ranks "
+                                "of a node")  # fmt: skip
+        for what in ("weights", "optimizer", "checkpoints"):
+            if (tier := getattr(job, what)) not in machine.tiers:
+                raise ConfigInvalid(what, tier, f"is no tier of {machine.name}, which has "
+                                    f"{', '.join(machine.tiers)}")  # fmt: skip
+        if TIERS.index(job.optimizer) < TIERS.index(job.weights):
+            why = f"is faster than the weights' tier, {job.weights}; swap the two"
+            raise ConfigInvalid("optimizer", job.optimizer, why)
+        if job.checkpoints == "disk":
+            raise ConfigInvalid("checkpoints", "disk", "is not simulated; use device or host")
+        if self.assumed.dtype not in machine.compute.flops_per_s:
+            raise ConfigInvalid("dtype", self.assumed.dtype, f"has no rate on {machine.name}; "
+                                f"known: {', '.join(machine.compute.flops_per_s)}")  # fmt: skip
+
+    @property
+    def gathering_ranks(self) -> int:
+        """Those that hold shares of the same matrices: one group for every rank of `mp`."""
+        return self.machine.ranks // self.job.mp
+
+    @cached_property
+    def ways(self) -> tuple[Link, ...]:
+        """What a collective passes. Within a node every rank has its own link; between nodes the
+        `mp` groups that pass through a node share what one alone would have."""
+        links, found = self.machine.links, list[Link]()
+        if self.machine.ranks_per_node > 1:
+            found.append(links["rank_to_rank"])
+        if self.machine.nodes > 1:
+            between = links["node_to_node"]
+            found.append(replace(between, bytes_per_s=between.bytes_per_s / self.job.mp))
+        return tuple(found)
+
+    def link(self, name: str, nbytes: float) -> float:
+        link = self.machine.links[name]
+        return link.latency_s + nbytes / link.bytes_per_s
+
+    def lane(self, link: str) -> str:
+        """What a link takes turns on."""
+        return self.machine.links[link].lane
+
+    @property
+    def share(self) -> float:
+        """Parameters of a block that rest with one rank."""
+        return self.job.shape.block_parameters / self.machine.ranks
+
+    @property
+    def collective_s(self) -> float:
+        """All-gather of a block's weights, or reduce-scatter of its gradients."""
+        group = self.gathering_ranks
+        nbytes = WEIGHT_BYTES * self.job.shape.block_parameters / self.job.mp
+        return max(way.latency_s + nbytes * (group - 1) / group / way.bytes_per_s
+                   for way in self.ways)  # fmt: skip
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Of one block; ranks that split a matrix split its input's checkpoint too."""
+        return self.job.shape.checkpoint_bytes / self.job.shape.layers
+
+    @property
+    def forward_s(self) -> float:
+        """Matmuls, attention's products, the rest as memory traffic, and the all-reduces of
+        tensor parallelism. Backward takes twice that."""
+        shape, compute = self.job.shape, self.machine.compute
+        flops = shape.token_count * (2 * shape.block_parameters + 4 * shape.seq * shape.hidden)
+        matmul_s = flops / (self.assumed.sustained * compute.flops_per_s[self.assumed.dtype])
+        touched = 2 * shape.activation_working_bytes / shape.blocks_per_checkpoint
+        return matmul_s + touched / compute.memory_bytes_per_s + self.tensor_parallel_s
+
+    @property
+    def tensor_parallel_s(self) -> float:
+        """Two all-reduces per block and pass; in backward as many, in forward's time once more."""
+        mp, shape = self.job.mp, self.job.shape
+        if mp == 1:
+            return 0.0
+        nbytes = 2 * mp * shape.token_count * shape.hidden
+        return 2 * 2 * (mp - 1) / mp * nbytes / self.machine.links["rank_to_rank"].bytes_per_s
+
+    @property
+    def update_s(self) -> float:
+        """Of the share of a block: on the device, or on the host's CPU."""
+        if self.job.optimizer == "device":
+            touched = 2 * STATE_ON_DISK_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
+            return self.share * touched / self.machine.compute.memory_bytes_per_s
+        of_rank = self.assumed.host_bytes_per_s / self.machine.ranks_per_node
+        return self.share * self.assumed.update_bytes / of_rank
+
+    @property
+    def update_read_bytes(self) -> float:
+        """From disk, per block."""
+        gradients = GRADIENT_BYTES * (self.job.gradients == "disk")
+        return self.share * (STATE_ON_DISK_BYTES * (self.job.optimizer == "disk") + gradients)
+
+    @property
+    def update_write_bytes(self) -> float:
+        """To disk, per block."""
+        weights = WEIGHT_BYTES * (self.job.weights == "disk")
+        return self.share * (STATE_ON_DISK_BYTES * (self.job.optimizer == "disk") + weights)
+
 
 READ_AHEAD, COPY_AHEAD, GATHER_AHEAD = 3, 2, 1
 """Operators before its own at whose start a transfer may begin (the paper's section 6.2)."""
@@ -167,3 +439,63 @@ def update_tasks(rates: Rates) -> list[Task]:
             last = [add(f"write {block}", rates.lane("disk_write"), seconds, *last)]
         ends.append(last[0])
     return tasks
+
+
+PLACES = (
+    ("device", "device"),
+    ("device", "host"),
+    ("host", "host"),
+    ("device", "disk"),
+    ("host", "disk"),
+    ("disk", "disk"),
+)
+"""Tiers of weights and optimizer state."""
+
+
+def use_of_job(job: Job, machine: Machine) -> Use:
+    """What one rank holds; everything is sharded over all ranks."""
+    weights, gradients, optimizer = (
+        Rest((tier,), True) for tier in (job.weights, job.gradients, job.optimizer)
+    )
+    strategy = Strategy("as placed", weights, gradients, optimizer, job.checkpoints)
+    return use_of(strategy, job.shape, machine, job.mp)
+
+
+def fastest(job: Job, machine: Machine, assumed: Assumptions) -> Job:
+    """`job` with the tiers that make the shortest step among those that fit, or, if none does, with
+    those that lack the fewest bytes.
+
+    raises  ConfigInvalid, if the job does not fit the machine's ranks
+    """
+    jobs = list(_placed(job, machine))
+    uses = [use_of_job(placed, machine) for placed in jobs]
+    fitting = [placed for placed, use in zip(jobs, uses, strict=True) if use.fits]
+    if fitting:
+        return min(fitting, key=lambda placed: step_time(placed, machine, assumed).seconds)
+    return min(zip(jobs, uses, strict=True), key=lambda pair: pair[1].missing_bytes)[0]
+
+
+def _placed(job: Job, machine: Machine) -> Iterator[Job]:
+    for weights, optimizer in PLACES:
+        for checkpoints in ("device", "host"):
+            if {weights, optimizer, checkpoints} <= set(machine.tiers):
+                yield replace(job, weights=weights, optimizer=optimizer, checkpoints=checkpoints)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of whole nodes that hold all model states on their devices, and what a gather inside
+    such a group costs between its nodes."""
+
+    ranks: int
+    flat: GatherVolume
+    hierarchical: GatherVolume
+
+
+def group_of(shape: Transformer, machine: Machine) -> Group | None:
+    """The smallest such group (MiCS, arXiv:2205.00119); None if all ranks are too few."""
+    per_node = machine.ranks_per_node
+    for ranks in range(per_node, machine.ranks + 1, per_node):
+        if use_of(ZERO_3, shape, replace(machine, ranks=ranks)).fits:
+            return Group(ranks, flat_gather(ranks), hierarchical_gather(ranks, per_node))
+    return None

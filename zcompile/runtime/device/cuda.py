@@ -19,8 +19,7 @@ from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import Arriving, Direction, Landing
 from zcompile.runtime.device.pages import copy_bytes, host_pages
 from zcompile.runtime.meter import Meter, Stamp
-from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.workers import several
+from zcompile.runtime.transfer.ticket import Ticket, several
 
 _CUDA: Any = torch.cuda
 """Its streams and events carry no annotations in some of the torch versions we support."""

@@ -2,7 +2,7 @@
 
 `clip_grad_norm_` measures every gradient, then multiplies all of them by one number. The norms were
 taken when the gradients were produced (`runtime/norms.py`); the multiplication waits for the
-optimizer's step, which reads every gradient anyway (`runtime/store/deferred.py`).
+optimizer's step, which reads every gradient anyway (`runtime/store/store.py`).
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.types import Kind
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
-from zcompile.runtime.store.deferred import Deferred
-from zcompile.runtime.store.near import is_near
+from zcompile.runtime.store.resident import is_near
 from zcompile.runtime.store.sources import before_write
+from zcompile.runtime.store.store import Deferred
 
 aten = torch.ops.aten
 

@@ -2,30 +2,279 @@
 
 Rows whose operands do not lie alike make the caller take the other road: gather whole, compute,
 write back.
+
+An op on rows of operands: applied to a range of one row's elements, or to many rows at once.
+
+List ops that come again in every step: their schedule is known, and only the operands are new.
+
+An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
+gradients and another learning rate. What its rows and their schedule depend on is compared with
+what it was when they were made: how each tensor lies, in which kind of entry, and where that rests;
+dtype, device and shape of plain tensors; the type of everything else; what there is to stream
+through. If any of it has changed, or something is deferred, the rows are made anew.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import EntryIndex, Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, trees
 from zcompile.ir.types import Layout
-from zcompile.runtime.eager.chunked import Chunked
-from zcompile.runtime.eager.narrowing import Narrowing, column_of, copy_of
-from zcompile.runtime.eager.rows import Application, goes_in_one_call
+from zcompile.runtime.eager.rows import (
+    Application,
+    Narrowing,
+    column_of,
+    copy_of,
+    counts_in_kernels,
+    goes_in_one_call,
+    leaves_of,
+)
 from zcompile.runtime.eager.unbacked import Unbacked
-from zcompile.runtime.session import Session, session_of
-from zcompile.runtime.store.deferred import Deferred
-from zcompile.runtime.store.near import is_near
-from zcompile.runtime.store.store import Entry
+from zcompile.runtime.session import Repeat, Session, session_of
+from zcompile.runtime.store.resident import is_near
+from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Applies an op to a range of elements: columns are chunks already, wide plains are cut.
+
+    eased     changes to make before: (column, which plain is the operand, change)
+    narrowed  casts to make afterwards
+    in_lists  rows that differ in their operands only are computed in one call
+    """
+
+    func: Dispatched
+    spec: Any
+    places: tuple[int, ...]
+    columns: int
+    to_target: bool
+    eased: tuple[tuple[int, int, Deferred], ...]
+    narrowed: Narrowing
+    in_lists: bool
+
+    def joins(self, other: object) -> bool:
+        return self.in_lists and self == other
+
+    def joint(self, rows: Sequence[Row]) -> "_Lists":
+        columns, width = self.columns, self.columns + len(rows[0].plains)
+        starts = range(0, width * len(rows), width)
+        numbers: tuple[list[Any], dict[str, Any]] = trees.tree_unflatten(
+            range(len(self.places)), self.spec
+        )
+
+        def where(leaf: int) -> list[int]:
+            place = self.places[leaf]
+            return [first + (place if place >= 0 else columns - place - 1) for first in starts]
+
+        def filled(number: Any) -> _Operand:
+            if isinstance(number, list):
+                found = [where(leaf) for leaf in number]
+                chosen = [each[row] for row in range(len(rows)) for each in found]
+                return _Operand(True, any(self.places[n] < 0 for n in number), tuple(chosen))
+            return _Operand(False, self.places[number] < 0, (where(number)[0],))
+
+        args, kwargs = numbers
+        return _Lists(
+            self.func,
+            tuple(filled(number) for number in args),
+            {name: filled(number) for name, number in kwargs.items()},
+            tuple(row.numel for row in rows),
+            width,
+            bool(self.eased),
+            self.narrowed,
+        )
+
+    def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        for column, plain, change in self.eased:
+            change.apply(values[column], values[self.columns + plain])
+        leaves = []
+        for place in self.places:
+            if place >= 0:
+                leaves.append(values[place])
+            else:
+                leaves.append(_cut(values[self.columns - place - 1], first, last))
+        target = leaves.pop() if self.to_target else None
+        args, kwargs = trees.tree_unflatten(leaves, self.spec)
+        result = self.func(*args, **kwargs)
+        if target is not None:
+            target.copy_(result[0] if isinstance(result, list | tuple) else result)
+        self.narrowed(first, last, values)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand of a call for many rows.
+
+    listed  a list with so many items of each row; else one value, that of the first row
+    plain   no column, so that it is still as wide as its row
+    where   indices of the values
+    """
+
+    listed: bool
+    plain: bool
+    where: tuple[int, ...]
+
+    def of(self, values: Sequence[Any], numels: Sequence[int]) -> Any:
+        found = [values[at] for at in self.where]
+        if self.plain:
+            each = max(1, len(found) // len(numels))
+            found = [_cut(value, 0, numels[n // each]) for n, value in enumerate(found)]
+        return found if self.listed else found[0]
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Applies a list op to many whole rows at once, as it was called.
+
+    eased  changes wait for the rows: those are made before such rows rest in reach, so that only a
+           simulated step joins them
+    """
+
+    func: Dispatched
+    args: tuple[_Operand, ...]
+    kwargs: dict[str, _Operand]
+    numels: tuple[int, ...]
+    width: int
+    eased: bool
+    narrowed: Narrowing
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        assert not self.eased, "a change waits for what is computed where it rests"
+        numels = self.numels
+        kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
+        self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
+        if self.narrowed.pairs:
+            for row, numel in enumerate(numels):
+                self.narrowed(0, numel, values[row * self.width : (row + 1) * self.width])
+        return ()
+
+
+def _cut(value: Any, first: int, last: int) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.numel() == 1:
+        return value.reshape(1)
+    return value.as_strided((last - first,), (1,), value.storage_offset() + first)
+
+
+LISTS = ("aten::_foreach", "aten::_fused")
+MOST = 8
+"""Repeats kept of calls with as many operands each: of groups of parameters of one size."""
+
+
+@dataclass(frozen=True)
+class ListCall:
+    """A call of a list op whose tiered operands are all different, of one store, and at rest.
+
+    func      the op
+    kind      the op, how many operands it has where, and how often each row takes turns
+    leaves    its operands, lists taken apart
+    entries   those behind tiered operands: position -> entry
+    """
+
+    session: Session
+    func: Dispatched
+    kind: tuple[object, ...]
+    counts: tuple[int, ...]
+    leaves: list[Any]
+    entries: dict[int, Entry]
+    said: tuple[object, ...]
+
+    def again(self) -> bool:
+        """Run it as a call like it was run before; False: there was none."""
+        known = self.session.repeats.get(self.kind, ())
+        found = next((repeat for repeat in known if repeat.said == self.said), None)
+        if found is None or not self.session.annex_use.open(found.schedule):
+            return False
+        leaves = self.leaves
+        written = [leaves[at] for at in found.written]
+        increment_version([leaf._handle for leaf in written])
+        if counts_in_kernels(self.func):
+            increment_version(written)
+        inputs = [leaves[at] for at in found.inputs]
+        entries = [self.entries[at] for at in found.entries]
+        self.session.executor.run(found.schedule, inputs, entries)
+        return True
+
+    def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
+        """It is about to run as one `schedule`, with these."""
+        tiered, plain = self._in_rows()
+        alike = len(tiered) == len(entries) and len(plain) == len(inputs)
+        if not alike or not all(
+            a is b
+            for a, b in (
+                *zip((self.entries[at] for at in tiered), entries, strict=True),
+                *zip((self.leaves[at] for at in plain), inputs, strict=True),
+            )
+        ):
+            return  # it took something else along
+        writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
+        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
+        known = self.session.repeats.setdefault(self.kind, [])
+        known.append(Repeat(self.said, schedule, tuple(tiered), tuple(plain), written))
+        if len(known) > MOST:
+            known.pop(0)
+
+    def _in_rows(self) -> tuple[list[int], list[int]]:
+        """Positions of tiered and of other operands, row after row."""
+        rows = max(self.counts)
+        tiered: list[int] = []
+        plain: list[int] = []
+        for row in range(rows):
+            begin = 0
+            for count in self.counts:
+                taken = [row] if count == rows else range(abs(count))
+                for at in (begin + n for n in taken):
+                    (tiered if at in self.entries else plain).append(at)
+                begin += abs(count)
+        return tiered, plain
+
+
+def list_call(
+    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ListCall | None:
+    """The call, if one like it may be repeated; None for all that need be looked at closely."""
+    schema = func._schema
+    if not schema.is_mutable or schema.returns or not schema.name.startswith(LISTS):
+        return None
+    values = (*args, *kwargs.values())
+    counts = tuple(len(v) if type(v) is list else -1 for v in values)
+    if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
+        return None
+    leaves = leaves_of(args, kwargs)
+    entries: dict[int, Entry] = {}
+    said: list[object] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, cls):
+            tiered: Any = leaf
+            entry = entries[at] = tiered.entry
+            if entry.deferred or entry.copies:
+                return None
+            place = entry.place
+            near = place.tier.on_device or entry.store.lendable(entry)
+            said.append((tiered.lies, place.nbytes, entry.kind, near))
+        elif isinstance(leaf, Tensor):
+            said.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
+        else:
+            said.append(type(leaf))
+    keys = {entry.key for entry in entries.values()}
+    stores = {entry.store.key: entry for entry in entries.values()}
+    if len(keys) < len(entries) or len(stores) != 1:
+        return None
+    session = session_of(next(iter(stores.values())))
+    said.append(session.step_room)
+    kind = func, counts, tuple(kwargs)
+    return ListCall(session, func, kind, counts, leaves, entries, tuple(said))
 
 
 class _Call:

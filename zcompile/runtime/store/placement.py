@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from zcompile.errors import TierFull
 from zcompile.ir.types import SMALL_BYTES, Kind
 from zcompile.runtime.meter import Gauge, Meter
-from zcompile.runtime.tiers.place import Place
-from zcompile.runtime.tiers.tier_device import DeviceTier
-from zcompile.runtime.tiers.tier_held import HeldTier
-from zcompile.runtime.tiers.tiers import Compacting, Extent, TierIO
+from zcompile.runtime.tiers.base import Compacting, Extent, Place, TierIO
+from zcompile.runtime.tiers.device import DeviceTier, HeldTier
 
 
 class Homes:

@@ -13,7 +13,7 @@ import time
 
 from zcompile.errors import DiskOwned, DiskUnusable
 from zcompile.runtime.closing import wait_for_the_dead
-from zcompile.runtime.io.directory import Directory
+from zcompile.runtime.io.files import Directory
 
 LOCK_NAME = "zinf.lock"
 TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")

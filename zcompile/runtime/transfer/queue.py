@@ -12,10 +12,9 @@ from functools import partial
 from torch import Tensor
 
 from zcompile.runtime.device.pages import clear_bytes
-from zcompile.runtime.tiers.place import Place, Span
-from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket
+from zcompile.runtime.tiers.base import Place, Span
+from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
 from zcompile.runtime.transfer.transfer import Transfer
-from zcompile.runtime.transfer.workers import Workers
 
 
 def marks_of(after: Sequence[Ticket]) -> tuple[Ticket, ...]:

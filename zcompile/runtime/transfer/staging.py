@@ -14,10 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from zcompile.machine.staging import StagingSize, lane_bytes
-from zcompile.runtime.io.disk_trial import BLOCK_BYTES
+from zcompile.runtime.io.backends import BLOCK_BYTES
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.tiers.extents import Extents
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.tiers.base import Buffer, Extents
 
 
 class Staged(Protocol):

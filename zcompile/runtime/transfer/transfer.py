@@ -2,25 +2,38 @@
 
 It is cut into parts, each of which lands by itself; three countdowns tell how far all of them are.
 A transfer holds nothing until all that it follows is complete, so what is under way always ends.
+
+Fetch and put: how bytes travel between an entry's home and memory.
+
+    fetch   disk -> buffer of the ring -> memory        host -> memory        blank: zeros -> memory
+    put     memory -> buffer of the ring -> disk        memory -> host
+
+Where system calls can reach the memory and it lies on granules of the tier, disk and memory
+exchange bytes without the ring. Otherwise bytes pass it in chunks, each on its own: while one is
+copied to the device the next is read.
+
+Add: an entry becomes itself plus what comes; the sum is formed on the host.
+
+memory -> half a buffer; disk -> the other half; their sum -> disk
+memory -> half a buffer; home on the host += that half
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from zcompile.ir.types import ALIGNMENT
-from zcompile.runtime.device.base import Device, Direction
-from zcompile.runtime.io.disk_trial import BLOCK_BYTES
-from zcompile.runtime.tiers.extents import Written
-from zcompile.runtime.tiers.place import Place
-from zcompile.runtime.tiers.tiers import Buffer
+from zcompile.runtime.device.base import Arriving, Device, Direction, Landing
+from zcompile.runtime.device.pages import clear_bytes, copy_bytes
+from zcompile.runtime.io.backends import BLOCK_BYTES
+from zcompile.runtime.tiers.base import Buffer, Place, Written
 from zcompile.runtime.transfer.staging import Staging
-from zcompile.runtime.transfer.ticket import Countdown, Ticket
-from zcompile.runtime.transfer.workers import Workers
+from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Workers
 
 
 @dataclass(frozen=True)
@@ -188,3 +201,223 @@ class Transfer(ABC):
 def read_out(ticket: Ticket) -> Ticket:
     """Complete once nothing reads what leaves, be it home by then or on its way to a disk."""
     return ticket.over if isinstance(ticket, Transfer) else ticket
+
+
+class Fetch(Transfer):
+    """From home to device memory."""
+
+    def _issue(self) -> None:
+        staged = []
+        for begin, end, held in self.was.pieces(self.begin, self.end):
+            if not held:
+                self.hold(1)
+                self.clear(self.part(begin, end))
+            elif self.place.tier.in_memory:
+                for at, memory in self.place.tier.pieces(self.place.extent, begin, end):
+                    self.hold(1)
+                    self.copy(self.part(at, at + memory.numel()), memory, self)
+            elif (buffer := self.straight(begin, end)) is not None:
+                self.hold(1)
+                self.place.tier.read(self.place.extent, begin, buffer).then(
+                    partial(self._went_straight, end - begin))  # fmt: skip
+            else:
+                staged.append((begin, end))
+        self.by_chunks(staged)
+
+    def _went_straight(self, nbytes: int, error: BaseException | None) -> None:
+        if error is None:
+            self.note_straight(nbytes)
+            self.enqueued(None)
+        self.landed(error)
+
+    def note_straight(self, nbytes: int) -> None:
+        self.means.device.went_straight(self.direction, nbytes)
+
+    def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        low, high = self.place.blocks(begin, end)
+        self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(
+            partial(self._chunk_read, begin, end, buffer))  # fmt: skip
+
+    def _chunk_read(self, begin: int, end: int, buffer: Buffer,
+                    error: BaseException | None) -> None:  # fmt: skip
+        if error is not None:
+            self.chunk_failed(buffer, error)
+            return
+        skip = begin - self.place.blocks(begin, end)[0]
+        self.copy(self.part(begin, end), buffer.memory[skip : skip + end - begin],
+                   _FetchedChunk(self, buffer))  # fmt: skip
+
+    def copy(self, target: Tensor, source: Tensor, landing: Landing) -> None:
+        self.means.device.copy("h2d", target, source, self.marks, landing)
+
+    def clear(self, target: Tensor) -> None:
+        self.means.device.clear(target, self.marks, self)
+
+
+class ReadBack(Fetch):
+    """From home to ordinary host memory, whatever the device."""
+
+    def copy(self, target: Tensor, source: Tensor, landing: Landing) -> None:
+        with Arriving(landing):
+            copy_bytes(target, source, target.numel())
+
+    def clear(self, target: Tensor) -> None:
+        with Arriving(self):
+            clear_bytes(target, target.numel())
+
+    def note_straight(self, nbytes: int) -> None:
+        """The device had no part in it."""
+
+
+@dataclass(frozen=True)
+class _FetchedChunk:
+    """The landing of one chunk on the device."""
+
+    fetch: Fetch
+    buffer: Buffer
+
+    def enqueued(self, event: object) -> None:
+        self.fetch.enqueued(event)
+
+    def landed(self, error: BaseException | None) -> None:
+        self.fetch.means.staging.give(self.buffer)
+        self.fetch.landed(error)
+
+
+class Put(Transfer):
+    """From memory to home."""
+
+    lane = "write"
+    direction: Direction = "d2h"
+    writes = True
+
+    def _issue(self) -> None:
+        if not self.place.tier.in_memory:
+            self._to_disk()
+            return
+        for at, memory in self.place.tier.pieces(self.place.extent, self.begin, self.end):
+            self.hold(1)
+            self.means.device.copy("d2h", memory, self.part(at, at + memory.numel()),
+                                    self.marks, self)  # fmt: skip
+
+    def _to_disk(self) -> None:
+        buffer = self.straight(self.begin, self.end)
+        # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
+        if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):
+            self.by_chunks([(self.begin, self.end)])
+            return
+        self.hold(1)
+        self.place.tier.write(self.place.extent, self.begin, buffer).then(self._went_straight)
+
+    def _padded_end(self) -> int:
+        return self.place.extent.nbytes if self.end == self.place.nbytes else self.end
+
+    def _went_straight(self, error: BaseException | None) -> None:
+        if error is None:
+            self.means.device.went_straight(self.direction, self.end - self.begin)
+            self.enqueued(None)
+        self.landed(error)
+
+    def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        low, high = self.place.blocks(begin, end)
+        step = partial(self._copy_chunk, begin, end, buffer)
+        # A block that is written in part keeps the rest of what it holds.
+        if self.was.touches(low, begin) or self.was.touches(end, min(high, self.place.nbytes)):
+            self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(step)
+        else:
+            step(None)
+
+    def _copy_chunk(self, begin: int, end: int, buffer: Buffer,
+                    error: BaseException | None) -> None:  # fmt: skip
+        if error is not None:
+            self.chunk_failed(buffer, error)
+            return
+        low, high = self.place.blocks(begin, end)
+        target = buffer.memory[begin - low : end - low]
+        landing = LeftChunk(self, partial(self.write, low, high, buffer))
+        self.means.device.copy("d2h", target, self.part(begin, end), self.marks, landing)
+
+    def write(self, low: int, high: int, buffer: Buffer, error: BaseException | None) -> None:
+        if error is not None:
+            self.written(buffer, error)
+        else:
+            self.place.tier.write(self.place.extent, low, buffer.part(0, high - low)).then(
+                partial(self.written, buffer))  # fmt: skip
+
+    def written(self, buffer: Buffer, error: BaseException | None) -> None:
+        self.means.staging.give(buffer)
+        self.home.drop(error)
+
+
+@dataclass(frozen=True)
+class LeftChunk:
+    """The landing of one chunk in a buffer of the ring; then it goes on."""
+
+    transfer: Put
+    then: Callback
+
+    def enqueued(self, event: object) -> None:
+        self.transfer.enqueued(event)
+
+    def landed(self, error: BaseException | None) -> None:
+        self.transfer.copied(error)
+        self.then(error)
+
+
+SERIAL_ELEMENTS = 32 * 1024 - 64
+"""Torch adds fewer than 32768 elements in the calling thread; more would start OpenMP threads in
+every worker. A multiple of 64 keeps the parts aligned. The sum is the same to the bit."""
+
+
+class Add(Put):
+    """Home += memory, in elements of `dtype`; the sum is formed on the host."""
+
+    cut_in = 2  # half a buffer for what comes, half for what was there
+
+    def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
+                 marks: Sequence[Ticket], means: Means, dtype: torch.dtype) -> None:  # fmt: skip
+        super().__init__(place, begin, memory, owner, marks, means)
+        self._dtype = dtype
+
+    def _issue(self) -> None:
+        self.by_chunks([(self.begin, self.end)])
+
+    def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
+        half = buffer.nbytes // 2
+        both = Countdown()
+        both.then(partial(self._sum_later, begin, end, buffer))
+        low, high = self.place.blocks(begin, end)
+        if not self.place.tier.in_memory and self.was.touches(low, high):
+            both.hold()
+            self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(both.drop)
+        self.means.device.copy("d2h", buffer.memory[half : half + end - begin],
+                                self.part(begin, end), self.marks,
+                                LeftChunk(self, both.drop))  # fmt: skip
+
+    def _sum_later(self, begin: int, end: int, buffer: Buffer,
+                   error: BaseException | None) -> None:  # fmt: skip
+        self.means.adder.submit(partial(self._sum, begin, end, buffer, error))
+
+    def _sum(self, begin: int, end: int, buffer: Buffer, error: BaseException | None) -> None:
+        if error is not None:
+            self.written(buffer, error)
+            return
+        new = buffer.memory[buffer.nbytes // 2 :]
+        tier, extent = self.place.tier, self.place.extent
+        if tier.in_memory:
+            for at, memory in tier.pieces(extent, begin, end):
+                self._add(memory, new[at - begin : at - begin + memory.numel()], at)
+            self.written(buffer, None)
+        else:
+            low, high = self.place.blocks(begin, end)
+            self._add(buffer.memory[begin - low : end - low], new[: end - begin], begin)
+            self.write(low, high, buffer, None)
+
+    def _add(self, old: Tensor, new: Tensor, begin: int) -> None:
+        """old += new, where `old` is the entry from `begin` on; what was blank counts as zero."""
+        for low, high, held in self.was.pieces(begin, begin + old.numel()):
+            if not held:
+                clear_bytes(old[low - begin :], high - low)
+        total, more = old.view(self._dtype), new.view(self._dtype)
+        for at in range(0, total.numel(), SERIAL_ELEMENTS):
+            total[at : at + SERIAL_ELEMENTS].add_(more[at : at + SERIAL_ELEMENTS])

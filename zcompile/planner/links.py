@@ -1,0 +1,475 @@
+"""Transfers over links in simulated time: first come, first served, none before what it follows.
+
+A transfer is cut into pieces, and each piece passes its links one after the other, so that while
+one is copied the next is read. A link carries one piece at a time; two that share a lane take
+turns, reads first. What a transfer that is not over keeps of the staging ring, others lack. Compute
+is a journey that takes its time and no link.
+
+What travels in simulated time: from when to when, over which links, and who waits for it.
+
+Which links the bytes of an instruction travel over, by where its entry rests.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from zcompile.errors import Unsupported
+from zcompile.ir.handover import handover, last_writes, passes_by
+from zcompile.ir.schedule import Fetch, Offload, Reduce, Store
+from zcompile.ir.step import Step, StepCall
+from zcompile.ir.types import Kind, Phase
+from zcompile.ir.units import KiB
+from zcompile.machine.cost import Costs
+from zcompile.machine.model import Link
+from zcompile.machine.staging import lane_bytes
+
+
+class Journey:
+    """One transfer: `nbytes` over the links of `route`.
+
+    over_after  how many links until its memory on the device is free, or filled
+    begin_s     when its first piece set out; None before
+    queued_s    when the last piece set out on the link to, or from, the device
+    over_s      when its memory was free or filled
+    home_s      when all of it was done
+    disk_nbytes what a disk moves for it: whole granules
+    unseen      a link that it passes in no time
+    seconds     what it takes, if it is compute; it follows other compute by being told so
+    adds        it is added to what rests there: on the host, half of each buffer for either
+    blockers    how much must still happen before it sets out
+    over_left   pieces whose memory on the device is not yet free or filled; home_left: not yet done
+    after_over  journeys that wait for `over_s`; after_home: for `home_s`
+    """
+
+    __slots__ = ("adds", "after_home", "after_over", "begin_s", "blockers", "disk_nbytes",
+                 "home_left", "home_s", "nbytes", "over_after", "over_left", "over_s", "queued_s",
+                 "route", "seconds", "unseen")  # fmt: skip
+
+    def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
+                 seconds: float = 0.0) -> None:  # fmt: skip
+        self.seconds = seconds
+        self.adds = False
+        self.nbytes = self.disk_nbytes = nbytes
+        self.unseen: str | None = None
+        self.route = route
+        self.over_after = over_after
+        self.begin_s: float | None = None
+        self.queued_s: float | None = None
+        self.over_s: float | None = None
+        self.home_s: float | None = None
+        self.blockers = 1
+        self.over_left = self.home_left = 0
+        self.after_over: list[Journey] = []
+        self.after_home: list[Journey] = []
+
+    @property
+    def staged(self) -> bool:
+        """Whether its pieces lie in the staging ring."""
+        return self.adds or len(self.route) > 1
+
+    @property
+    def cut_in(self) -> int:
+        """Times its bytes that they take of the ring."""
+        return 2 if self.adds else 1
+
+    @property
+    def arrives(self) -> bool:
+        """Whether it goes to the device; else from there."""
+        return self.over_after == len(self.route) and not self.adds
+
+
+RING_BLOCK = 4 * KiB
+"""Buffers of the staging ring are multiples of it, as `runtime/transfer/staging.py` hands them
+out."""
+MOST_PIECES = 4
+"""Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
+link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
+
+
+class _Piece:
+    """`ways`: where it passes; `pool`: that holds `ring_bytes` for it; None, if not staged."""
+
+    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
+
+    def __init__(self, journey: Journey, ways: "_Ways", nbytes: int, last: bool,
+                 pool: "_Pool | None", ring_bytes: int) -> None:  # fmt: skip
+        self.journey = journey
+        self.ways = ways
+        self.nbytes = nbytes
+        self.last = last
+        self.pool, self.ring_bytes = pool, ring_bytes
+        self.at = 0
+
+
+class _Lane:
+    """What one piece at a time may use; who waits for it, by urgency."""
+
+    __slots__ = ("busy", "first", "then")
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.first: deque[_Piece] = deque()
+        self.then: deque[_Piece] = deque()
+
+
+_Ways = tuple[tuple[_Lane, deque[_Piece], float, float], ...]
+"""Of a route, each link: its lane, where to wait for that, bytes per second, latency."""
+
+
+class _Pool:
+    """What pieces of one direction hold of the staging ring; who waits is served in order."""
+
+    __slots__ = ("held", "waiting")
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.waiting: deque[_Piece] = deque()
+
+
+class Traffic:
+    """All transfers; `now` never goes back.
+
+    chunk_bytes  of the staging ring
+    ring_bytes   of all its chunks. Reads, or writes, hold three quarters at most, and reads are
+                 served first: in a ring of four chunks writes get one
+    """
+
+    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
+        self.now = 0.0
+        self._chunk_bytes = chunk_bytes
+        self._events: list[tuple[float, int, Callable[[Traffic, Any], None], Any]] = []
+        self._count = 0
+        self._lanes: dict[str, _Lane] = {}
+        for name, link in links.items():
+            shared = self._lanes.get(link.shares) if link.shares else None
+            self._lanes[name] = shared or _Lane()
+        self._ways: dict[int, tuple[Sequence[Link], _Ways]] = {}
+        self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
+        self._reads, self._writes = _Pool(), _Pool()
+
+    def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),
+              after_home: Iterable[Journey] = ()) -> None:  # fmt: skip
+        """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
+        `after_home` is all done."""
+        for other in after:
+            if other.over_s is None:
+                other.after_over.append(journey)
+                journey.blockers += 1
+        for other in after_home:
+            if other.home_s is None:
+                other.after_home.append(journey)
+                journey.blockers += 1
+        self._at(at_s if at_s > self.now else self.now, Traffic._unblock, journey)
+
+    def advance(self, to_s: float) -> None:
+        """Let everything happen until then."""
+        events = self._events
+        while events and events[0][0] <= to_s:
+            self.now, _, act, what = heappop(events)
+            act(self, what)
+        self.now = max(self.now, to_s)
+
+    def finish(self) -> float:
+        """Let everything happen; the time it is then."""
+        while self._events:
+            self.advance(self._events[0][0])
+        return self.now
+
+    def until(self, journey: Journey, moment: str) -> float:
+        """Let things happen until `journey` has that one of its times; which it is."""
+        events = self._events
+        while (time_s := getattr(journey, moment)) is None:
+            assert events, "what is waited for was never started"
+            self.now, _, act, what = heappop(events)
+            act(self, what)
+        return float(time_s)
+
+    def _at(self, time_s: float, act: "Callable[[Traffic, Any], None]", what: object) -> None:
+        self._count = count = self._count + 1
+        heappush(self._events, (time_s, count, act, what))
+
+    def _unblock(self, journey: Journey) -> None:
+        journey.blockers -= 1
+        if not journey.blockers:
+            self._set_out(journey)
+
+    def _set_out(self, journey: Journey) -> None:
+        if not journey.route or not journey.nbytes:
+            journey.begin_s = journey.queued_s = self.now
+            if journey.seconds:
+                self._at(self.now + journey.seconds, Traffic._end, journey)
+            else:
+                self._end(journey)
+            return
+        ways = self._ways_of(journey.route)
+        if not journey.staged:
+            journey.over_left = journey.home_left = 1
+            self._queue(_Piece(journey, ways, journey.nbytes, True, None, 0))
+            return
+        pool = self._reads if journey.arrives else self._writes
+        size, cut_in = self._size(journey), journey.cut_in
+        whole, rest = divmod(journey.nbytes, size)
+        journey.over_left = journey.home_left = whole + bool(rest)
+        ring_bytes, last = self._buffer(size) * cut_in, 0 if rest else whole
+        for number in range(1, whole + 1):
+            pool.waiting.append(_Piece(journey, ways, size, number == last, pool, ring_bytes))
+        if rest:
+            ring_bytes = self._buffer(rest) * cut_in
+            pool.waiting.append(_Piece(journey, ways, rest, True, pool, ring_bytes))
+        self._admit()
+
+    def _ways_of(self, route: Sequence[Link]) -> _Ways:
+        found = self._ways.get(id(route))
+        if found is None:
+            made = []
+            for link in route:
+                lane = self._lanes[link.name]
+                queue = lane.then if link.name == "disk_write" else lane.first
+                made.append((lane, queue, link.bytes_per_s, link.latency_s))
+            # The route is kept, so that no other can have its id.
+            found = self._ways[id(route)] = route, tuple(made)
+        return found[1]
+
+    def _size(self, journey: Journey) -> int:
+        """Of its pieces, but for the last."""
+        chunk = self._chunk_bytes // journey.cut_in
+        chunks = -(-journey.nbytes // chunk)
+        size = -(-chunks // MOST_PIECES) * chunk
+        return max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
+
+    def _buffer(self, nbytes: int) -> int:
+        """What so many bytes take of the ring: whole blocks."""
+        block = min(RING_BLOCK, self._chunk_bytes)
+        return -(-nbytes // block) * block
+
+    def _admit(self) -> None:
+        """Give what is free of the ring to who waits for it; one at a time may take more than all
+        that there is."""
+        reads, writes = self._reads, self._writes
+        for pool, other in ((reads, writes), (writes, reads)):
+            waiting = pool.waiting
+            while waiting:
+                held = pool.held + waiting[0].ring_bytes
+                if held > self._lane_bytes and pool.held:
+                    break
+                if held + other.held > self._ring_bytes and (pool.held or other.held):
+                    break
+                pool.held = held
+                self._queue(waiting.popleft())
+
+    def _queue(self, piece: _Piece) -> None:
+        lane, queue, _, _ = piece.ways[piece.at]
+        if lane.busy:
+            queue.append(piece)
+        else:
+            lane.busy = True
+            self._carry(piece)
+
+    def _carry(self, piece: _Piece) -> None:
+        """It has its lane for itself."""
+        journey, at, now = piece.journey, piece.at, self.now
+        if journey.begin_s is None:
+            journey.begin_s = now
+        if piece.last and at + 1 == journey.over_after:
+            journey.queued_s = now
+        self._count = count = self._count + 1
+        over_s = now + piece.nbytes / piece.ways[at][2]
+        heappush(self._events, (over_s, count, Traffic._passed, piece))
+
+    def _passed(self, piece: _Piece) -> None:
+        """The lane is free: the next piece sets out, if there is one."""
+        lane, _, _, latency_s = piece.ways[piece.at]
+        if queue := lane.first or lane.then:
+            self._carry(queue.popleft())
+        else:
+            lane.busy = False
+        if latency_s:
+            self._count = count = self._count + 1
+            heappush(self._events, (self.now + latency_s, count, Traffic._arrive, piece))
+        else:
+            self._arrive(piece)
+
+    def _arrive(self, piece: _Piece) -> None:
+        journey = piece.journey
+        piece.at = at = piece.at + 1
+        if at == journey.over_after:
+            journey.over_left -= 1
+            if not journey.over_left:
+                self._over(journey)
+        if at < len(piece.ways):
+            self._queue(piece)
+            return
+        if (pool := piece.pool) is not None:
+            pool.held -= piece.ring_bytes
+            if self._reads.waiting or self._writes.waiting:
+                self._admit()
+        journey.home_left -= 1
+        if not journey.home_left:
+            self._home(journey)
+
+    def _end(self, journey: Journey) -> None:
+        self._over(journey)
+        self._home(journey)
+
+    def _over(self, journey: Journey) -> None:
+        journey.over_s = self.now
+        self._release(journey.after_over)
+
+    def _home(self, journey: Journey) -> None:
+        journey.home_s = self.now
+        self._release(journey.after_home)
+
+    def _release(self, waiting: list[Journey]) -> None:
+        for journey in waiting:
+            self._unblock(journey)
+        waiting.clear()
+
+
+HOST, DISK = "host", "disk"
+Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
+"""To which call fetches are handed over, and after which instruction they start."""
+
+
+class Routes:
+    """The ways of one step on one machine.
+
+    homes  key of an entry -> tier; where it is silent, as the step was recorded
+    """
+
+    def __init__(self, step: Step, costs: Costs, homes: Mapping[int, str]) -> None:
+        self._facts = step.facts
+        self._ways = costs.ways
+        self._machine = costs.machine
+        self._homes = {**{key: fact.home for key, fact in step.facts.items()}, **homes}
+        self._copies = {f.name: f.key for f in step.facts.values() if f.kind is Kind.COPY}
+        self._written: set[int] = set()
+        self._came: set[tuple[int, int]] = set()
+        """Of which gradients, and from which byte of them on, a part went home in this step."""
+        self._links: dict[tuple[str, ...], tuple[Link, ...]] = {}
+
+    def begin(self) -> None:
+        """A step begins: nothing was written in it yet."""
+        self._written.clear()
+        self._came.clear()
+
+    def home(self, key: int) -> str:
+        return self._homes.get(key, HOST)
+
+    def resident(self, tier: str) -> Iterable[int]:
+        """Bytes of each entry that rests there."""
+        return (fact.nbytes for key, fact in self._facts.items() if self.home(key) == tier)
+
+    def source(self, call: StepCall, fetch: Fetch) -> int:
+        """Key of what a fetch brings: of the copy in another dtype, if it asks for that."""
+        key = call.entries[fetch.entry]
+        if fetch.cast is None or key not in self._facts:
+            return key
+        dtype = str(fetch.cast.narrow).removeprefix("torch.")
+        return self._copies.get(f"{self._facts[key].name} in {dtype}", key)
+
+    def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
+        """From each call to the one after it, from the last to the first; past those that it passes
+        by, which hand over nothing themselves."""
+        found: list[Ahead] = []
+        heeded = [not self._passes_by(call) for call in calls]
+        for number, now in enumerate(calls):
+            after = [*range(number + 1, len(calls)), *range(number + 1)]
+            if not heeded[number]:
+                found.append((None, {}))
+                continue
+            then = next(calls[n] for n in after if heeded[n])
+            writes = last_writes(now.schedule, now.entries.__getitem__)
+            keys = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
+            written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
+            found.append((then, handover(now.schedule, then.schedule, written).starts))
+        return found
+
+    def _passes_by(self, call: StepCall) -> bool:
+        kinds = [self._facts[k].kind if k in self._facts else Kind.RESULT for k in call.entries]
+        return passes_by(call.schedule, kinds.__getitem__)
+
+    def fetch(self, call: StepCall, fetch: Fetch) -> Journey:
+        """To the arena."""
+        key = self.source(call, fetch)
+        home = self.home(key)
+        if self._blank(call, key):
+            return self._journey(0, 0, 0)
+        if home == DISK and self._ways.straight_read:
+            journey = self._journey(fetch.begin, fetch.nbytes, 1, "disk_read")
+            journey.unseen = "h2d"
+            return journey
+        if home == DISK:
+            return self._journey(fetch.begin, fetch.nbytes, 2, "disk_read", "h2d")
+        return self._journey(fetch.begin, fetch.nbytes, 1, *(("h2d",) if home == HOST else ()))
+
+    def store(self, call: StepCall, store: Store) -> Journey:
+        """From the arena home."""
+        key = call.entries[store.entry]
+        self._written.add(key)
+        home = self.home(key)
+        if home == DISK and self._ways.straight_write:
+            journey = self._journey(store.begin, store.nbytes, 1, "disk_write")
+            journey.unseen = "d2h"
+            return journey
+        return self._leaving(home, store.begin, store.nbytes)
+
+    def reduce(self, call: StepCall, reduce: Reduce) -> Journey:
+        """A gradient home, or added to what came of it before."""
+        key = -call.entries[reduce.entry]
+        begin, home = reduce.begin, self.home(key)
+        more = (key, begin) in self._came
+        self._came.add((key, begin))
+        if more and home == DISK:
+            journey = self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
+        else:
+            journey = self._leaving(home, begin, reduce.nbytes)
+        journey.adds = more
+        return journey
+
+    def offload(self, call: StepCall, offload: Offload) -> Journey:
+        """A value that backward needs, to the entry that it becomes."""
+        return self._leaving(self.home(call.made[offload.made]), 0, offload.nbytes)
+
+    def totals(self, journeys: Sequence[Journey]) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes and busy seconds over each link."""
+        nbytes = dict.fromkeys(self._machine.links, 0)
+        busy_s = dict.fromkeys(self._machine.links, 0.0)
+        for journey in journeys:
+            for link in journey.route:
+                on_disk = link.name.startswith(DISK)
+                nbytes[link.name] += journey.disk_nbytes if on_disk else journey.nbytes
+                busy_s[link.name] += journey.nbytes / link.bytes_per_s
+            if journey.unseen and not self._ways.asynchronous:
+                nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
+        return nbytes, busy_s
+
+    def _leaving(self, home: str, begin: int, nbytes: int) -> Journey:
+        if home == DISK:
+            return self._journey(begin, nbytes, 1, "d2h", "disk_write")
+        return self._journey(begin, nbytes, 1, *(("d2h",) if home == HOST else ()))
+
+    def _blank(self, call: StepCall, key: int) -> bool:
+        """What a step makes anew holds nothing before; zeros come over no link."""
+        fact = self._facts.get(key)
+        if fact is None or call.phase is not Phase.STEP:
+            return False
+        return fact.kind is Kind.COPY or (fact.kind is Kind.RESULT and key not in self._written)
+
+    def _journey(self, begin: int, nbytes: int, over_after: int, *links: str) -> Journey:
+        if links not in self._links:
+            self._links[links] = tuple(map(self._link, links))
+        journey = Journey(nbytes, self._links[links], over_after)
+        unit = self._ways.granule
+        journey.disk_nbytes = -(-(begin + nbytes) // unit) * unit - begin // unit * unit
+        return journey
+
+    def _link(self, name: str) -> Link:
+        try:
+            return self._machine.links[name]
+        except KeyError:
+            raise Unsupported(
+                f"the step moves bytes over {name!r}, which {self._machine.name!r} does not have",
+                "give the machine that link, or keep everything on tiers that it reaches",
+            ) from None

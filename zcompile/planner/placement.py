@@ -1,0 +1,480 @@
+"""Residency: on which tier each weight, gradient and optimizer state of a step rests.
+
+A step scans its states in the same order every time, so what pays is a set that stays and a window
+through which the rest streams: an LRU of the same size would hit nothing. Every tier an entry may
+rest on costs it seconds on links in each phase; a phase takes as long as its busiest link, or its
+compute. Fractions of entries are placed by a linear program (HiGHS, through scipy, if it is
+installed) and rounded; without it a greedy choice by seconds saved per byte is taken.
+
+Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
+section 4); that a pinned set is the least for a cyclic scan is Belady's argument.
+
+What it costs a step that an entry rests on a tier: seconds on links, phase by phase.
+
+A phase takes as long as its busiest link, or its compute. Links that take turns are one lane.
+
+Where fractions of groups of entries rest best: a linear program, solved by HiGHS.
+
+    minimise    sum over phases T_p
+    such that   T_p >= compute seconds of p
+                T_p >= seconds that each link is busy in p; links that take turns count together
+                every entry rests somewhere, every tier holds what it has room for
+
+Of what the optimizer's step writes to disk, as much as the staging ring holds may be written while
+the next forward and backward compute: L_p seconds of it count in p and not in the step.
+
+scipy, which brings HiGHS, is an optional extra.
+
+Where entries rest well, without a solver: the most seconds saved per byte, again and again.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from zcompile.ir.step import EntryFact, Step
+from zcompile.ir.types import HELD, SMALL_BYTES, Kind, Phase, aligned
+from zcompile.machine.model import Link, Machine
+from zcompile.machine.staging import lane_bytes
+
+TIERS = ("device", "host", "disk")
+"""Nearest first."""
+PLACED = frozenset({Kind.PARAM, Kind.GRAD, Kind.STATE})
+Loads = Mapping[tuple[Phase, str], float]
+"""Seconds that a link is busy in a phase."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes for entries on each tier (a tier that is absent is not there), and two shortcuts.
+
+    reach       compute reaches the host's memory: a step borrows what rests there
+    straight    disk and device memory exchange bytes without a link between host and device
+    ring_bytes  of the host, in which nothing rests, may be on their way to or from the disk
+    held_bytes  of the device are held by graphs; when backward ends, by gradients on their way, or
+                that stay until the optimizer has read them
+    """
+
+    nbytes: Mapping[str, int]
+    reach: bool = False
+    straight: bool = False
+    ring_bytes: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries that are alike: same size, same uses.
+
+    loads  tier -> what one of them there costs
+    """
+
+    nbytes: int
+    keys: tuple[int, ...]
+    loads: Mapping[str, Loads]
+
+
+def group(
+    step: Step, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
+) -> list[Group]:
+    """The entries of a step that are placed, alike ones together, in the order of first use; but
+    for those that `stay` where compute makes them, which take nothing of a tier, nor of a link."""
+    uses: dict[int, dict[Phase, tuple[int, int, int, int]]] = {}
+    for call in step.calls:
+        for use in call.uses():
+            if use.key in stay:
+                continue
+            phases = uses.setdefault(use.key, {})
+            r, rn, w, wn = phases.get(call.phase, (0, 0, 0, 0))
+            phases[call.phase] = (
+                r + use.read_bytes, rn + (use.read_bytes > 0),
+                w + use.written_bytes, wn + (use.written_bytes > 0),
+            )  # fmt: skip
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for key, phases in uses.items():
+        fact = step.facts.get(key)
+        if fact is not None and fact.kind in PLACED:
+            alike.setdefault((fact.nbytes, fact.kind, *sorted(
+                (p.value, u) for p, u in phases.items())), []).append(key)  # fmt: skip
+    return [
+        Group(
+            step.facts[keys[0]].nbytes,
+            tuple(keys),
+            {
+                tier: _loads(step.facts[keys[0]], uses[keys[0]], tier, machine.links, room)
+                for tier in TIERS
+                if tier in room.nbytes
+            },
+        )
+        for keys in alike.values()
+    ]
+
+
+def _loads(
+    fact: EntryFact,
+    uses: Mapping[Phase, tuple[int, int, int, int]],
+    tier: str,
+    links: Mapping[str, Link],
+    room: Room,
+) -> Loads:
+    """Seconds on each link that one entry costs if it rests on `tier`."""
+    loads: dict[tuple[Phase, str], float] = {}
+
+    def add(phase: Phase, link: str, nbytes: int, times: int) -> None:
+        if times and link in links:
+            seconds = nbytes / links[link].bytes_per_s + times * links[link].latency_s
+            loads[phase, link] = loads.get((phase, link), 0.0) + seconds
+
+    for phase, (read, reads, written, writes) in uses.items():
+        if tier == "device" or (tier == "host" and room.reach and phase is Phase.STEP):
+            continue
+        if tier == "disk":
+            add(phase, "disk_read", read, reads)
+            add(phase, "disk_write", written, writes)
+            if fact.kind is Kind.GRAD and writes > 1:  # sums are formed on the host
+                add(phase, "disk_read", written // writes * (writes - 1), writes - 1)
+        if tier == "host" or not room.straight:
+            add(phase, "h2d", read, reads)
+            add(phase, "d2h", written, writes)
+    return loads
+
+
+def totals(
+    groups: Sequence[Group], counts: Sequence[Mapping[str, float]]
+) -> dict[tuple[Phase, str], float]:
+    """Seconds that each link is busy in each phase."""
+    busy: dict[tuple[Phase, str], float] = {}
+    for g, count in zip(groups, counts, strict=True):
+        for tier, n in count.items():
+            for at, seconds in g.loads[tier].items():
+                busy[at] = busy.get(at, 0.0) + n * seconds
+    return busy
+
+
+def lanes_of(
+    phase: Phase, busy: Mapping[tuple[Phase, str], float], links: Mapping[str, Link]
+) -> dict[str, float]:
+    """Seconds that each lane is busy in a phase."""
+    lanes: dict[str, float] = {}
+    for (p, link), seconds in busy.items():
+        if p is phase:
+            lane = links[link].lane
+            lanes[lane] = lanes.get(lane, 0.0) + seconds
+    return lanes
+
+
+def evaluate(
+    groups: Sequence[Group],
+    homes: Mapping[int, str],
+    compute_seconds: Mapping[Phase, float],
+    links: Mapping[str, Link],
+) -> tuple[float, Mapping[Phase, str]]:
+    """Seconds of a step under `homes`, and what binds in each phase."""
+    counts = []
+    for g in groups:
+        count: dict[str, float] = {}
+        for key in g.keys:
+            count[homes[key]] = count.get(homes[key], 0) + 1
+        counts.append(count)
+    busy = totals(groups, counts)
+    seconds, binding = 0.0, {}
+    for phase in dict.fromkeys((*compute_seconds, *(p for p, _ in busy))):
+        lanes = {"compute": compute_seconds.get(phase, 0.0), **lanes_of(phase, busy, links)}
+        binding[phase] = max(lanes, key=lambda lane: lanes[lane])
+        seconds += lanes[binding[phase]]
+    return seconds, binding
+
+
+TIE = 1e-3
+"""Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the
+one that moves least. Much less would drown in the solver's tolerance (1e-7 of what is minimised,
+which is near 1 here)."""
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """How many of each group on each tier, and the seconds that takes."""
+
+    counts: list[dict[str, float]]
+    seconds: float
+
+
+def is_available() -> bool:
+    return importlib.util.find_spec("scipy") is not None
+
+
+def fractions(
+    groups: Sequence[Group],
+    room: Mapping[str, int],
+    compute_seconds: Mapping[Phase, float],
+    links: Mapping[str, Link],
+    late_bytes: int = 0,
+) -> Fractions | None:
+    """The optimum; None without scipy, or if nothing is to be placed or it does not fit.
+
+    late_bytes  that may be on their way to the disk when a step ends
+    """
+    if not groups or not is_available():
+        return None
+    from scipy.optimize import linprog
+
+    columns = [(n, tier) for n, g in enumerate(groups) for tier in g.loads]
+    phases = _phases(groups, compute_seconds)
+    late_s = late_bytes / links["disk_write"].bytes_per_s if "disk_write" in links else 0.0
+    upper, limit = _limits(groups, columns, phases, room, links, late_s)
+    moving = [_moving(groups[n].loads[tier]) for n, tier in columns]
+    scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
+    cost = [TIE * seconds / scale for seconds in moving] + [1.0 / scale] * len(phases)
+    cost += [0.0] * len(phases)
+    equal = [[float(n == k) for k, _ in columns] + [0.0] * 2 * len(phases)
+             for n in range(len(groups))]  # fmt: skip
+    bounds: list[Any] = [(0.0, None)] * len(columns)
+    bounds += [(compute_seconds.get(phase, 0.0), None) for phase in phases]
+    bounds += [(0.0, 0.0 if phase is Phase.STEP else late_s) for phase in phases]
+    count = [float(len(g.keys)) for g in groups]
+    found = linprog(
+        cost, A_ub=upper, b_ub=limit, A_eq=equal, b_eq=count, bounds=bounds, method="highs"
+    )
+    if not found.success:
+        return None
+    counts: list[dict[str, float]] = [{} for _ in groups]
+    for (n, tier), value in zip(columns, found.x, strict=False):
+        counts[n][tier] = float(value)
+    return Fractions(counts, float(sum(found.x[len(columns) : len(columns) + len(phases)])))
+
+
+def _moving(loads: Loads) -> float:
+    """Seconds on all links. What is written to disk before the step counts twice: the step waits
+    for it to be home and reads it back, while what the step writes has until the next one."""
+    again = sum(s for (phase, link), s in loads.items()
+                if link == "disk_write" and phase is not Phase.STEP)  # fmt: skip
+    return sum(loads.values()) + again
+
+
+def _most(groups: Sequence[Group]) -> float:
+    """Seconds of all links together, if every entry rests as far away as it can."""
+    return sum(len(g.keys) * max(sum(at.values()) for at in g.loads.values()) for g in groups)
+
+
+def _phases(groups: Sequence[Group], compute_seconds: Mapping[Phase, float]) -> list[Phase]:
+    used = (phase for g in groups for loads in g.loads.values() for phase, _ in loads)
+    return list(dict.fromkeys((*compute_seconds, *used)))
+
+
+def _limits(
+    groups: Sequence[Group],
+    columns: Sequence[tuple[int, str]],
+    phases: Sequence[Phase],
+    room: Mapping[str, int],
+    links: Mapping[str, Link],
+    late_s: float,
+) -> tuple[list[list[float]], list[float]]:
+    """Rows that must not exceed their limit: bytes of a tier; a lane's seconds less T_p, and less
+    or more what is written late; all that is."""
+    none = [0.0] * len(phases)
+    upper, limit = [], []
+    for tier, nbytes in room.items():
+        sizes = [float(aligned(groups[n].nbytes)) if t == tier else 0.0 for n, t in columns]
+        upper.append([*sizes, *none, *none])
+        limit.append(float(nbytes))
+    for phase in phases:
+        time = [-float(p is phase) for p in phases]
+        for lane in {links[link].lane for link in links}:
+            busy = [_on_lane(groups[n].loads[tier], phase, lane, links) for n, tier in columns]
+            late = none
+            if "disk_write" in links and links["disk_write"].lane == lane:
+                late = [-1.0] * len(phases) if phase is Phase.STEP else [-x for x in time]
+            if any(busy) or any(late):
+                upper.append([*busy, *time, *late])
+                limit.append(0.0)
+    upper.append([0.0] * len(columns) + none + [1.0] * len(phases))
+    limit.append(late_s)
+    return upper, limit
+
+
+def _on_lane(
+    loads: Mapping[tuple[Phase, str], float], phase: Phase, lane: str, links: Mapping[str, Link]
+) -> float:
+    return sum(
+        seconds for (p, link), seconds in loads.items() if p is phase and links[link].lane == lane
+    )
+
+
+def greedy(
+    groups: Sequence[Group],
+    room: Room,
+    compute_seconds: Mapping[Phase, float],
+    machine: Machine,
+) -> list[dict[str, float]]:
+    """How many of each group on each tier: the move that saves most seconds per byte, again and
+    again. Where a single move saves nothing, since two links bind, their sum decides."""
+    tiers = [tier for tier in TIERS if tier in room.nbytes]
+    counts: list[dict[str, float]] = [{tiers[-1]: float(len(g.keys))} for g in groups]
+    left = dict(room.nbytes)
+    for tier in tiers[:-1]:
+        while True:
+            busy = totals(groups, counts)
+            weights = _weights(busy, compute_seconds, machine.links)
+            movable = [
+                n
+                for n, g in enumerate(groups)
+                if counts[n].get(tiers[-1], 0) >= 1 and aligned(g.nbytes) <= left[tier]
+            ]
+            value = {
+                n: _saved(groups[n], tiers[-1], tier, weights) / max(groups[n].nbytes, 1)
+                for n in movable
+            }
+            best = max(movable, key=value.__getitem__, default=None)
+            if best is None or value[best] <= 0:
+                break
+            most = int(left[tier] // aligned(groups[best].nbytes))
+            some = max(1, min(int(counts[best][tiers[-1]]), most) // 8)
+            counts[best][tiers[-1]] -= some
+            counts[best][tier] = counts[best].get(tier, 0) + some
+            left[tier] -= some * aligned(groups[best].nbytes)
+    return counts
+
+
+def _weights(
+    busy: Mapping[tuple[Phase, str], float],
+    compute_seconds: Mapping[Phase, float],
+    links: Mapping[str, Link],
+) -> Mapping[tuple[Phase, str], float]:
+    """What a second less on a link in a phase is worth: all on the binding one, else little."""
+    weights = {}
+    for (phase, link), seconds in busy.items():
+        longest = max(compute_seconds.get(phase, 0.0), *lanes_of(phase, busy, links).values())
+        lane = lanes_of(phase, busy, links)[links[link].lane]
+        weights[phase, link] = 1.0 if lane >= longest * 0.999 else 1e-3 * seconds
+    return weights
+
+
+def _saved(g: Group, far: str, near: str, weights: Mapping[tuple[Phase, str], float]) -> float:
+    def cost(loads: Loads) -> float:
+        return sum(weights.get(at, 1e-3) * seconds for at, seconds in loads.items())
+
+    return cost(g.loads[far]) - cost(g.loads[near])
+
+
+SMALL_SHARE = 8
+"""Small entries rest on the device as long as all take no more than this part of it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each entry of a step rests.
+
+    homes          key -> tier
+    seconds        of a step, by the busiest resource of each phase, if each waited for its writes
+    least_seconds  if entries could be split, and the ring wrote late what the step writes to disk:
+                   no placement does better in this model
+    binding        phase -> the link that takes longest, or "compute"
+    """
+
+    homes: Mapping[int, str]
+    seconds: float
+    least_seconds: float
+    binding: Mapping[Phase, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @cached_property
+    def stay(self) -> frozenset[int]:
+        """Gradients that stay where compute makes them."""
+        return frozenset(key for key, home in self.homes.items() if home == HELD)
+
+    def resident_bytes(self, step: Step) -> int:
+        """Of the arena, for what rests on the device."""
+        return sum(
+            aligned(step.facts[key].nbytes) for key, home in self.homes.items() if home == "device"
+        )
+
+
+def place(
+    step: Step,
+    machine: Machine,
+    room: Room,
+    compute_seconds: Mapping[Phase, float],
+    stay: frozenset[int] = frozenset(),
+) -> Placement:
+    """The placement of every weight, gradient and state in `step`. Pure.
+
+    compute_seconds  of each phase, with nothing to wait for
+    stay             the gradients that stay where compute makes them
+    """
+    groups = group(step, machine, room, stay)
+    room = _spared(room, sum(aligned(step.facts[key].nbytes) for key in stay))
+    small, groups = _small(groups, room.nbytes.get("device", 0))
+    taken = sum(len(g.keys) * aligned(g.nbytes) for g in small)
+    nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
+    room = replace(room, nbytes=nbytes)
+    late = lane_bytes(room.ring_bytes)
+    best = fractions(groups, room.nbytes, compute_seconds, machine.links, late)
+    counts = best.counts if best is not None else greedy(groups, room, compute_seconds, machine)
+    homes = _homes(groups, _rounded(groups, counts, room.nbytes))
+    homes |= {key: "device" for g in small for key in g.keys}
+    homes |= dict.fromkeys(stay, HELD)
+    seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
+    least = best.seconds if best is not None else seconds
+    return Placement(homes, seconds, min(least, seconds), binding)
+
+
+def _spared(room: Room, nbytes: int) -> Room:
+    """Without so many bytes of the farthest tier: what stays on the device is to find room there,
+    should the device be needed."""
+    far = next(tier for tier in reversed(TIERS) if tier in room.nbytes)
+    return replace(room, nbytes={**room.nbytes, far: max(0, room.nbytes[far] - nbytes)})
+
+
+def _small(groups: Sequence[Group], device_bytes: int) -> tuple[list[Group], list[Group]]:
+    """Entries so small that starting their transfers is what they cost, and all others. The first
+    rest on the device before anything else, if all of them take little of it."""
+    small = [g for g in groups if g.nbytes <= SMALL_BYTES]
+    if sum(len(g.keys) * aligned(g.nbytes) for g in small) * SMALL_SHARE > device_bytes:
+        return [], list(groups)
+    return small, [g for g in groups if g.nbytes > SMALL_BYTES]
+
+
+def _rounded(
+    groups: Sequence[Group], counts: Sequence[Mapping[str, float]], room: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """Whole entries: shares rounded down, then every tier is filled up, the nearest first."""
+    tiers = [tier for tier in TIERS if tier in room]
+    left = dict(room)
+    made: list[dict[str, int]] = []
+    for g, count in zip(groups, counts, strict=True):
+        whole = {tier: int(count.get(tier, 0.0) + 1e-6) for tier in tiers}
+        for tier, n in whole.items():
+            left[tier] -= n * aligned(g.nbytes)
+        made.append(whole)
+    by_value = sorted(
+        range(len(groups)),
+        key=lambda n: -sum(groups[n].loads[tiers[-1]].values()) / max(groups[n].nbytes, 1),
+    )
+    for n, g in ((n, groups[n]) for n in by_value):
+        made[n][tiers[-1]] += len(g.keys) - sum(made[n].values())
+    for near, tier in enumerate(tiers):
+        for n, g in ((n, groups[n]) for n in by_value):
+            for far in tiers[:near:-1]:
+                some = min(made[n][far], max(0, left[tier]) // aligned(g.nbytes))
+                made[n][far] -= some
+                made[n][tier] += some
+                left[tier] -= some * aligned(g.nbytes)
+                left[far] += some * aligned(g.nbytes)
+    return made
+
+
+def _homes(groups: Sequence[Group], counts: Sequence[Mapping[str, int]]) -> dict[int, str]:
+    """Which of a group's entries rest where: each share spread evenly over the order of use."""
+    homes: dict[int, str] = {}
+    for g, count in zip(groups, counts, strict=True):
+        owed = dict.fromkeys(count, 0.0)
+        given = dict.fromkeys(count, 0)
+        for key in g.keys:
+            for tier in owed:
+                owed[tier] += count[tier] / len(g.keys)
+            tier = max(owed, key=lambda t: (given[t] < count[t], owed[t] - given[t]))
+            homes[key] = tier
+            given[tier] += 1
+    return homes

@@ -1,0 +1,476 @@
+"""Step after step of a run, walked on a clock: what `simulator.py` asks for one of them.
+
+A step without a device: the instructions of the executor, walked on a clock.
+
+The host starts what comes next and waits where the executor would; compute goes on in order, on the
+host's own thread or beside it; transfers travel as `links.py` says. A step is walked several
+times in a row, since what one begins with was started while the one before still ran, and the last
+walk is the answer.
+
+What a simulated walk remembers of each instruction, until its times are known.
+
+Transfers under way: on the bytes of entries, and out of slots. Which another must wait for.
+
+What a step was predicted to take, as plain numbers beside those that were measured.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from zcompile.ir.schedule import (
+    Borrow,
+    Fetch,
+    Free,
+    Instruction,
+    Left,
+    Offload,
+    Reduce,
+    Run,
+    Schedule,
+    Slot,
+    Store,
+    Ticket,
+    Wait,
+)
+from zcompile.ir.step import Moment, Step, StepCall, Timeline
+from zcompile.ir.types import Phase, aligned
+from zcompile.machine.cost import Costs
+from zcompile.memory.step_footprint import HeldWalk
+from zcompile.planner.links import Journey, Routes, Traffic
+
+
+class Task(NamedTuple):
+    """A piece of compute, that before it, and when the host came to it."""
+
+    before: Journey
+    issued_s: float
+    task: Journey
+
+
+Done = tuple[Task | None, Journey | None]
+"""The compute and the transfer that an instruction started."""
+NOTHING_STARTED: Done = (None, None)
+
+
+class Told(NamedTuple):
+    """An instruction that was walked; its times are known once all traffic is over."""
+
+    call: int
+    number: int
+    instruction: Instruction
+    begin_s: float
+    end_s: float
+    waited_s: float
+    work: Task | None
+    sent: Journey | None
+
+    def moment(self, begun: float) -> Moment:
+        if self.work is not None:
+            ready = later(self.work.before, self.work.issued_s)
+            begin, end = time_of(self.work.task.begin_s), time_of(self.work.task.over_s)
+            stall = max(0.0, begin - ready)
+        else:
+            begin, end, stall = self.begin_s + self.waited_s, self.end_s, self.waited_s
+        sent = arrived = None
+        if self.sent is not None:
+            sent, arrived = time_of(self.sent.begin_s) - begun, time_of(self.sent.home_s) - begun
+        return Moment(self.call, self.number, self.instruction, begin - begun, end - begun, stall,
+                      sent, arrived)  # fmt: skip
+
+
+def time_of(time_s: float | None) -> float:
+    assert time_s is not None, "asked before all traffic was over"
+    return time_s
+
+
+def later(task: Journey, host_s: float) -> float:
+    return max(time_of(task.over_s), host_s)
+
+
+def idle(waited: tuple[Journey, float, float]) -> float:
+    """Of the time in which the host waited between calls, what compute did not fill: the piece of
+    compute before it, and when it began and ended."""
+    task, begin, end = waited
+    return max(0.0, end - later(task, begin))
+
+
+_Row = tuple[int, int, bool, Journey]
+"""A transfer under way on bytes [begin, end) of an entry; whether it writes there."""
+
+
+class Flying:
+    """By the key of the entry."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[_Row]] = {}
+
+    def start(self, key: int, begin: int, end: int, writes: bool, journey: Journey) -> None:
+        """A transfer sets out."""
+        self._rows.setdefault(key, []).append((begin, end, writes, journey))
+
+    def blockers(self, key: int, begin: int, end: int, writes: bool) -> list[Journey]:
+        """What moves those bytes of the entry now, if either side writes."""
+        rows = self._rows.get(key)
+        if not rows:
+            return []
+        self._rows[key] = rows = [row for row in rows if row[3].home_s is None]
+        return [journey for first, last, wrote, journey in rows
+                if first < end and begin < last and (wrote or writes)]  # fmt: skip
+
+
+class Departing:
+    """What still leaves the device from a slot that was given back."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, Journey, bool]] = []
+
+    def leave(self, schedule: Schedule, slot: Slot, journey: Journey) -> None:
+        """A transfer out of a slot of `schedule` sets out."""
+        self._rows.append((slot.address, slot.end, journey, bool(schedule.annex_at)))
+
+    def under(self, slot: Slot) -> list[Journey]:
+        """What must have left before `slot` is overwritten."""
+        self._rows = rows = [row for row in self._rows if row[2].over_s is None]
+        begin, end = slot.address, slot.end
+        return [row[2] for row in rows if row[0] < end and begin < row[1]]
+
+    def from_annex(self) -> list[Journey]:
+        """What must have left the annex before it is given back."""
+        return [row[2] for row in self._rows if row[3] and row[2].over_s is None]
+
+
+class SimulatedSteps:
+    """Host, compute and arena while step after step is walked. Times in seconds.
+
+    tells  whether it remembers each instruction for a timeline
+    """
+
+    def __init__(
+        self, step: Step, costs: Costs, homes: Mapping[int, str], tells: bool = True
+    ) -> None:
+        self._calls = step.calls
+        self._tells = tells
+        self._costs = costs
+        self._asynchronous = costs.ways.asynchronous
+        self._routes = Routes(step, costs, homes)
+        ways = costs.ways
+        self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
+        self._ahead = self._routes.handovers(self._calls)
+        self._issues: dict[tuple[type, int], float] = {}
+        self._host = 0.0
+        self._compute = self._begun = Journey(0)
+        self._done: dict[Ticket, Journey] = {}
+        self._given: dict[Ticket, Journey] = {}
+        self._traffic.start(self._compute, 0.0)
+        self._flying, self._leaving = Flying(), Departing()
+        self._backlog: list[Journey] = []
+        self._taken = sum(map(aligned, self._routes.resident("device")))
+        self._held = HeldWalk()
+        self._departing: deque[Journey] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is counted per step starts anew."""
+        self._routes.begin()
+        self._peak, self._held_peak = self._taken, self._held.now
+        self._together = self._taken + self._held.now
+        self._sent: list[Journey] = []
+        self._told: list[Told] = []
+        self._between: list[tuple[Journey, float, float]] = []
+
+    def timeline(self) -> Timeline:
+        """Walk once more, and say what it took."""
+        before = self._end()
+        ends = self.step()
+        self._traffic.finish()
+        begun = since = before()
+        phases = dict.fromkeys(Phase, 0.0)
+        for call, end in zip(self._calls, ends, strict=True):
+            phases[call.phase] += end() - since
+            since = end()
+        moments = tuple(told.moment(begun) for told in self._told)
+        nbytes, busy_s = self._routes.totals(self._sent)
+        return Timeline(
+            step_s=since - begun,
+            compute_s=sum(m.end_s - m.begin_s for m in moments if m.is_work),
+            stall_s=sum(m.stall_s for m in moments) + sum(map(idle, self._between)),
+            phases=phases,
+            nbytes=nbytes,
+            busy_s=busy_s,
+            peak_bytes=self._peak,
+            held_bytes=self._held_peak,
+            together_bytes=self._together,
+            moments=moments,
+        )
+
+    def seconds(self) -> float:
+        """Walk once more; `step_s` of the timeline, for which not all traffic need be over."""
+        before = self._end()
+        ends = self.step()
+        self._traffic.until(self._compute, "over_s")
+        return ends[-1]() - before() if ends else 0.0
+
+    def step(self) -> list[Callable[[], float]]:
+        """Walk all calls; what says when each ended, once all traffic has."""
+        self._begin()
+        # Not kept, or a walk would keep itself alive, and all its traffic.
+        acts: dict[type, Any] = {
+            Run: self._run, Borrow: self._borrow, Store: self._store, Reduce: self._reduce,
+            Fetch: self._fetch, Wait: self._wait, Free: self._free, Left: self._left,
+            Offload: self._offload,
+        }  # fmt: skip
+        ends = []
+        for number, call in enumerate(self._calls):
+            before = self._calls[number - 1].schedule
+            self._host += self._costs.gap_seconds(before, call.schedule)
+            self._walk(number, call, acts)
+            ends.append(self._end())
+        return ends
+
+    def _end(self) -> Callable[[], float]:
+        """When host and compute have both come to here."""
+        return partial(later, self._compute, self._host)
+
+    def _walk(self, number: int, call: StepCall, acts: Mapping[type, Any]) -> None:
+        self._call, self._begun = call, self._compute
+        if call.phase is not Phase.STEP and (leaving := self._leaving.from_annex()):
+            self._told_between(partial(self._await, leaving))
+        self._told_between(partial(self._join, self._held.begin(call.schedule)))
+        then, starts = self._ahead[number]
+        self._done, self._given = ({}, self._given) if then is None else (self._given, {})
+        for index, x in enumerate(call.schedule.instructions):
+            self._waited, begin = 0.0, self._host
+            work, sent = acts[type(x)](x)
+            if self._tells:
+                told = Told(number, index, x, begin, self._host, self._waited, work, sent)
+                self._told.append(told)
+            for fetch in starts.get(index, ()):
+                self._given[fetch.ticket] = self._bring(then or call, fetch, self._compute)
+        after = self._calls[(number + 1) % len(self._calls)].phase
+        self._told_between(partial(self._join, self._held.end(after)))
+
+    def _work(self, seconds: float, *after: Journey) -> Task:
+        """Compute goes on for so long, after all before it and `after`."""
+        task = Journey(0, seconds=seconds)
+        before, self._compute = self._compute, task
+        issued = self._host
+        self._traffic.advance(self._host)
+        self._traffic.start(task, self._host, (before, *after))
+        if not self._asynchronous:
+            self._host = self._traffic.until(task, "over_s")
+        return Task(before, issued, task)
+
+    def _run(self, run: Run) -> Done:
+        self._rise()
+        task = self._work(self._costs.region_seconds(run.region))
+        if self._asynchronous:
+            self._host += self._costs.launch_seconds(run.region)
+        if run.ticket is not None:
+            self._done[run.ticket] = task.task
+        return task, None
+
+    def _fetch(self, fetch: Fetch) -> Done:
+        if fetch.ticket not in self._done:
+            self._done[fetch.ticket] = self._bring(self._call, fetch, self._begun, fetch.after)
+        return None, self._done[fetch.ticket]
+
+    def _bring(
+        self, call: StepCall, fetch: Fetch, mark: Journey, after: Sequence[Ticket] = ()
+    ) -> Journey:
+        """Start a fetch: after `mark` of compute, and after whatever still leaves its slot."""
+        self._issue(fetch, fetch.nbytes)
+        journey = self._routes.fetch(call, fetch)
+        under = self._leaving.under(fetch.slot)
+        key = self._routes.source(call, fetch)
+        self._start(journey, key, fetch.begin, fetch.nbytes, False, after, (mark, *under))
+        self._taken += fetch.slot.nbytes
+        self._peak = max(self._peak, self._taken)
+        self._together = max(self._together, self._taken + self._held.now)
+        return journey
+
+    def _wait(self, wait: Wait) -> Done:
+        task = self._joined(wait.ticket)
+        self._issue(wait, 0)
+        return task, None
+
+    def _joined(self, ticket: Ticket) -> Task:
+        """Compute waits for a transfer."""
+        journey = self._done[ticket]
+        if self._asynchronous:
+            self._host = max(self._host, self._traffic.until(journey, "queued_s"))
+        return self._work(0.0, journey)
+
+    def _free(self, free: Free) -> Done:
+        self._issue(free, 0)
+        self._taken -= free.slot.nbytes
+        return NOTHING_STARTED
+
+    def _rise(self) -> None:
+        """The next instruction is carried out that changes what is held beside the arena."""
+        held = self._held.rise()
+        self._held_peak = max(self._held_peak, held)
+        self._together = max(self._together, self._taken + held)
+
+    def _reduce(self, reduce: Reduce) -> Done:
+        key = -self._call.entries[reduce.entry]
+        self._rise()
+        before = self._host
+        self._join(self._held.leave(reduce))
+        self._waited = self._host - before
+        self._departing.append(self._routes.reduce(self._call, reduce))
+        return self._leaves(reduce, key, self._departing[-1])
+
+    def _told_between(self, wait: Callable[[], object]) -> None:
+        """The host waits while no instruction does."""
+        task, begin = self._compute, self._host
+        wait()
+        self._between.append((task, begin, self._host))
+
+    def _join(self, departures: int) -> None:
+        self._await([self._departing.popleft() for _ in range(departures)])
+
+    def _await(self, journeys: Sequence[Journey]) -> None:
+        for journey in journeys:
+            self._host = max(self._host, self._traffic.until(journey, "over_s"))
+
+    def _offload(self, offload: Offload) -> Done:
+        key = self._call.made[offload.made]
+        journey = self._routes.offload(self._call, offload)
+        self._done[offload.ticket] = journey
+        return self._leaves(offload, key, journey)
+
+    def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> Done:
+        before = self._host
+        if journey.route:  # else it is at home where it is
+            self._make_room(x.nbytes)
+            self._backlog.append(journey)
+        self._waited += self._host - before
+        mark = () if x.after else (self._compute,)
+        begin = x.begin if isinstance(x, Reduce) else 0
+        self._start(journey, key, begin, x.nbytes, True, x.after, mark)
+        self._issue(x, x.nbytes)
+        return None, journey
+
+    def _left(self, left: Left) -> Done:
+        self._rise()
+        task = self._joined(left.ticket)
+        self._await([self._done[left.ticket]])  # the host waits too, not compute alone
+        self._issue(left, 0)
+        return task, None
+
+    def _store(self, store: Store) -> Done:
+        self._issue(store, store.nbytes)
+        key, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
+        self._start(journey, key, store.begin, store.nbytes, True, store.after)
+        self._done[store.ticket] = journey
+        self._leaving.leave(self._call.schedule, store.slot, journey)
+        return None, journey
+
+    def _borrow(self, borrow: Borrow) -> Done:
+        end = borrow.begin + borrow.layout.nbytes
+        before, key = self._host, self._call.entries[borrow.entry]
+        for journey in self._flying.blockers(key, borrow.begin, end, borrow.writes):
+            self._host = max(self._host, self._traffic.until(journey, "home_s"))
+        self._waited = self._host - before
+        self._issue(borrow, 0)
+        return NOTHING_STARTED
+
+    def _start(
+        self, journey: Journey, key: int, begin: int, nbytes: int, writes: bool,
+        after: Sequence[Ticket], follows: Sequence[Journey] = (),
+    ) -> None:  # fmt: skip
+        """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
+        self._traffic.advance(self._host)
+        blockers = self._flying.blockers(key, begin, begin + nbytes, writes)
+        self._flying.start(key, begin, begin + nbytes, writes, journey)
+        self._traffic.start(journey, self._host, (*follows, *(self._done[t] for t in after)),
+                            blockers)  # fmt: skip
+        self._sent.append(journey)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Wait until what is on its way out, with `nbytes` more, is within the backlog."""
+        self._traffic.advance(self._host)
+        most = self._costs.ways.backlog_bytes
+        while True:
+            self._backlog = [j for j in self._backlog if j.over_s is None]
+            if not self._backlog or sum(j.nbytes for j in self._backlog) + nbytes <= most:
+                return
+            self._host = max(self._host, self._traffic.until(self._backlog[0], "over_s"))
+
+    def _issue(self, instruction: Any, nbytes: int) -> None:
+        if (key := (type(instruction), nbytes)) not in self._issues:
+            self._issues[key] = self._costs.issue_seconds(instruction)
+        self._host += self._issues[key]
+
+
+REPEATS = 3
+"""Walks of a step. The first begins with idle links and nothing ahead; by the third what one step
+leaves behind for the next is what it was left itself."""
+
+
+def simulate(
+    step: Step, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+) -> Timeline:
+    """What a step will take, in the middle of a long run of the same.
+
+    homes   key of an entry -> "device", "held", "host" or "disk"; where silent, as it was recorded
+    raises  Unsupported, if a transfer needs a link that the machine does not have
+    """
+    walk = SimulatedSteps(step, costs, homes or {})
+    for _ in range(repeats - 1):
+        walk.step()
+    return walk.timeline()
+
+
+def step_seconds(
+    step: Step, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+) -> float:
+    """`step_s` of what `simulate` says, sooner: for one of many that are compared."""
+    walk = SimulatedSteps(step, costs, homes or {}, tells=False)
+    for _ in range(repeats - 1):
+        walk.step()
+    return walk.seconds()
+
+
+def predicted(step: Step, costs: Costs, homes: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """One step of many alike, simulated; in the words of `zcompile.stats`.
+
+    step_s   seconds of it
+    bound_s  seconds that no step of the same plan can be below: its compute, or its busiest link
+    seconds  `compute` of forward and backward, `stall`, `optimizer` (compute of the step phase)
+    phases   seconds of each, all that the host does between two calls counted to the later one
+    bytes    over each link
+    busy     seconds that each link is in use
+    peak     bytes of the `device`
+
+    raises  Unsupported, if the machine lacks a link that the step needs
+    """
+    return told(simulate(step, costs, homes), step)
+
+
+def told(timeline: Timeline, step: Step) -> dict[str, Any]:
+    """A timeline of `step` as plain numbers."""
+    optimizer_s = sum(
+        moment.end_s - moment.begin_s
+        for moment in timeline.moments
+        if moment.is_work and step.calls[moment.call].phase is Phase.STEP
+    )
+    return {
+        "step_s": timeline.step_s,
+        "bound_s": timeline.least_s,
+        "seconds": {
+            "compute": timeline.compute_s - optimizer_s,
+            "stall": timeline.stall_s,
+            "optimizer": optimizer_s,
+        },
+        "phases": {phase.value: seconds for phase, seconds in timeline.phases.items()},
+        "bytes": dict(timeline.nbytes),
+        "busy": dict(timeline.busy_s),
+        "peak": {
+            "device": timeline.peak_bytes,
+            "activations": timeline.held_bytes,
+            "together": timeline.together_bytes,
+        },
+    }

@@ -1,0 +1,396 @@
+"""TieredTensor: a tensor whose bytes rest in the store.
+
+It has the full logical shape, stride, dtype and the compute device, and no storage. Its one inner
+tensor is a 0-dim int64 CPU handle. Under tracing each use becomes a `zinf.gather` in the graph;
+called plainly, `dispatch.py` says what an op means.
+
+The bytes of an entry as `torch.save` finds them: of all tensors that lie in it, in one memory.
+
+Tied weights are saved once then, and what is loaded is tied as it was. Torch does this by looking
+which tensors of a file have one storage; so, while a file is written, each tensor of an entry gets
+the storage that the first one got.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import Unsupported
+from zcompile.ir import ops
+from zcompile.ir.handles import claimed, shows
+from zcompile.ir.ties import Tie
+from zcompile.ir.torch_compat import (
+    Dispatched,
+    grad_fn_of,
+    grad_of,
+    is_applied_by_a_module,
+    is_traced,
+    no_torch_function,
+    refuse_as_data,
+    set_grad,
+    support_foreach,
+    trees,
+    wrapper,
+)
+from zcompile.ir.types import Layout
+from zcompile.runtime.eager import dispatch
+from zcompile.runtime.eager.data_assignment import assign_data
+from zcompile.runtime.eager.rows import leaves_of
+from zcompile.runtime.eager.unbacked import Unbacked
+from zcompile.runtime.session import session_of
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+
+_GIVEN: dict[int, Tie] = {}
+"""Key of an entry -> the storage that was given for it, as long as that lives."""
+_GONE: deque[Tie] = deque()
+
+
+def pickled_bytes(entry: Entry) -> Tensor:
+    """uint8 [entry.nbytes] on the host; the same memory as before, if somebody still has that, and
+    has not written it."""
+    while _GONE:
+        try:
+            gone = _GONE.popleft()
+        except IndexError:  # another thread was here
+            break
+        if _GIVEN.get(gone.mark) is gone:
+            del _GIVEN[gone.mark]
+    found = entry.store.read_all(entry)
+    tie = _GIVEN.get(entry.key)
+    storage = None if tie is None else tie()
+    if storage is not None and storage.nbytes() == entry.nbytes:
+        given = torch.empty(0, dtype=torch.uint8).set_(storage)
+        if torch.equal(given, found):
+            return given
+    _GIVEN[entry.key] = Tie(found.untyped_storage(), _GONE, entry.key)
+    return found
+
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Context:
+    """What Dynamo guards on: everything about a tiered tensor but whose bytes it stands for.
+
+    store          which store, since a plan is made for one arena
+    sink           a parameter whose gradient goes home by itself
+    """
+
+    layout: Layout
+    device: torch.device
+    store: int
+    sink: bool
+    requires_grad: bool
+
+
+class TieredTensor(Unbacked):
+    """See the file's docstring. Made by `zcompile.offload`, never by hand."""
+
+    store_key: int
+    sink: bool
+    reached: bool = False
+    """Somebody got hold of the node by which autograd adds to its gradient."""
+    grad_given: bool = False
+    """Its gradient is a plain tensor that was assigned: others may hold it, or its memory."""
+    _title: str | None = None
+    """The name of a parameter whose `.data` was assigned; else it is that of its entry."""
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
+
+    @staticmethod
+    def __new__(cls, handle: Tensor, context: Context) -> "TieredTensor":
+        lies = context.layout
+        made = wrapper(
+            cls,
+            lies.size,
+            lies.stride,
+            lies.offset,
+            lies.dtype,
+            context.device,
+            context.requires_grad,
+            lies.conj,
+            lies.neg,
+        )
+        return made  # type: ignore[return-value]  # of class cls
+
+    def __init__(self, handle: Tensor, context: Context) -> None:
+        self._handle = handle
+        self.lies = context.layout
+        self.store_key = context.store
+        self.sink = context.sink
+
+    @classmethod
+    def over(cls, entry: Entry, layout: Layout) -> "TieredTensor":
+        """A new tiered tensor; the entry is freed when the last use of its handle has died."""
+        device = entry.store.device.torch_device
+        context = Context(layout, device, entry.store.key, False, False)
+        made = cls(entry.store.handle(entry), context)
+        made._store = entry.store
+        return made
+
+    @classmethod
+    def sharing(cls, base: "TieredTensor", layout: Layout) -> "TieredTensor":
+        """Another view of the bytes behind `base`."""
+        if torch.is_inference_mode_enabled() and not base.is_inference():
+            # Torch counts the writes of both together; what is new in that mode has no count.
+            with torch.inference_mode(False):
+                return cls.named_by(base._handle, layout, base)
+        return cls.named_by(base._handle, layout, base)
+
+    @classmethod
+    def named_by(cls, handle: Tensor, layout: Layout, like: "TieredTensor") -> "TieredTensor":
+        """What `handle` names, in the store of `like`."""
+        made = cls(handle, Context(layout, like.device, like.store_key, False, False))
+        made._store = like._store
+        return made
+
+    def _name_in_store(self) -> str:
+        return self._title or self.entry.name
+
+    @property
+    def data(self) -> Tensor:
+        if is_traced(self._handle):
+            return self.detach()
+        # Not detach(), which shares its version counter with self: what is written through .data
+        # is not for autograd to know.
+        return TieredTensor.sharing(self, self.lies)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        assign_data(TieredTensor, self, value)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        base = self._base
+        if base is not None and base.is_complex() != self.is_complex():
+            # Torch takes the view twice when it traces one whose base has no memory.
+            raise Unsupported(
+                f"a compiled function is called with a {self.dtype} view of a {base.dtype} tensor",
+                "call it with the tensor itself, and take the view (.real, .imag) in the function",
+            )
+        return ["_handle"], Context(
+            self.lies, self.device, self.store_key, self.sink, self.requires_grad
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
+    ) -> "TieredTensor":
+        return TieredTensor(inner["_handle"], context)
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this method where a model graph-breaks
+    def __torch_dispatch__(
+        cls,
+        func: Dispatched,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = leaves_of(args, kwargs)
+        if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
+            return _traced(func, args, kwargs)
+        with deferred_interrupts():
+            return dispatch.call(TieredTensor, func, args, kwargs)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # a property there too, but not in Python
+        """As of any tensor. Through it one gets from a view of a parameter to the node that adds to
+        the parameter's gradient, where hooks can be put that autograd alone calls."""
+        node = grad_fn_of(self)
+        if node is not None and not is_traced(self._handle):
+            self._reach(node)
+        return node
+
+    def _give_gradient(self, value: Tensor | None) -> None:
+        set_grad(self, value)
+        self.grad_given = value is not None and not isinstance(value, TieredTensor)
+
+    def _take_gradient(self) -> None:
+        self._give_gradient(None)
+
+    # As of any tensor, which says nothing of who set it: autograd does so past this property.
+    grad = property(grad_of, _give_gradient, _take_gradient)
+
+    def _reach(self, node: Any) -> None:
+        """From `node` one gets to the nodes of these parameters: a list op has one for all."""
+        seen, ahead = set(), [node]
+        while ahead:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            param = getattr(node, "variable", None)
+            if isinstance(param, TieredTensor):
+                param.reached = True
+            ahead.extend(before for before, _ in node.next_functions)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As for any tensor. A compiled graph brings gradients home itself and leaves None to
+        autograd, which would hand that to the hook."""
+        register: Any = super().register_hook  # untyped in torch
+        return register(partial(_unless_none, hook))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the plain tensor or parameter it stands for, on the CPU."""
+        full = self.lies.view(pickled_bytes(self.entry)).detach()
+        if getattr(self, "_is_param", False):
+            plain: Tensor = torch.nn.Parameter(full, self.requires_grad)
+        else:
+            plain = full.requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    def __copy__(self) -> Tensor:
+        """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is
+        one."""
+        made: Tensor = TieredTensor.sharing(self, self.lies)
+        if getattr(self, "_is_param", False):
+            return own(torch.nn.Parameter(made, self.requires_grad))
+        return made.requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            found: Tensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) "
+                "support the deepcopy protocol at the moment"
+            )
+        made: Tensor
+        if getattr(self, "_is_param", False):
+            made = _copied_parameter(self)
+        else:
+            # As torch: tensors that share their bytes share them in the copy too.
+            shared = memo.setdefault("zcompile", {})  # type: ignore[call-overload]  # ids elsewhere
+            if self.entry.key not in shared:
+                shared[self.entry.key] = _copied(self)
+            made = TieredTensor.sharing(shared[self.entry.key], self.lies)
+            made.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
+
+
+def _converting(name: str) -> Callable[..., Tensor]:
+    """`Tensor.<name>`, except that `Module._apply` gets what it can assign to `.data`."""
+
+    def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = getattr(Tensor, name)(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return result
+        if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
+            return result
+        if not is_applied_by_a_module():
+            return result  # the tensor itself: gradients go to it
+        return Unmoved(self._handle, self.__tensor_flatten__()[1])
+
+    return convert
+
+
+for _name in ("to", "cuda", "float", "double", "half", "bfloat16"):
+    setattr(TieredTensor, _name, _converting(_name))
+
+
+class Unmoved(TieredTensor):
+    """The same bytes, written through; what `.to` answers where there is nothing to do.
+
+    `Module.to` would swap a traceable subclass with its parameter, and thereby its hooks. This one
+    is not traceable, so it takes the other road and sets `.data`.
+    """
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        raise AttributeError("__tensor_flatten__")
+
+
+support_foreach(TieredTensor)
+
+
+def _refuse(plain: Tensor, value: Any) -> None:
+    name = "a parameter" if is_traced(value._handle) else f"{value._name_in_store()!r}"
+    raise Unsupported(
+        f"a plain tensor is given .data of a tiered one ({name}), which has no memory to share",
+        "copy the values (x.data.copy_(p)), or offload both as one module",
+    )
+
+
+refuse_as_data(TieredTensor, _refuse)
+
+
+def _unless_none(hook: Callable[[Tensor], Tensor | None], grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else hook(grad)
+
+
+@uninterrupted
+def _copied(tensor: TieredTensor) -> TieredTensor:
+    """A tensor that lies as `tensor` does in a copy of its entry, in the same store."""
+    old = tensor.entry
+    made = TieredTensor.over(old.store.create(old.name, old.kind, old.nbytes), tensor.lies)
+    old.store.put(made.entry, old.store.read_all(old))
+    return made
+
+
+@uninterrupted
+def _copied_parameter(param: TieredTensor) -> Tensor:
+    """A parameter with the value of `param`, as torch copies one: without gradient and hooks."""
+    if param.covers:
+        made = _copied(param)
+    else:  # torch copies the elements, not what lies between them
+        lies, old = param.lies, param.entry
+        gaps = torch.empty_strided(lies.size, lies.stride, dtype=lies.dtype, device="meta")
+        layout = Layout.of(torch.empty_like(gaps))
+        made = TieredTensor.over(old.store.create(old.name, old.kind, layout.nbytes), layout)
+        made.copy_(param.detach())
+    return own(torch.nn.Parameter(made, param.requires_grad))
+
+
+@uninterrupted
+def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """From here on the gradient of this tiered parameter goes home by itself."""
+    tiered: Any = param
+    tiered.sink = True
+    tiered._handle = claimed(tiered._handle, param)
+    shows(tiered, tiered.lies)
+    if param.is_floating_point() or param.is_complex():
+        trained = param.requires_grad
+        param.requires_grad_()  # a frozen one may be trained later
+        param.register_post_accumulate_grad_hook(session_of(tiered.entry).gradients.adopt)
+        param.requires_grad_(trained)
+    return param
+
+
+def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Under tracing: every tiered argument becomes a gather in the graph."""
+    if func in (aten.detach.default, aten.alias.default):
+        (base,) = args
+        return TieredTensor.sharing(base, base.lies)
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, TieredTensor):
+            return value
+        lies = value.lies
+        gathered = ops.gather(
+            value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device
+        )
+        return lies.marked(gathered)
+
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if any(isinstance(v, TieredTensor) for v in trees.tree_leaves(value)):
+                raise Unsupported(
+                    f"{func} writes to a tiered parameter inside a compiled function",
+                    "move the write outside, or into a function under torch.compiler.disable",
+                )
+    args, kwargs = trees.tree_map(full, (tuple(args), kwargs))
+    return func(*args, **kwargs)

@@ -1,0 +1,507 @@
+"""What a walk took, instruction by instruction; from which costs are known and predictions checked.
+
+Host time is read around every instruction of the first walks of a schedule, and of one in EVERY
+later on: what a region costs does not change from step to step, and reading it should cost nothing
+either. Where compute runs beside the host (CUDA), events of the device time the regions of the
+first walks, and are read when costs are asked for.
+
+What stands for many samples of one thing is said in `profile.py`. Of instructions that may wait for
+a transfer (`Wait`, `Borrow`) it is the minimum, which is what they take when they need not; what
+`Reduce` waits for is known, and taken off. Between two calls it is the median: a user may do
+anything there now and then, and a plan is made there once.
+
+Seconds of things that happen again and again, and the one figure that stands for each.
+
+The mean of the last RECENT counts, of which none counts for more than MOST times their median. A
+step is the sum of hundreds of such times and comes near the sum of their means: noise only ever
+adds, so medians or minima would sum up to too little every time. The limit leaves out what a
+machine that sleeps adds. What was *cold*, when kernels are chosen and pages are touched for the
+first time, counts only as long as nothing else is known.
+
+Writes down a training step as it happens: which schedules ran, on which entries.
+
+What is recorded is as pure as what a plan on paper starts from (`ir/step.py`): no entry, no
+tensor.
+"""
+
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from time import perf_counter
+
+from zcompile.ir.schedule import Borrow, Fetch, Left, Reduce, Run, Schedule, Wait
+from zcompile.ir.step import EntryFact, Step, StepCall
+from zcompile.ir.types import Kind, Phase, Region
+from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
+from zcompile.machine.model import Machine
+from zcompile.runtime.device.base import Device
+from zcompile.runtime.meter import Stamp
+from zcompile.runtime.store.store import Entry
+from zcompile.runtime.tiers.base import TierIO
+
+MOST_CALLS = 20_000
+"""Of one step; beyond that, nobody ends it: a loop that updates parameters by itself."""
+
+
+MOST_KNOWN = 1024
+"""Calls of which is remembered what was written down; a step has a few, unless they vary."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was written down of one call, on entries that rested and were what `alike` says."""
+
+    alike: tuple[list[TierIO], list[Kind]]
+    call: StepCall
+    facts: Mapping[int, EntryFact]
+    gradients: Mapping[int, EntryFact]
+
+
+class Recorder:
+    """The calls since a step began: with the first forward after an optimizer was done.
+
+    Several optimizers, or one that runs within backward, make one step together. A forward without
+    a backward counts once, however often it runs: an evaluation is no part of the step, and a
+    frozen piece of a model is. A recorder that is not `on` costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._stepped = False
+        self._noted = False
+        self._calls: list[StepCall] = []
+        self._alone: set[tuple[int, tuple[int, ...]]] = set()
+        self._facts: dict[int, EntryFact] = {}
+        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Known] = {}
+
+    def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+        """A schedule is about to run."""
+        self._noted = False
+        if not self.on:
+            return
+        if len(self._calls) >= MOST_CALLS:
+            return
+        known = self._know(schedule, entries)
+        call = known.call
+        if schedule.phase is Phase.FORWARD and not schedule.trains:
+            if (schedule.serial, call.entries) in self._alone:
+                return
+            self._alone.add((schedule.serial, call.entries))
+        self._facts = {**known.gradients, **self._facts, **known.facts}
+        self._calls.append(call)
+        self._noted = True
+
+    def made(self, entries: Sequence[Entry]) -> None:
+        """The schedule that was noted last has run, and made these entries."""
+        if self._noted:
+            self._calls[-1] = replace(self._calls[-1], made=tuple(key_of(e) for e in entries))
+            self._facts |= facts_of(entries)
+
+    def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_Known":
+        """What there is to write down of a call; as in the last step, while entries are alike."""
+        keys = tuple([e.key if e.of is None else -e.of for e in entries])
+        alike = [e.place.tier for e in entries], [e.kind for e in entries]
+        passing = Kind.ACTIVATION in alike[1]  # these have new keys in every call
+        sizes = schedule.holds.sizes
+        same = schedule.serial, sizes, _kept(entries, keys) if passing else keys
+        known = self._known.get(same)
+        if known is None or known.alike != alike:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            call, facts = StepCall(schedule, keys), facts_of(entries)
+            known = _Known(alike, call, facts, _gradients(schedule, entries))
+            self._known[same] = known
+        if passing and known.call.entries != keys:
+            known = replace(known, call=StepCall(schedule, keys), facts=facts_of(entries))
+        return known
+
+    def stepped(self) -> None:
+        """An optimizer is done. What nothing forward came before is not a step to plan for."""
+        if any(call.phase is Phase.FORWARD for call in self._calls):
+            self._stepped = True
+        else:
+            self.end()
+
+    def ends_with(self, schedule: Schedule) -> bool:
+        """Whether the next step begins with `schedule`."""
+        return self._stepped and schedule.phase is Phase.FORWARD
+
+    def end(self) -> Step | None:
+        """The step that has just ended; None, if nothing of it was recorded."""
+        self._stepped = False
+        self._alone.clear()
+        calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
+        return Step(calls, facts, _micro_batches(calls)) if calls else None
+
+
+def _kept(entries: Sequence[Entry], keys: Sequence[int]) -> tuple[int, ...]:
+    """`keys` without those of values that only this call has, whose places stay."""
+    pairs = zip(entries, keys, strict=True)
+    return tuple([0 if e.kind is Kind.ACTIVATION else key for e, key in pairs])
+
+
+def _micro_batches(calls: Sequence[StepCall]) -> int:
+    """How often the backward of the most walked piece ran."""
+    serials = [call.schedule.serial for call in calls if call.phase is Phase.BACKWARD]
+    return max((serials.count(serial) for serial in set(serials)), default=1)
+
+
+def facts_of(entries: Sequence[Entry]) -> dict[int, EntryFact]:
+    """Of each entry, by its key in a record."""
+    facts = {}
+    for entry in entries:
+        key = key_of(entry)
+        facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
+    return facts
+
+
+def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryFact]:
+    """Of the gradients that a backward makes, which are entries later on."""
+    facts = {}
+    for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
+        if isinstance(x, Reduce):
+            param = entries[x.entry]
+            fact = EntryFact(
+                -param.key, f"{param.name}.grad", Kind.GRAD, x.of_nbytes or x.nbytes, "host"
+            )
+            facts[fact.key] = fact
+    return facts
+
+
+def key_of(entry: Entry) -> int:
+    """Of the entry in a record: a gradient goes by its parameter, since it is new in each step."""
+    return -entry.of if entry.of is not None else entry.key
+
+
+RECENT = 64
+"""Samples kept of each thing that is timed."""
+MOST = 16.0
+"""Times the median."""
+
+
+class Samples:
+    """Seconds by key."""
+
+    def __init__(self) -> None:
+        self._times: dict[object, deque[float]] = {}
+        self._cold: set[object] = set()
+
+    def note(self, key: object, seconds: float, cold: bool = False) -> None:
+        """`cold`: it was the first of its kind."""
+        known = key in self._times
+        if cold and known and key not in self._cold:
+            return
+        if cold:
+            self._cold.add(key)
+        elif key in self._cold:
+            self._cold.discard(key)
+            del self._times[key]
+        self._times.setdefault(key, deque(maxlen=RECENT)).append(seconds)
+
+    def least(self, key: object) -> float:
+        return min(self._times[key])
+
+    def means(self) -> dict[object, float]:
+        return {key: _mean(times) for key, times in self._times.items()}
+
+    def medians(self) -> dict[object, float]:
+        return {key: median(times) for key, times in self._times.items()}
+
+    def leasts(self) -> dict[object, float]:
+        return {key: min(times) for key, times in self._times.items()}
+
+
+def _mean(times: deque[float]) -> float:
+    most = MOST * median(times)
+    return fmean(min(seconds, most) for seconds in times)
+
+
+FIRST = 8
+"""Walks of a schedule that are all timed."""
+EVERY = 16
+"""Of later walks one in so many is."""
+STEPS = 16
+"""Of which the links are measured: with a quarter for each, those before count for a hundredth."""
+
+Traffic = Mapping[str, tuple[int, float]]
+IDLE = (0, 0.0)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """One walk as it was: when each instruction began and ended, in seconds of one clock.
+
+    stalls  index of an instruction -> seconds that compute, or the host, waited there
+    """
+
+    schedule: Schedule
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
+    stalls: Mapping[int, float]
+
+
+class Clocks:
+    """The times of one session. Used by one thread at a time, as the executor is.
+
+    waited  seconds that gradients have waited until others had left, in all
+    traffic bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
+    idle    whether no transfer is under way
+    record  whether to keep the timeline of the last step
+    on_step called when a step is known to be over, since the next begins; only if `record` is set
+    """
+
+    def __init__(self, device: Device, waited: Callable[[], float],
+                 traffic: Callable[[], Traffic] = dict,
+                 idle: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+        self.waited = waited
+        self.idle = idle
+        self._traffic, self._moved = traffic, traffic()
+        self._rates: deque[tuple[dict[str, int], dict[str, float]]] = deque(maxlen=STEPS)
+        beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
+        self._stamp = device.stamp if beside else None
+        self.record = False
+        self.on_step: Callable[[], None] = _nobody_looks
+        self.last_step: Step | None = None
+        self._recorder = Recorder()
+        self._recorder.on = True
+        self._walks: dict[int, int] = {}
+        self._regions, self._idle_regions = Samples(), Samples()
+        self._alike: dict[str, dict[str, int]] = {}
+        self._launches = Samples()
+        self._issues = Samples()
+        self._gaps = Samples()
+        self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
+        self._last: tuple[str, float] | None = None
+        self._step_began: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)
+        self._stepping = False
+        self._step: list[Walked] = []
+        self._whole: tuple[Walked, ...] = ()
+
+    def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Watch":
+        """A walk begins."""
+        now = perf_counter()
+        if self._last is not None:
+            before, ended = self._last
+            self._gaps.note((before, call_name(schedule)), now - ended)
+        if schedule.phase is Phase.FORWARD and self._stepping:
+            if self._step_began is not None:
+                self._steps.append(now - self._step_began)
+            self._step_began, self._stepping = now, False
+            self._measure_links()
+            self._whole, self._step = tuple(self._step), []
+            self.last_step = self._recorder.end()
+            if self.record and self._whole:
+                self.on_step()
+                self._step_began = perf_counter()
+        if self.record:
+            self._recorder.note(schedule, entries)
+        count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
+        if not (self.record or count <= FIRST or count % EVERY == 0):
+            return Watch(self, schedule)
+        if self._stamp is None or count > FIRST:
+            return HostWatch(self, schedule)
+        return DeviceWatch(self, schedule, self._stamp)
+
+    def waited_between(self, seconds: float) -> None:
+        """The host waited for a transfer since the last walk: that is no part of the gap."""
+        if self._last is not None:
+            self._last = self._last[0], self._last[1] + seconds
+
+    def stepped(self) -> None:
+        """An optimizer is done: the next forward begins a step."""
+        self._stepping = True
+
+    def costs(self, machine: Machine, ways: Ways) -> Costs:
+        """What is known by now; blocks until the device has passed what was timed on it.
+
+        machine  as it was probed; its links are brought to what they did in the last steps
+        """
+        while self._unread:
+            region, begin, end, cold = self._unread.popleft()
+            self._ran(region, begin.until(end), cold)
+        for nbytes, busy_s in self._rates:
+            machine = remeasured(machine, nbytes, busy_s)
+        regions = self._regions.means()
+        waits = {key: s for key, s in self._issues.leasts().items() if _may_wait(key)}
+        return Costs(
+            machine,
+            ways,
+            regions=regions,
+            alike={
+                like: line_through([(nbytes, regions[key]) for key, nbytes in keys.items()])
+                for like, keys in self._alike.items()
+            },
+            launches=self._launches.means(),
+            issues=self._issues.means() | waits,
+            gaps=self._gaps.medians(),
+            idle=self._regions.leasts() | self._idle_regions.means(),
+        )
+
+    def _measure_links(self) -> None:
+        """A step is over: what each link moved in it, and how long it took."""
+        before, self._moved = self._moved, self._traffic()
+        step = {link: (n - before.get(link, IDLE)[0], s - before.get(link, IDLE)[1])
+                for link, (n, s) in self._moved.items()}  # fmt: skip
+        self._rates.append(({k: row[0] for k, row in step.items()},
+                            {k: row[1] for k, row in step.items()}))  # fmt: skip
+
+    def timeline(self) -> tuple[Walked, ...]:
+        """The walks of the last step that another followed, if `record` was set while it ran."""
+        return self._whole
+
+    def step_s(self) -> float | None:
+        """From the first call of a step to that of the next, of late; None before the second."""
+        return median(self._steps) if self._steps else None
+
+    def last_step_s(self) -> float | None:
+        """As `step_s`, of the last step alone."""
+        return self._steps[-1] if self._steps else None
+
+    def forget(self) -> None:
+        """Something else was done meanwhile: what follows is no gap between two calls."""
+        self._last = self._step_began = None
+
+    def made(self, entries: Sequence[Entry]) -> None:
+        """The walk that ended last made these entries."""
+        if self.record:
+            self._recorder.made(entries)
+
+    def over(self, schedule: Schedule) -> None:
+        """A walk ended well."""
+        self._last = call_name(schedule), perf_counter()
+
+    def learn(
+        self,
+        schedule: Schedule,
+        begins: list[float],
+        ends: list[float],
+        waits: Mapping[int, float],
+        given: frozenset[int],
+        idle: Container[int] = (),
+    ) -> None:
+        """A walk was timed; `waits` are those of gradients, by instruction; beside the instructions
+        in `idle` no transfer was under way."""
+        stalls, cold = dict(waits), self._is_cold(schedule)
+        for index, x in enumerate(schedule.instructions):
+            seconds = ends[index] - begins[index]
+            if isinstance(x, Run):
+                if self._stamp is None:
+                    self._ran(x.region, seconds, cold)
+                    if index in idle:
+                        self._idle_regions.note(x.region.key, seconds, cold)
+                else:
+                    self._launches.note(x.region.key, seconds, cold)
+            elif not (isinstance(x, Fetch) and x.ticket in given):
+                key = type(x), issued_bytes(x)
+                self._issues.note(key, seconds - waits.get(index, 0.0))
+                if isinstance(x, Wait | Left):
+                    stalls[index] = seconds - self._issues.least(key)
+        if self.record:
+            self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
+
+    def _ran(self, region: Region, seconds: float, cold: bool) -> None:
+        self._regions.note(region.key, seconds, cold)
+        if region.like:
+            self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
+
+    def timed(self, schedule: Schedule, stamps: list[tuple[Region, Stamp, Stamp]]) -> None:
+        """Regions were timed on the device; they are read later."""
+        cold = self._is_cold(schedule)
+        self._unread.extend((region, begin, end, cold) for region, begin, end in stamps)
+
+    def _is_cold(self, schedule: Schedule) -> bool:
+        """Whether this was the first walk of it."""
+        return self._walks.get(schedule.serial) == 1
+
+
+class Watch:
+    """One walk that is not timed.
+
+    given  tickets of the fetches that were under way before it began
+    timed  whether it wants to hear of each instruction
+    """
+
+    timed = False
+
+    def __init__(self, clocks: Clocks, schedule: Schedule) -> None:
+        self.given: frozenset[int] = frozenset()
+        self.clocks = clocks
+        self.schedule = schedule
+
+    def begins(self, index: int) -> None:
+        """Instruction `index` is next."""
+
+    def ends(self, index: int) -> None:
+        """It is done, as far as the host is concerned."""
+
+    def over(self) -> None:
+        """The walk ended well."""
+        self.clocks.over(self.schedule)
+
+
+class HostWatch(Watch):
+    """Reads the host's clock around every instruction."""
+
+    timed = True
+
+    def __init__(self, clocks: Clocks, schedule: Schedule) -> None:
+        super().__init__(clocks, schedule)
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+        self._waits: dict[int, float] = {}
+        self._waited = clocks.waited()
+        self._idle: set[int] = set()
+
+    def begins(self, index: int) -> None:
+        if self.clocks.idle():
+            self._idle.add(index)
+        self._begins.append(perf_counter())
+
+    def ends(self, index: int) -> None:
+        self._ends.append(perf_counter())
+        if not self.clocks.idle():
+            self._idle.discard(index)
+        if (waited := self.clocks.waited()) > self._waited:
+            self._waits[index] = waited - self._waited
+            self._waited = waited
+
+    def over(self) -> None:
+        super().over()
+        self.clocks.learn(
+            self.schedule, self._begins, self._ends, self._waits, self.given, self._idle
+        )
+
+
+class DeviceWatch(HostWatch):
+    """Also puts an event of the device around every region."""
+
+    def __init__(self, clocks: Clocks, schedule: Schedule, stamp: Callable[[], Stamp]) -> None:
+        super().__init__(clocks, schedule)
+        self._stamp = stamp
+        self._stamps: list[tuple[Region, Stamp, Stamp]] = []
+        self._open: Stamp | None = None
+
+    def begins(self, index: int) -> None:
+        if isinstance(self.schedule.instructions[index], Run):
+            self._open = self._stamp()
+        super().begins(index)
+
+    def ends(self, index: int) -> None:
+        super().ends(index)
+        x = self.schedule.instructions[index]
+        if isinstance(x, Run) and self._open is not None:
+            self._stamps.append((x.region, self._open, self._stamp()))
+
+    def over(self) -> None:
+        super().over()
+        self.clocks.timed(self.schedule, self._stamps)
+
+
+def _nobody_looks() -> None:
+    return
+
+
+def _may_wait(key: object) -> bool:
+    return isinstance(key, tuple) and key[0] in (Wait, Borrow, Left)

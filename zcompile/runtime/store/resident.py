@@ -1,0 +1,144 @@
+"""Entries that rest on the device: compute itself moves their bytes, in its own order.
+
+No transfer, no link, no thread: what was submitted before is over when compute gets there, and what
+comes after is behind it. The tickets say "compute has come this far".
+
+Copies of parameters in a narrower dtype, kept beside them and made by the same cast.
+
+A schedule that fetches one finds it fresh: a copy notes the version of the entry it was cast from,
+and is cast again before a call if that has been written since. An optimizer's step that writes the
+entry writes the copy as well, so in a training loop no copy is ever made again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from zcompile.ir.schedule import Borrow, Cast, Fetch, Schedule
+from zcompile.ir.types import Layout
+from zcompile.runtime.device.pages import copy_bytes
+from zcompile.runtime.store.sources import check_sources
+from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.tiers.base import Extent
+from zcompile.runtime.transfer.ticket import Ready, Ticket
+
+
+class OnDevice(Protocol):
+    """A tier whose entries compute reads and writes where they lie."""
+
+    def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
+        """A tensor over the bytes of an entry from `begin` on, not to be handed to others."""
+
+
+def is_near(entry: Entry) -> bool:
+    return entry.place.tier.on_device
+
+
+def fetch(
+    store: Store, entry: Entry, target: Tensor, begin: int, after: Sequence[Ticket], ahead: bool
+) -> Ticket:
+    """As `Store.fetch`, from the device to itself."""
+    for ticket in after:
+        ticket.join_compute()
+    copy_dense(target, store.borrow(entry, begin, target.numel(), False, ahead=ahead))
+    return store.device.mark()
+
+
+def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
+    """As `Store.put`, to the device; `source` may lie on the host."""
+    for ticket in after:
+        ticket.join_compute()
+    if source.numel() == entry.nbytes:
+        entry.deferred = ()
+        entry.unset = False
+    copy_dense(store.borrow(entry, begin, source.numel(), True, overwrites=True), source)
+    return store.device.mark()
+
+
+def look_up(store: Store, entries: Sequence[Entry]) -> "Lent":
+    """What a call may borrow, of all its entries in one go. For who has called `store.enter`.
+
+    raises  what an earlier transfer of one of them failed with
+    """
+    still = store._mover.still(entry.place for entry in entries)
+    extents = [
+        e.place.extent if yes and is_near(e) and not (e.unset or e.deferred or e.sources) else None
+        for e, yes in zip(entries, still, strict=True)
+    ]
+    return Lent(store, entries, extents)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What one call borrows.
+
+    extents  of each entry that rests on the device with a value, and that nothing moves; else None
+    """
+
+    store: Store
+    entries: Sequence[Entry]
+    extents: Sequence[Extent | None]
+
+    def lend(self, borrow: Borrow) -> Tensor:
+        """As `Store.borrow`, a tensor to read and write, and not to hand to others: of what rests
+        in the arena it is the same object each time."""
+        entry, extent, begin = self.entries[borrow.entry], self.extents[borrow.entry], borrow.begin
+        if extent is None or entry.place.extent is not extent:
+            nbytes = borrow.layout.end_bytes
+            return borrow.layout.view(self.store.borrow(entry, begin, nbytes, borrow.writes))
+        entry.version += borrow.writes
+        return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
+
+
+def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
+    """As `Store.add`: `Tensor.add_` on the device."""
+    for ticket in after:
+        ticket.join_compute()
+    memory = store.borrow(entry, begin, source.nbytes, True)
+    memory.view(source.dtype).add_(source.to(memory.device))
+    return store.device.mark()
+
+
+def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
+    """As `Store.read`: blocks until compute has come this far."""
+    copy_dense(target, store.borrow(entry, begin, target.numel(), False))
+    return Ready()
+
+
+def copy_dense(target: Tensor, source: Tensor) -> None:
+    """Alike in dtype, size and strides, without gaps; in the order of compute. Between host
+    memories by one thread: while the threads of links are busy, a team of OpenMP's takes
+    milliseconds to come together, for what lasts some tens of microseconds."""
+    if target.is_cpu and source.is_cpu:
+        copy_bytes(target, source, source.nbytes)
+    else:
+        target.copy_(source)
+
+
+MakeCopy = Callable[[Entry, Cast], None]
+"""Makes `entry.copies[cast.narrow]`, or makes it again; given from the side that can compute."""
+
+
+def source_of(fetch: Fetch, entries: Sequence[Entry]) -> Entry:
+    """The entry whose bytes a fetch brings."""
+    entry = entries[fetch.entry]
+    return entry if fetch.cast is None else entry.copies[fetch.cast.narrow][0]
+
+
+def is_fresh(entry: Entry, cast: Cast) -> bool:
+    found = entry.copies.get(cast.narrow)
+    return found is not None and found[1] == entry.version
+
+
+def freshen(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy) -> None:
+    """Make what `schedule` will fetch, as far as it is missing or stale.
+
+    raises  ParameterChanged, if what an entry took its values from was written since: who uses a
+            copy uses the entry
+    """
+    for index, wanted in schedule.casts:
+        check_sources(entries[index])
+        if not is_fresh(entries[index], wanted):
+            make(entries[index], wanted)

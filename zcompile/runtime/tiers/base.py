@@ -1,0 +1,335 @@
+"""The verbs of a place where bytes rest.
+
+A tier reserves extents and moves bytes between them and host buffers. What an entry is, in which
+order things happen, and how bytes reach the device is known to others.
+
+Which bytes of an address space are taken: ranges handed out, taken back, merged.
+
+Used for the host tier and for each file of the disk tier. `Written` answers another question
+about ranges: which bytes of one entry hold a value, and which are still blank.
+
+An entry at home: where its bytes rest, which of them hold a value, and what is under way.
+
+Operations on one entry take effect in the order of their submission. Two that touch the same
+bytes, one of them writing, follow each other; all others run side by side.
+"""
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from zcompile.runtime.transfer.ticket import Promise
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where an entry rests: `nbytes` from `offset` of file (or address space) number `file`.
+
+    name  of the entry, for people
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    name: str
+
+
+class Buffer(NamedTuple):
+    """Host memory that system calls can write to, and the tensor that owns it."""
+
+    memory: Tensor
+    view: memoryview
+
+    @classmethod
+    def over(cls, memory: Tensor) -> "Buffer":
+        """memory  uint8 [n], n > 0, contiguous, on the host; must outlive the buffer's use"""
+        return cls.at(memory, memory.numel())
+
+    @classmethod
+    def at(cls, memory: Tensor, nbytes: int) -> "Buffer":
+        """`nbytes` from where `memory` begins, which may be more than it has itself."""
+        array = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr())
+        return cls(memory, memoryview(array))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.view)
+
+    def part(self, begin: int, end: int) -> "Buffer":
+        return Buffer(self.memory[begin:end], self.view[begin:end])
+
+
+class Stretch(NamedTuple):
+    """Bytes of an open file, which hold part of an entry. Offset and size in bytes."""
+
+    fd: int
+    offset: int
+    nbytes: int
+
+
+@runtime_checkable
+class Compacting(Protocol):
+    """A tier that can close its holes."""
+
+    def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
+        """Bytes of all extents move together, to the beginning, so that what is free is one hole.
+
+        extents  all that are reserved; nothing reads or writes them
+        Returns  where each is then; None, if others are reserved too: then nothing moved
+        """
+
+
+class TierIO(Protocol):
+    """A place where bytes rest. Offsets and sizes in bytes; `read` and `write` return at once."""
+
+    name: str
+    alignment: int
+    """Extents begin and end at multiples of this."""
+    in_memory: bool
+    """Whether copies, and compute where it can reach them, may touch the bytes where they rest."""
+
+    on_device: bool
+    """Whether they rest in the device's own memory: then only compute moves them."""
+
+    @property
+    def granule(self) -> int:
+        """Memory address, `begin` and size of every read and write are multiples of this, which
+        divides `alignment`."""
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Bytes [begin, end) as (where it begins, memory), in order; nothing, if not in memory."""
+
+    def reserve(self, nbytes: int, name: str) -> Extent:
+        """Room for `nbytes`, rounded up to the alignment; its content is anything.
+
+        raises  TierFull
+        """
+
+    def release(self, extent: Extent) -> None:
+        """Nobody reads or writes the extent any more."""
+
+    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
+        """Fill `into` with the bytes of the extent from `begin` on. Fails with IOFault."""
+
+    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
+        """Put `source` into the extent from `begin` on. Fails with IOFault."""
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        """Where in files bytes [begin, end) of the extent lie, end to end; none if in no file.
+
+        True until the next write.
+        """
+
+    def usage(self) -> tuple[str, int, int]:
+        """Its name, bytes reserved, and bytes it could hold: a row of an error message."""
+
+    def close(self) -> None:
+        """Stop, and give everything back; idempotent."""
+
+
+class Extents:
+    """Free ranges of [0, capacity), all multiples of `alignment`; best fit, lowest on a tie."""
+
+    def __init__(self, alignment: int, capacity: int = 0) -> None:
+        self.alignment = alignment
+        self.capacity = 0
+        self.used_bytes = 0
+        self._free: list[tuple[int, int]] = []  # (begin, end), ordered, never adjacent
+        self.grow(capacity // alignment * alignment)
+
+    def aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of `nbytes` (rounded up) that nobody holds; None when no hole is large enough."""
+        nbytes = self.aligned(nbytes)
+        if nbytes == 0:
+            return 0
+        fits = [(end - begin, begin, at) for at, (begin, end) in enumerate(self._free)
+                if end - begin >= nbytes]  # fmt: skip
+        if not fits:
+            return None
+        _, begin, at = min(fits)
+        _, end = self._free[at]
+        self._free[at : at + 1] = [(begin + nbytes, end)] if begin + nbytes < end else []
+        self.used_bytes += nbytes
+        return begin
+
+    def take_within(self, nbytes: int, begin: int, end: int, last: bool = False) -> int | None:
+        """Offset of `nbytes` (rounded up) in the first hole of [begin, end) that has them, at its
+        beginning; `last`: in the last, at its end. None when none has."""
+        nbytes = self.aligned(nbytes)
+        holes = ((max(low, begin), min(high, end)) for low, high in
+                 (reversed(self._free) if last else self._free))  # fmt: skip
+        offset = next((high - nbytes if last else low for low, high in holes
+                       if high - low >= nbytes), None)  # fmt: skip
+        if offset is not None:
+            taken = self.take_at(offset, nbytes)
+            assert taken, "a hole is free"
+        return offset
+
+    def take_at(self, offset: int, nbytes: int) -> bool:
+        """Take [offset, offset + nbytes), rounded up; False when any of it is taken or beyond."""
+        end = offset + self.aligned(nbytes)
+        if end == offset:
+            return True
+        at = bisect_right(self._free, offset, key=lambda r: r[0]) - 1
+        if at < 0 or self._free[at][1] < end:
+            return False
+        low, high = self._free[at]
+        left, right = (low, offset), (end, high)
+        self._free[at : at + 1] = [(a, b) for a, b in (left, right) if a < b]
+        self.used_bytes += end - offset
+        return True
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Take back what `take` returned."""
+        nbytes = self.aligned(nbytes)
+        if nbytes:
+            self.used_bytes -= nbytes
+            self._insert(offset, offset + nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """The address space ends `nbytes` later."""
+        if nbytes:
+            self._insert(self.capacity, self.capacity + nbytes)
+            self.capacity += nbytes
+
+    def spare_at_end(self) -> int:
+        """Free bytes at the end of the space, which growing would extend."""
+        if self._free and self._free[-1][1] == self.capacity:
+            return self._free[-1][1] - self._free[-1][0]
+        return 0
+
+    def _insert(self, begin: int, end: int) -> None:
+        at = bisect_left(self._free, (begin, end))
+        assert at == 0 or self._free[at - 1][1] <= begin, "a range was given back twice"
+        assert at == len(self._free) or end <= self._free[at][0], "a range was given back twice"
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at > 0 and self._free[at - 1][1] == begin:
+            at -= 1
+            begin = self._free.pop(at)[0]
+        self._free.insert(at, (begin, end))
+
+
+class Written:
+    """Which bytes of an entry hold a value: disjoint ranges, ordered, never adjacent."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def copy(self) -> "Written":
+        copied = Written()
+        copied._ranges = list(self._ranges)
+        return copied
+
+    def add(self, begin: int, end: int) -> None:
+        if begin >= end:
+            return
+        first = bisect_left(self._ranges, begin, key=lambda r: r[1])
+        last = bisect_right(self._ranges, end, key=lambda r: r[0])
+        if first < last:
+            begin = min(begin, self._ranges[first][0])
+            end = max(end, self._ranges[last - 1][1])
+        self._ranges[first:last] = [(begin, end)]
+
+    def clear(self) -> None:
+        self._ranges.clear()
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Whether one range has all of [begin, end): what is usual, found at once."""
+        return len(self._ranges) == 1 and self._ranges[0][0] <= begin and end <= self._ranges[0][1]
+
+    def covers(self, begin: int, end: int) -> bool:
+        return all(held for _, _, held in self.pieces(begin, end))
+
+    def touches(self, begin: int, end: int) -> bool:
+        """Whether any byte of [begin, end) holds a value."""
+        return any(held for _, _, held in self.pieces(begin, end))
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
+        """[begin, end) cut into (begin, end, holds a value)."""
+        cut: list[tuple[int, int, bool]] = []
+        if begin >= end:
+            return cut
+        at = begin
+        for low, high in self._ranges[bisect_right(self._ranges, begin, key=lambda r: r[1]) :]:
+            if low >= end:
+                break
+            if at < low:
+                cut.append((at, low, False))
+            at = min(high, end)
+            cut.append((max(low, begin), at, True))
+        if at < end:
+            cut.append((at, end, False))
+        return cut
+
+
+class Touching(Protocol):
+    """What reads or writes bytes [begin, end) of an entry."""
+
+    @property
+    def begin(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def writes(self) -> bool: ...
+
+
+class Operation(Touching, Protocol):
+    """One fetch, put or add."""
+
+    @property
+    def home(self) -> Promise: ...
+
+
+class Span(NamedTuple):
+    """A use of the bytes that is no transfer."""
+
+    begin: int
+    end: int
+    writes: bool
+
+
+class Place:
+    """Where an entry rests. Guarded by the lock of the `Mover`."""
+
+    def __init__(self, nbytes: int, tier: TierIO, extent: Extent) -> None:
+        self.nbytes = nbytes
+        self.tier = tier
+        self.extent = extent
+        self.written = Written()
+        self.error: BaseException | None = None
+        self.freed = False
+        self.under_way: list[Operation] = []
+
+    @property
+    def name(self) -> str:
+        """Of the entry, for people; said once, where its bytes rest."""
+        return self.extent.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.extent = replace(self.extent, name=name)
+
+    def blocks(self, begin: int, end: int) -> tuple[int, int]:
+        """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""
+        unit = self.tier.granule
+        return begin // unit * unit, -(-end // unit) * unit
+
+    def blockers(self, new: Touching) -> Sequence[Operation]:
+        """The operations that must be over before `new` may start, newest first."""
+        low, high = self.blocks(new.begin, new.end)
+        found = []
+        for old in reversed(self.under_way):
+            begin, end = self.blocks(old.begin, old.end)
+            if begin < high and low < end and (old.writes or new.writes):
+                found.append(old)
+                if old.writes and begin <= low and high <= end:
+                    break  # what is older on these bytes comes before `old`
+        return found

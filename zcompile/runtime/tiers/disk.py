@@ -1,0 +1,421 @@
+"""The disk tier: entries rest in files, one per directory, reached through I/O engines.
+
+Large entries are striped over the directories, so that all disks carry them at once; small ones
+are spread by bytes. Directories that are reached in the same way share one engine, so that one
+system call serves them all.
+
+One file of the disk tier: opened as directly as its filesystem allows, grown before use.
+
+Transfers bypass the page cache (`O_DIRECT`) where a real write and read back show that this
+works; elsewhere they go through it, and a note says so once per directory.
+
+Stripes: one tensor over several disks, so that all of them carry it at once.
+"""
+
+import errno
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from zcompile.errors import DiskUnusable, ParameterChanged, TierFull, ZinfError
+from zcompile.ir.handles import ANEW
+from zcompile.ir.units import GiB, MiB
+from zcompile.runtime.device.cpu import Pace
+from zcompile.runtime.io import backends
+from zcompile.runtime.io.backends import BLOCK_BYTES, direct_granule, takes_blocks, takes_direct
+from zcompile.runtime.io.engine import Engine, Move, Target
+from zcompile.runtime.io.files import Directory, let_go, made, unusable
+from zcompile.runtime.io.ring import Ring
+from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.meter import Meter
+from zcompile.runtime.tiers.base import Buffer, Extent, Extents, Stretch
+from zcompile.runtime.tiers.claim import Claim
+from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
+
+STRIPE_BYTES = 16 * MiB
+"""One request of the engine: shorter stripes would cut requests, longer ones leave disks idle at
+the ends of a tensor."""
+
+
+class Stretched(NamedTuple):
+    """Bytes [begin, end) of a tensor, which lie in part `part` from `offset` on."""
+
+    part: int
+    offset: int
+    begin: int
+    end: int
+
+
+def share_of(part: int, parts: int, nbytes: int) -> int:
+    """Bytes of a tensor of `nbytes` that lie in one of its parts."""
+    rows, rest = divmod(nbytes, STRIPE_BYTES * parts)
+    return rows * STRIPE_BYTES + min(max(rest - part * STRIPE_BYTES, 0), STRIPE_BYTES)
+
+
+def stretches(parts: int, begin: int, end: int) -> Iterator[Stretched]:
+    """[begin, end) of a tensor cut where stripes end; stripe n lies in part n % parts."""
+    while begin < end:
+        stripe, inside = divmod(begin, STRIPE_BYTES)
+        row, part = divmod(stripe, parts)
+        stop = min(end, (stripe + 1) * STRIPE_BYTES)
+        yield Stretched(part, row * STRIPE_BYTES + inside, begin, stop)
+        begin = stop
+
+
+ALIGNMENT = BLOCK_BYTES
+GROWTH_BYTES = 4 * MiB
+MOST_GROWTH_BYTES = 1 * GiB
+NOT_ALLOCATED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What filesystems say that cannot. The last is glibc's, which writes single bytes there instead,
+and O_DIRECT refuses those."""
+
+logger = logging.getLogger(__name__)
+_KEYS = itertools.count(1)
+
+
+class TierFile:
+    """A file of aligned extents, removed on close.
+
+    name     by default a new one
+    direct   transfers bypass the page cache
+    granule  transfers come in multiples of this
+    raises   DiskUnusable
+    """
+
+    new = os.O_CREAT | os.O_EXCL
+    """How it is opened; a file that is there already is never taken for a new one."""
+
+    def __init__(self, directory: Directory, name: str | None = None) -> None:
+        self.directory = directory
+        self.system = directory.system
+        self.name = name or f"zinf-{os.getpid()}-{next(_KEYS)}.tier"
+        self.extents = Extents(ALIGNMENT)
+        try:
+            self.direct = self._takes_direct()
+            flags = os.O_RDWR | self.new | (os.O_DIRECT if self.direct else 0)
+            self._fd = directory.open(self.name, flags)
+        except DiskUnusable:
+            raise
+        except OSError as error:
+            raise DiskUnusable(directory.path, f"takes no files ({error.strerror or error})",
+                               "free space on it or give another directory") from error  # fmt: skip
+        self.granule = direct_granule(self.system, self._fd) if self.direct else 1
+
+    @property
+    def path(self) -> Path:
+        """For people."""
+        return self.directory.path / self.name
+
+    def at(self, offset: int) -> Target:
+        return Target(self.path, self._fd, offset, self.granule)
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of an extent, growing the file if need be; None when the disk has no room."""
+        offset = self.extents.take(nbytes)
+        if offset is not None:
+            return offset
+        least = self.extents.aligned(nbytes) - self.extents.spare_at_end()
+        step = min(max(GROWTH_BYTES, self.extents.capacity // 16), MOST_GROWTH_BYTES)
+        generous = -(-max(least, step) // GROWTH_BYTES) * GROWTH_BYTES
+        if self._grow(generous) or self._grow(least):
+            return self.extents.take(nbytes)
+        return None
+
+    def occupied_bytes(self) -> int:
+        """What the file really takes on its disk. raises DiskUnusable"""
+        try:
+            return self.system.fstat(self._fd).st_blocks * 512
+        except OSError as error:
+            raise unusable(self.directory.path, error) from error
+
+    def room_bytes(self) -> int:
+        """What it holds and could still grow by, for an error message. raises DiskUnusable"""
+        try:
+            disk = self.system.statvfs(self._fd)
+        except OSError as error:
+            raise unusable(self.directory.path, error) from error
+        return self.extents.capacity + disk.f_bavail * disk.f_frsize
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            remove_left(self.directory, self.name)
+            self.system.close(fd)
+
+    def _takes_direct(self) -> bool:
+        if takes_direct(self.directory):
+            return True
+        takes_blocks(self.directory)
+        logger.warning(
+            "%s does not take O_DIRECT: transfers go through the page cache, which is slower and "
+            "uses memory beyond host_memory", self.directory.path)  # fmt: skip
+        return False
+
+    def _grow(self, nbytes: int) -> bool:
+        try:
+            try:
+                self.system.allocate(self._fd, self.extents.capacity, nbytes)
+            except OSError as error:
+                if error.errno not in NOT_ALLOCATED:
+                    raise
+                logger.warning("%s reserves no room: a disk that is full is noticed when it is "
+                               "written to", self.directory.path)  # fmt: skip
+                self.system.truncate(self._fd, self.extents.capacity + nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise DiskUnusable(self.directory.path, f"cannot be grown into ({error.strerror})",
+                                   "give another directory") from error  # fmt: skip
+            return False
+        self.extents.grow(nbytes)
+        return True
+
+
+def remove_left(directory: Directory, name: str) -> None:
+    """Remove what is not needed any more; a disk that does not let us is no reason to fail."""
+    try:
+        directory.unlink(name)
+    except OSError as error:
+        logger.warning("%s stays behind: %s", directory.path / name, error.strerror or error)
+
+
+class DiskTier:
+    """Files in `directories`, which are made where missing, and owned from here to `close`.
+
+    throttle  "disk_read", "disk_write" -> bytes per second
+    rings     names of `ring_choice.DIRECT` to try, in order; for benchmarks and tests
+    open_file  the file of a directory, which is ours by then
+    striped   False keeps every entry in one directory
+    system    makes all calls on files
+    raises    DiskOwned, DiskUnusable
+    """
+
+    name = "disk"
+    alignment = ALIGNMENT
+    in_memory = False
+    on_device = False
+
+    def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
+                 crashed: Callable[[BaseException], None],
+                 rings: Sequence[str] = backends.DIRECT,
+                 open_file: Callable[[Directory], TierFile] = TierFile,
+                 striped: bool = True, system: SystemCalls = KERNEL) -> None:  # fmt: skip
+        self._meter = meter
+        self._striped = striped and len(directories) > 1
+        self._keys = itertools.count(len(directories))
+        self._parts: dict[int, tuple[Extent, ...]] = {}  # of striped extents, by `Extent.file`
+        self._lock = threading.Lock()
+        self._directories: list[Directory] = []
+        self._claims: list[Claim] = []
+        self._files: list[TierFile] = []
+        self._links: dict[str, _Link] = {}
+        with ExitStack() as undo:
+            undo.callback(self._close_files)
+            try:
+                for path in directories:
+                    self._directories.append(directory := made(path, system))
+                    self._claims.append(Claim(directory))
+                    self._files.append(open_file(directory))
+                chosen = _chosen(self._files, rings)
+            except OSError as error:
+                if isinstance(error, ZinfError):
+                    raise
+                raise unusable(path, error) from error
+            for ring in chosen:
+                undo.callback(ring.close)
+            engines: dict[int, Engine] = {}
+            for ring in chosen:  # several directories may share one
+                if id(ring) not in engines:
+                    engines[id(ring)] = engine = Engine(ring, crashed, _closed)
+                    undo.callback(engine.close)
+            for name in ("disk_read", "disk_write"):
+                self._links[name] = link = _Link(name, throttle.get(name), meter, crashed)
+                undo.callback(link.close)
+            undo.pop_all()
+        self._engines = [engines[id(ring)] for ring in chosen]
+
+    @property
+    def granule(self) -> int:
+        return max(file.granule for file in self._files)
+
+    @property
+    def rings(self) -> tuple[str, ...]:
+        """How each directory is reached."""
+        return tuple(engine.ring.name for engine in self._engines)
+
+    def reserve(self, nbytes: int, name: str) -> Extent:
+        with self._lock:
+            extent = self._stripe(nbytes, name) or self._whole(nbytes, name)
+            if extent is None:
+                raise TierFull(name, nbytes, [self.usage()])
+            try:
+                self._measure()
+            except BaseException:
+                self._give(extent)
+                raise
+            return extent
+
+    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        return iter(())
+
+    def release(self, extent: Extent) -> None:
+        with self._lock:
+            self._give(extent)
+
+    def _give(self, extent: Extent) -> None:
+        for part in self._parts.pop(extent.file, (extent,)):
+            self._files[part.file].extents.give(part.offset, part.nbytes)
+
+    def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
+        return self._start(False, extent, begin, into)
+
+    def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
+        return self._start(True, extent, begin, source)
+
+    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+        return [Stretch(self._files[part.file].at(0).fd, part.offset + at, high - low)
+                for part, at, low, high in self._lying(extent, begin, end)]  # fmt: skip
+
+    def usage(self) -> tuple[str, int, int]:
+        used = sum(file.extents.used_bytes for file in self._files)
+        return self.name, used, sum(file.room_bytes() for file in self._files)
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        for link in self._links.values():
+            link.close()
+        self._close_files()
+
+    def _measure(self) -> None:
+        occupied = sum(file.occupied_bytes() for file in self._files)
+        self._meter.disk.change(occupied - self._meter.disk.now)
+
+    def _whole(self, nbytes: int, name: str) -> Extent | None:
+        order = sorted(range(len(self._files)), key=lambda n: self._files[n].extents.used_bytes)
+        return next((found for n in order if (found := self._take(n, nbytes, name))), None)
+
+    def _take(self, number: int, nbytes: int, name: str) -> Extent | None:
+        file = self._files[number]
+        offset = file.take(nbytes)
+        if offset is None:
+            return None
+        return Extent(number, offset, file.extents.aligned(nbytes), name)
+
+    def _stripe(self, nbytes: int, name: str) -> Extent | None:
+        """An extent over all directories; None if it is too small for that, or one has no room."""
+        if not self._striped or nbytes < 2 * STRIPE_BYTES:
+            return None
+        parts: list[Extent] = []
+        with ExitStack() as taken:
+            for number in range(len(self._files)):
+                part = self._take(number, share_of(number, len(self._files), nbytes), name)
+                if part is None:
+                    return None
+                taken.callback(self._give, part)
+                parts.append(part)
+            taken.pop_all()
+        key = next(self._keys)
+        self._parts[key] = tuple(parts)
+        return Extent(key, 0, -(-nbytes // ALIGNMENT) * ALIGNMENT, name)
+
+    def _lying(self, extent: Extent, begin: int,
+               end: int) -> Iterator[tuple[Extent, int, int, int]]:  # fmt: skip
+        """(part, where in it, begin, end) of each piece of [begin, end) that lies in one file."""
+        parts = self._parts.get(extent.file)
+        if parts is None:
+            yield extent, begin, begin, end
+            return
+        for piece in stretches(len(parts), begin, end):
+            yield parts[piece.part], piece.offset, piece.begin, piece.end
+
+    def _start(self, write: bool, extent: Extent, begin: int, buffer: Buffer) -> Promise:
+        end = begin + buffer.nbytes
+        assert end <= extent.nbytes, "a transfer beyond its extent"
+        pieces = list(self._lying(extent, begin, end))
+        if len(pieces) == 1:
+            return self._move(write, pieces[0][0], pieces[0][1], buffer, extent.name)
+        whole = Countdown()
+        whole.hold(len(pieces))
+        for part, at, low, high in pieces:
+            piece = buffer.part(low - begin, high - begin)
+            self._move(write, part, at, piece, extent.name).then(whole.drop)
+        whole.drop()
+        return whole
+
+    def _move(self, write: bool, part: Extent, at: int, buffer: Buffer, name: str) -> Promise:
+        file = self._files[part.file]
+        assert at % file.granule == 0, at
+        assert buffer.nbytes % file.granule == 0, buffer.nbytes
+        assert buffer.memory.data_ptr() % file.granule == 0, "a transfer off granules"
+        promise = Promise()
+        link = self._links["disk_write" if write else "disk_read"]
+        over = partial(link.arrived, promise, buffer.nbytes, time.perf_counter())
+        move = Move(write, file.at(part.offset + at), buffer, name, over)
+        self._engines[part.file].start(move)
+        return promise
+
+    def _close_files(self) -> None:
+        """Each, whatever becomes of the others. Nothing is lost if one fails: what a file was to
+        keep was synced when it was committed."""
+        for file in self._files:
+            let_go(file.path, file.close)
+        for claim in self._claims:
+            let_go(claim.directory.path, claim.release)
+        for directory in self._directories:
+            let_go(directory.path, directory.close)
+
+
+class _Link:
+    """One direction of the disk: counts what has travelled, and paces it where asked to."""
+
+    def __init__(self, name: str, bytes_per_s: float | None, meter: Meter,
+                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+        self._name = name
+        self._meter = meter
+        self._pace = Pace(bytes_per_s)
+        self._pacer = Workers(f"zinf-{name}", 1, crashed) if bytes_per_s is not None else None
+
+    def arrived(self, promise: Promise, nbytes: int, since: float,
+                error: BaseException | None) -> None:  # fmt: skip
+        """`nbytes` that set out at `since` have really been moved, or failed."""
+        if error is None:
+            self._meter.moved(self._name, nbytes)
+        if error is None and self._pacer is not None:
+            self._pacer.submit(partial(self._hold, promise, nbytes, since))
+        else:
+            if error is None:
+                self._meter.busy(self._name, nbytes, since, time.perf_counter())
+            promise.finish(error)
+
+    def close(self) -> None:
+        """What is still held back never arrives: its store is closing."""
+        self._pace.open()
+        if self._pacer is not None:
+            self._pacer.stop()
+
+    def _hold(self, promise: Promise, nbytes: int, since: float) -> None:
+        self._pace.hold(nbytes, since)
+        self._meter.busy(self._name, nbytes, since, time.perf_counter())
+        promise.finish()
+
+
+def _closed(name: str) -> ParameterChanged:
+    return ParameterChanged(name, "is gone: its store was closed", ANEW)
+
+
+def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
+    """raises  DiskUnusable"""
+    try:
+        return backends.choose([(file.directory, file.direct) for file in files], rings)
+    except OSError as error:
+        why = f"cannot be read and written ({error.strerror})"
+        raise DiskUnusable(files[0].directory.path, why, "give another directory") from error

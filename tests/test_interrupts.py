@@ -14,7 +14,7 @@ from interrupted import check_everywhere, nothing_swallowed, spots_of, strike
 from torch import nn
 
 import zcompile
-from zcompile.checkpoint.tensor_writer import NewFile
+from zcompile.checkpoint.stream import NewFile
 from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind

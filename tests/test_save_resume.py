@@ -16,8 +16,8 @@ from small_models import GPT, mlp
 from torch import nn
 
 import zcompile
-from zcompile.checkpoint import block_files, checkpoint, tensor_loader
-from zcompile.checkpoint.tensor_writer import Piece, cut
+from zcompile.checkpoint import block_files, checkpoint, stream
+from zcompile.checkpoint.stream import Piece, cut
 from zcompile.errors import (
     CheckpointMismatch,
     ValueUnset,
@@ -222,9 +222,9 @@ def test_blocks_are_cut_from_what_lies_end_to_end(sizes, blocks):
 
 @pytest.mark.parametrize("begin", [0, 5, 4096, 4097, 8190])
 def test_what_is_read_at_once_fits_a_block_and_splits_no_element(begin, monkeypatch):
-    monkeypatch.setattr(tensor_loader, "BLOCK_BYTES", 8192)
-    row = tensor_loader.Row(torch.int64, (5000,), begin, begin + 40_000)
-    parts = list(tensor_loader.spans(row))
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 8192)
+    row = stream.Row(torch.int64, (5000,), begin, begin + 40_000)
+    parts = list(stream.spans(row))
     assert [parts[0][0], parts[-1][1]] == [row.begin, row.end]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
     assert all((b - row.begin) % 8 == 0 and e - b // 4096 * 4096 <= 8192 for b, e in parts)

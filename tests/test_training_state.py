@@ -11,9 +11,8 @@ from small_models import GPT, dropout, mlp
 from torch import nn
 
 import zcompile
-from zcompile.checkpoint.model_state import Fact, fact_of
 from zcompile.checkpoint.plain_values import Packer, unpack
-from zcompile.checkpoint.training_state import TrainingState, describe, restore
+from zcompile.checkpoint.state import Fact, TrainingState, describe, fact_of, restore
 from zcompile.errors import CheckpointMismatch, Unsupported
 
 

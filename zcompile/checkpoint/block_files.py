@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zcompile.checkpoint.file import OpenFile
-from zcompile.checkpoint.safetensors_file import PAGE_BYTES
+from zcompile.checkpoint.safetensors import PAGE_BYTES
 from zcompile.errors import IOFault
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages

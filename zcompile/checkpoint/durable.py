@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.checkpoint.directory import STATE_FILE
-from zcompile.checkpoint.model_state import Fact
-from zcompile.checkpoint.training_state import describe, restore
+from zcompile.checkpoint.state import Fact, describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.types import Layout
 from zcompile.runtime.durable.commit import Ledger

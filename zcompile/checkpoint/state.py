@@ -1,0 +1,451 @@
+"""What the state of a training is, by name, and how it is put back.
+
+A parameter or persistent buffer is "model.<its name in state_dict()>", a state of an optimizer is
+"optimizer.<parameter>.<key>", the states of torch's random generators are "rng.<device>", tensors
+among what the caller adds are "extra.<where they stood>". What is not a tensor stands in `meta`,
+which is JSON. A tied parameter has its first name; the others are its aliases.
+
+Not part of it: gradients, and the random states of Python's `random` and of numpy.
+
+What a model holds, by the names of its `state_dict`, and where kept values come from.
+
+What an optimizer holds, by the names of its parameters, and how it is put back.
+
+Its groups go through `Optimizer.load_state_dict`, whoever wrote the class; its states follow one by
+one, since that method would cast them to the dtype of their parameter and want them whole.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.checkpoint.plain_values import Packer, check_dense, check_packed, unpack
+from zcompile.errors import CheckpointMismatch, Unsupported
+from zcompile.ir.types import VERSION, Kind, Layout
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.session import session_of
+from zcompile.runtime.transfer.interrupts import uninterrupted
+
+COMPILED = "_orig_mod"
+"""What `torch.compile(module)` keeps the module itself under; no part of a name."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a stored tensor before it is read."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"
+
+
+class StateSource(Protocol):
+    """A state that was kept: a checkpoint, or the last commit of a durable directory.
+
+    where  for people, "/data/checkpoint"
+    """
+
+    where: str
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """As `TrainingState.meta`."""
+
+    def facts(self) -> Mapping[str, Fact]:
+        """Every tensor that it holds, by name."""
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Give `target`, tiered or plain, of the same dtype and size, the value kept as `name`."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a model holds by the names of its `state_dict`.
+
+    tensors  parameters and persistent buffers, each once
+    aliases  further names of a tensor -> its first
+    states   what `get_extra_state` of modules gave
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    states: dict[str, object]
+
+
+def held_by(model: nn.Module) -> Held:
+    """raises  Unsupported, if a tensor is not dense"""
+    found = Held({}, {}, {})
+    first: dict[int, str] = {}
+    for raw, value in plain_model(model).state_dict(keep_vars=True).items():
+        name = raw.replace(f"{COMPILED}.", "")
+        if not isinstance(value, Tensor):
+            found.states[name] = value
+        elif id(value) in first:
+            found.aliases[name] = first[id(value)]
+        else:
+            check_dense(value, f"{name!r} of the model")
+            first[id(value)] = name
+            found.tensors[name] = value
+    return found
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model itself, if `model` is what `torch.compile` made of it."""
+    inner = getattr(model, COMPILED, model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def fact_of(tensor: Tensor) -> Fact:
+    return Fact(tensor.dtype, tuple(tensor.size()))
+
+
+def read_back(source: StateSource, facts: Mapping[str, Fact], name: str, on: str) -> Tensor:
+    """A kept tensor on the device where it was, if there is one here, else on the CPU."""
+    fact = facts[name]
+    device = torch.device("cpu" if on == "tiered" else on)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        device = torch.device("cpu")
+    target = torch.empty(fact.size, dtype=fact.dtype, device=device)
+    source.fill(name, target)
+    return target
+
+
+def set_module_state(model: nn.Module, name: str, state: object) -> None:
+    """name  of a `get_extra_state`, as in `state_dict`: ends with "_extra_state" """
+    for path, module in plain_model(model).named_modules():
+        path = f"{path}.".replace(f"{COMPILED}.", "").lstrip(".")
+        if f"{path}_extra_state" == name:
+            module.set_extra_state(state)
+
+
+Optimizer = torch.optim.Optimizer
+
+
+def pack_optimizer(optimizer: Optimizer, held: Held, packer: Packer) -> Any:
+    names = _names_of(optimizer, held)
+    groups = []
+    for at, group in enumerate(optimizer.param_groups):
+        packed = {
+            key: packer.pack(value, f"optimizer.group {at}.{key}")
+            for key, value in group.items()
+            if key != "params"
+        }
+        packed["params"] = [names[id(param)] for param in group["params"]]
+        groups.append(packed)
+    states: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for key, value in optimizer.state.items():
+        if isinstance(key, Tensor):
+            if id(key) not in names:
+                raise _stranger(optimizer, "a state", key)
+            name = names[id(key)]
+            states[name] = packer.pack(value, f"optimizer.{name}")
+        else:
+            shared[str(key)] = packer.pack(value, f"optimizer.{key}")
+    return {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "states": states,
+        "shared": shared,
+    }
+
+
+def _names_of(optimizer: Optimizer, held: Held) -> dict[int, str]:
+    """id of a parameter -> its name. raises  Unsupported, if one is not of the model"""
+    names = {id(tensor): name for name, tensor in held.tensors.items()}
+    for at, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise _stranger(optimizer, f"group {at}", param)
+    return names
+
+
+def _stranger(optimizer: Optimizer, where: str, param: Tensor) -> Unsupported:
+    return Unsupported(
+        f"{where} of {type(optimizer).__name__} holds a parameter of shape {list(param.shape)} "
+        "that the model does not have, so it has no name",
+        "give the model whose parameters the optimizer was made with",
+    )
+
+
+def unfitting_groups(saved: Any, held: Held, optimizer: Optimizer) -> list[str]:
+    if saved is None:
+        return ["it holds no optimizer; resume without one"]
+    kind = type(optimizer).__name__
+    if saved["class"] != kind:
+        return [f"it is of the optimizer {saved['class']}, this one is {kind}"]
+    names = _names_of(optimizer, held)
+    ours = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in saved["groups"]]
+    if len(ours) != len(theirs):
+        return [f"its optimizer has {len(theirs)} groups of parameters, this one has {len(ours)}"]
+    return [
+        f"group {at} of its optimizer trains {_differing(b, a)}, this one {_differing(a, b)}"
+        for at, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if a != b
+    ]
+
+
+def _differing(these: list[str], those: list[str]) -> str:
+    if set(these) == set(those):
+        return f"{', '.join(these[:3])}, ... in this order"
+    return ", ".join(sorted(set(these) - set(those))[:5]) or "nothing more"
+
+
+def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> None:
+    saved, facts = source.meta["optimizer"], source.facts()
+    read = partial(read_back, source, facts)
+    groups, count = [], 0
+    for group in saved["groups"]:
+        options = {key: unpack(value, read) for key, value in group.items() if key != "params"}
+        options["params"] = list(range(count, count + len(group["params"])))
+        count += len(group["params"])
+        groups.append(options)
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    on_device = {
+        held_name
+        for group in saved["groups"]
+        if group.get("fused") or group.get("capturable")
+        for held_name in group["params"]
+    }
+    for name, values in saved["states"].items():
+        home = _StateHome(source, facts, held.tensors[name], name in on_device)
+        optimizer.state[held.tensors[name]] = {
+            key: unpack(value, partial(home.read, key)) for key, value in values.items()
+        }
+    for key, value in saved["shared"].items():
+        optimizer.state[key] = unpack(value, read)
+
+
+@dataclass(frozen=True)
+class _StateHome:
+    """Where the states of one parameter go.
+
+    steps_on_device  the optimizer counts steps on the parameter's device
+    """
+
+    source: StateSource
+    facts: Mapping[str, Fact]
+    param: Tensor
+    steps_on_device: bool
+
+    def read(self, key: str, name: str, on: str) -> Tensor:
+        fact = self.facts[name]
+        target = self._tiered(key, fact, on)
+        if target is None:
+            target = torch.empty(fact.size, dtype=fact.dtype, device=self._device(key, fact, on))
+        self.source.fill(name, target)
+        return target
+
+    @uninterrupted
+    def _tiered(self, key: str, fact: Fact, on: str) -> Tensor | None:
+        """A blank one if the parameter is tiered and the state is as large, as `zeros_like`."""
+        param = self.param
+        if not isinstance(param, TieredTensor) or fact.size != tuple(param.size()):
+            return None
+        if not fact.size and on != "tiered":
+            return None
+        like = torch.empty_strided(param.lies.size, param.lies.stride, device="meta")
+        layout = Layout.of(torch.empty_like(like, dtype=fact.dtype))
+        session = session_of(param.entry)
+        entry = session.create(f"{param.entry.name}.{key}", Kind.STATE, layout.nbytes)
+        return TieredTensor.over(entry, layout)
+
+    def _device(self, key: str, fact: Fact, on: str) -> torch.device:
+        """That of the parameter if it was so when the state was kept, else the CPU."""
+        if key == "step":
+            there = self.steps_on_device
+        else:
+            kind = self.source.meta["device"]
+            there = on == "tiered" or (bool(fact.size) and torch.device(on).type == kind)
+        return self.param.device if there else torch.device("cpu")
+
+
+FORMAT = 1
+
+logger = logging.getLogger("zcompile.checkpoint.state")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The live tensors, not copies: they change with the next step.
+
+    tiered, plain  together all tensors, by name; where they lie tells which
+    meta           JSON: format, versions, aliases, optimizer, extra
+    """
+
+    tiered: Mapping[str, TieredTensor]
+    plain: Mapping[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> TrainingState:
+    """The state of a training as it is now.
+
+    extra   JSON-able values, tensors, and dicts, lists and tuples of them
+    raises  Unsupported, for what cannot be kept, naming it
+    """
+    held = held_by(model)
+    tensors = {
+        # Detaching a tiered tensor is an op, and this runs at each step of a durable training.
+        f"model.{name}": value if isinstance(value, TieredTensor) else value.detach()
+        for name, value in held.tensors.items()
+    }
+    packer = Packer(tensors)
+    meta = {
+        "format": FORMAT,
+        "zcompile": VERSION,
+        "torch": torch.__version__,
+        "device": _device_of(held).type,
+        "aliases": held.aliases,
+        "modules": {
+            name: packer.pack(value, f"modules.{name}") for name, value in held.states.items()
+        },
+        "optimizer": None if optimizer is None else pack_optimizer(optimizer, held, packer),
+        "extra": packer.pack(dict(extra or {}), "extra"),
+        "rng": packer.pack(_random_states(held), "rng"),
+    }
+    tiered = {name: t for name, t in tensors.items() if isinstance(t, TieredTensor)}
+    plain = {name: t for name, t in tensors.items() if name not in tiered}
+    return TrainingState(tiered, plain, meta)
+
+
+def restore(
+    source: StateSource, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Put a kept state back, random states included; returns what `extra` was.
+
+    Nothing is changed before all of it is known to fit. The values of a model on `meta` that was
+    offloaded come from here. Without `optimizer`, what was kept of one is left alone.
+
+    raises  CheckpointMismatch, which lists everything that does not fit
+    """
+    held = held_by(model)
+    _check_said(source)
+    _check_fits(source, held, optimizer)
+    for name, tensor in held.tensors.items():
+        source.fill(f"model.{name}", tensor.detach())
+    read = partial(read_back, source, source.facts())
+    for name, value in source.meta["modules"].items():
+        set_module_state(model, name, unpack(value, read))
+    if optimizer is not None:
+        restore_optimizer(source, held, optimizer)
+    extra: dict[str, Any] = unpack(source.meta["extra"], read)
+    for device, state in unpack(source.meta["rng"], read).items():
+        _set_random_state(device, state)
+    return extra
+
+
+def _check_said(source: StateSource) -> None:
+    """Whether the meta of a checkpoint is such as `describe` makes, before any of it is used.
+
+    raises  CheckpointMismatch
+    """
+    saved: Mapping[str, Any] = source.meta
+    if saved.get("format") != FORMAT:
+        return  # told as such
+    names = source.facts()
+    try:
+        for key in ("aliases", "modules", "optimizer", "extra", "rng"):
+            if key not in saved:
+                raise ValueError(f"it lacks {key!r}")
+        if not _texts(saved["aliases"]):
+            raise ValueError("'aliases' are not names")
+        for key in ("modules", "rng", "extra"):
+            if not isinstance(saved[key], dict):
+                raise ValueError(f"{key!r} is not a mapping")
+            check_packed(saved[key], names, key)
+        if saved["optimizer"] is not None:
+            _check_optimizer_said(saved["optimizer"], names)
+    except ValueError as error:
+        raise CheckpointMismatch(source.where, [str(error)]) from None
+
+
+def _check_optimizer_said(saved: Any, names: Mapping[str, object]) -> None:
+    """raises  ValueError"""
+    sound = (
+        isinstance(saved, dict)
+        and isinstance(saved.get("class"), str)
+        and isinstance(saved.get("shared"), dict)
+        and isinstance(saved.get("states"), dict)
+        and isinstance(saved.get("groups"), list)
+        and all(isinstance(group, dict) for group in saved["groups"])
+        and all(isinstance(group.get("params"), list) for group in saved["groups"])
+        and all(isinstance(state, dict) for state in saved["states"].values())
+    )
+    if not sound:
+        raise ValueError("what it says of an optimizer is not of a checkpoint's making")
+    strangers = [name for name in saved["states"] if f"model.{name}" not in names]
+    if strangers:
+        raise ValueError(f"it holds states of {strangers[0]!r:.80}, which it does not hold")
+    check_packed([saved["shared"], saved["states"], saved["groups"]], names, "optimizer")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _check_fits(source: StateSource, held: Held, optimizer: torch.optim.Optimizer | None) -> None:
+    saved: Mapping[str, Any] = source.meta
+    if saved.get("format") != FORMAT:
+        raise CheckpointMismatch(
+            source.where,
+            [f"it is of format {saved.get('format')}, this zcompile reads format {FORMAT}"],
+        )
+    facts = {name: f for name, f in source.facts().items() if name.startswith("model.")}
+    wanted = {f"model.{name}": fact_of(tensor) for name, tensor in held.tensors.items()}
+    rows = [f"{name[6:]}: missing, the model has {wanted[name]}" for name in wanted.keys() - facts]
+    rows += [f"{name[6:]}: {facts[name]}, the model has none" for name in facts.keys() - wanted]
+    rows += [
+        f"{name[6:]}: {facts[name]}, the model has {fact}"
+        for name, fact in wanted.items()
+        if name in facts and facts[name] != fact
+    ]
+    rows += [
+        f"{alias}: tied to {first}, in the model it is not"
+        for alias, first in saved["aliases"].items()
+        if held.aliases.get(alias) != first and alias not in held.tensors
+    ]
+    rows += [
+        f"{name}: has no value, it is on meta; call zcompile.offload(model) or to_empty first"
+        for name, tensor in held.tensors.items()
+        if tensor.is_meta and not isinstance(tensor, TieredTensor)
+    ]
+    if optimizer is not None:
+        rows += unfitting_groups(saved["optimizer"], held, optimizer)
+    if rows:
+        raise CheckpointMismatch(source.where, sorted(rows))
+
+
+def _device_of(held: Held) -> torch.device:
+    return next((tensor.device for tensor in held.tensors.values()), torch.device("cpu"))
+
+
+def _random_states(held: Held) -> dict[str, Tensor]:
+    """Of the CPU, and of the CUDA devices that the model is on."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in {t.device for t in held.tensors.values() if t.device.type == "cuda"}:
+        states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_state(device: str, state: Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    elif (
+        torch.cuda.is_available() and (torch.device(device).index or 0) < torch.cuda.device_count()
+    ):
+        torch.cuda.set_rng_state(state, device)
+    else:
+        logger.warning("there is no %s here, so its random state is not restored", device)

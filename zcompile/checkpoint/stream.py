@@ -1,0 +1,436 @@
+"""Tensors into safetensors files, streamed through a few blocks of memory.
+
+Where the filesystem can, a file shares the bytes of tensors that rest in files already. The others
+stream: while the tiers fill two blocks, a thread writes two others. No tensor is ever whole in
+memory, unless it is not row-major.
+
+Tensors out of safetensors files, streamed through a few blocks of memory.
+
+While two blocks are read, two others go to the tiers. No tensor is ever whole in memory, unless it
+is not row-major where it goes.
+
+The bytes of a tensor as a file has them: row-major, range by range, wherever the tensor lies.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zcompile.checkpoint.block_files import (
+    BLOCK_BYTES,
+    BLOCKS,
+    LEAST_DIRECT_BYTES,
+    BlockReader,
+    BlockWriter,
+    new_blocks,
+)
+from zcompile.checkpoint.file import OpenFile
+from zcompile.checkpoint.safetensors import PAGE_BYTES, Header, Row
+from zcompile.ir.torch_compat import is_lazy, materialised
+from zcompile.runtime.device.pages import copy_bytes
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.io.files import let_go
+from zcompile.runtime.io.system_calls import SystemCalls
+from zcompile.runtime.tiers.base import Stretch
+from zcompile.runtime.transfer.ticket import Ticket
+
+
+class TensorBytes(ABC):
+    """One tensor, read or written by ranges of its `nbytes`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.dtype.itemsize
+
+    @abstractmethod
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        """Start to fill `into`, uint8 on the host, with the bytes from `begin` on."""
+
+    @abstractmethod
+    def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
+        """Start to put `source`, uint8 on the host, where the bytes from `begin` on are.
+
+        `source` must not change before the tickets are done.
+        """
+
+    def stretches(self) -> Sequence[Stretch]:
+        """Where in files all of it lies, if it does."""
+        return ()
+
+    def finish(self) -> None:
+        """All of it was written."""
+        increment_version(self.tensor)
+
+
+class _Tiered(TensorBytes):
+    """In the store, and there row-major."""
+
+    tensor: TieredTensor
+
+    def __init__(self, tensor: TieredTensor) -> None:
+        super().__init__(tensor)
+        self._first = tensor.lies.offset * tensor.dtype.itemsize
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        entry, at = self.tensor.entry, self._first + begin
+        # Whole pages can come straight from the disk, so they do not wait with what is left.
+        whole = into.numel() // PAGE_BYTES * PAGE_BYTES
+        parts = [(at, into[:whole]), (at + whole, into[whole:])]
+        return [entry.store.read(entry, part, begin=begin) for begin, part in parts if part.numel()]
+
+    def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
+        entry = self.tensor.entry
+        return [entry.store.put(entry, source, begin=self._first + begin)]
+
+    def stretches(self) -> Sequence[Stretch]:
+        entry = self.tensor.entry
+        return entry.store.stretches(entry, self._first, self._first + self.nbytes)
+
+    def finish(self) -> None:
+        entry = self.tensor.entry
+        if not entry.nbytes:
+            entry.store.zero(entry)  # without bytes, but no longer unset
+        # A compiled graph saves handles for backward, and asks them whether they were written.
+        increment_version(self.tensor._handle)
+
+
+class _Plain(TensorBytes):
+    """In ordinary memory, of the host or of a device, and there row-major."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self._flat = tensor.detach().reshape(-1).view(torch.uint8)
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        _copy(into, self._flat[begin : begin + into.numel()])
+        return ()
+
+    def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
+        _copy(self._flat[begin : begin + source.numel()], source)
+        return ()
+
+
+class _Whole(TensorBytes):
+    """Not row-major where it lies, so all of it passes through host memory at once."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self._rows: Tensor | None = None
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        if self._rows is None:
+            value = self.tensor.detach()
+            value = value.on_host() if isinstance(value, TieredTensor) else value.cpu()
+            self._rows = materialised(value).contiguous()
+        flat = self._rows.reshape(-1).view(torch.uint8)
+        _copy(into, flat[begin : begin + into.numel()])
+        if begin + into.numel() == self.nbytes:
+            self._rows = None
+        return ()
+
+    def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
+        if self._rows is None:
+            self._rows = torch.empty(self.tensor.size(), dtype=self.tensor.dtype, device="cpu")
+        flat = self._rows.view(-1).view(torch.uint8)
+        _copy(flat[begin : begin + source.numel()], source)
+        return ()
+
+    def finish(self) -> None:
+        if self._rows is not None:
+            self.tensor.detach().copy_(self._rows)
+            self._rows = None
+
+
+def bytes_of(tensor: Tensor) -> TensorBytes:
+    if not tensor.is_contiguous() or is_lazy(tensor):
+        return _Whole(tensor)
+    return _Tiered(tensor) if isinstance(tensor, TieredTensor) else _Plain(tensor)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.is_cpu and source.is_cpu:
+        copy_bytes(target, source, target.numel())
+    else:
+        target.copy_(source)
+
+
+Told = Callable[[int], None]
+"""Told how many more bytes have been written."""
+
+
+class Piece(NamedTuple):
+    """Part of a block: bytes from `begin` of a source, `at` of the block on."""
+
+    source: int
+    begin: int
+    at: int
+    nbytes: int
+
+
+def cut(sizes: Sequence[int], block_bytes: int) -> Iterator[list[Piece]]:
+    """What each block of a file holds whose sources, of these sizes, lie one after the other."""
+    pieces: list[Piece] = []
+    at = 0
+    for source, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            nbytes = min(size - begin, block_bytes - at)
+            pieces.append(Piece(source, begin, at, nbytes))
+            begin, at = begin + nbytes, at + nbytes
+            if at == block_bytes:
+                yield pieces
+                pieces, at = [], 0
+    if pieces:
+        yield pieces
+
+
+class _First:
+    """The header, as a source."""
+
+    def __init__(self, content: bytes) -> None:
+        self.nbytes = len(content)
+        self._content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        into.copy_(self._content[begin : begin + into.numel()])
+        return ()
+
+
+class NewFile:
+    """A file that is being written.
+
+    folder         descriptor of the directory that it lies in
+    first, header  what `arrange` made of the tensors
+    raises         IOFault
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        folder: int,
+        first: bytes,
+        header: Header,
+        tensors: Mapping[str, Tensor],
+        system: SystemCalls,
+    ) -> None:
+        self._header = header
+        self._file = BlockWriter(path, folder, header.nbytes, system)
+        self._names = ("the header", *header.rows)
+        self._sources: list[_First | TensorBytes] = [_First(first)]
+        try:
+            self._sources += [bytes_of(tensors[name]) for name in header.rows]
+            self._shared = self._share()
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self) -> None:
+        """Take the room. raises IOFault, if there is none"""
+        self._file.reserve(self._header.nbytes)
+
+    def stream(self, told: Told) -> None:
+        """Write all that is not shared, and sync. raises IOFault, and what transfers raise"""
+        told(sum(self._sources[number].nbytes for number in self._shared))
+        with ThreadPoolExecutor(1, "zinf-save") as thread:
+            writer = _Writer(self._file, thread, told)
+            for begin, run in self._runs():
+                sizes = [self._sources[number].nbytes for number in run]
+                for count, pieces in enumerate(cut(sizes, BLOCK_BYTES)):
+                    self._fill(writer, begin + count * BLOCK_BYTES, run, pieces)
+            writer.end()
+        self._file.finish(self._header.nbytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _fill(self, writer: "_Writer", begin: int, run: range, pieces: list[Piece]) -> None:
+        block = writer.block()
+        tickets: list[Ticket] = []
+        for piece in pieces:
+            into = block[piece.at : piece.at + piece.nbytes]
+            tickets += self._sources[run[piece.source]].read(piece.begin, into)
+        used = pieces[-1].at + pieces[-1].nbytes
+        name = self._names[run[pieces[0].source]]
+        writer.put(_Filling(begin, block, used, tickets, name))
+
+    def _share(self) -> set[int]:
+        """Which sources the file has by now, since it shares their bytes."""
+        shared: set[int] = set()
+        for number, row in enumerate(self._header.rows.values(), 1):
+            source = self._sources[number]
+            if row.begin % PAGE_BYTES or row.nbytes % PAGE_BYTES or not row.nbytes:
+                break  # what comes now begins or ends within a page
+            assert isinstance(source, TensorBytes), "only the header is none"
+            stretches = source.stretches()
+            if not stretches:
+                continue
+            if not self._file.share(row.begin, stretches):
+                break
+            shared.add(number)
+        return shared
+
+    def _runs(self) -> Iterator[tuple[int, range]]:
+        """What is to be written: neighbours among the sources, and where the first begins."""
+        begin, run = 0, range(0)
+        at = 0
+        for number, source in enumerate(self._sources):
+            if number in self._shared:
+                if run:
+                    yield begin, run
+                run = range(0)
+            else:
+                begin = begin if run else at
+                run = range(run.start if run else number, number + 1)
+            at += source.nbytes
+        if run:
+            yield begin, run
+
+
+class _Filling(NamedTuple):
+    """A block on its way: `used` of its bytes go to `begin` of the file once the tickets are."""
+
+    begin: int
+    block: Tensor
+    used: int
+    tickets: list[Ticket]
+    name: str
+
+
+class _Writer:
+    """Hands blocks from those who fill them to a thread that writes them, and back."""
+
+    def __init__(self, file: BlockWriter, thread: ThreadPoolExecutor, told: Told) -> None:
+        self._file, self._thread, self._told = file, thread, told
+        self._free = new_blocks()
+        self._filling: deque[_Filling] = deque()
+        self._writing: deque[tuple[Future[None], _Filling]] = deque()
+
+    def block(self) -> Tensor:
+        if len(self._filling) >= BLOCKS // 2:
+            self._send()
+        if not self._free:
+            self._settle()
+        return self._free.pop()
+
+    def put(self, filling: _Filling) -> None:
+        self._filling.append(filling)
+
+    def end(self) -> None:
+        while self._filling:
+            self._send()
+        while self._writing:
+            self._settle()
+
+    def _send(self) -> None:
+        filling = self._filling.popleft()
+        for ticket in filling.tickets:
+            ticket.wait()
+        whole = -(-filling.used // PAGE_BYTES) * PAGE_BYTES
+        filling.block[filling.used : whole].zero_()
+        source = filling.block[:whole]
+        future = self._thread.submit(self._file.write, filling.begin, source, filling.name)
+        self._writing.append((future, filling))
+
+    def _settle(self) -> None:
+        future, filling = self._writing.popleft()
+        future.result()
+        self._free.append(filling.block)
+        self._told(filling.used)
+
+
+MOST_LEAVING = 256
+"""Small tensors on their way to the tiers at once."""
+
+
+class Loader:
+    """Brings tensors out of files, which stay open that long; a context manager.
+
+    raises  at the end of the context too, what the last transfers raise
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[OpenFile, BlockReader] = {}
+        self._free = new_blocks()
+        self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "zinf-load")
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._thread.shutdown()
+        try:
+            while self._leaving and error is None:
+                self._settle()
+        finally:
+            for file, reader in self._files.items():  # which were only read
+                let_go(file.path, reader.close)
+
+    def fill(self, file: OpenFile, name: str, row: Row, target: Tensor) -> None:
+        """`target` takes the value of a tensor of the file, cast as `copy_` casts."""
+        if file not in self._files:
+            self._files[file] = BlockReader(file)
+        reader, to = self._files[file], bytes_of(target)
+        for begin, raw, block in self._pieces(reader, name, row):
+            first = begin * target.dtype.itemsize // row.dtype.itemsize
+            self._leaving.append((block, to.write(first, _cast(raw, row.dtype, target.dtype))))
+        to.finish()
+
+    def _pieces(
+        self, reader: BlockReader, name: str, row: Row
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Where in the tensor, its bytes, and the block that they lie in."""
+        if row.nbytes < LEAST_DIRECT_BYTES:
+            if row.nbytes:
+                while len(self._leaving) > MOST_LEAVING:
+                    self._settle()
+                yield 0, reader.read_small(row.begin, row.end, name), None
+            return
+        coming: deque[tuple[int, Future[Tensor], Tensor]] = deque()
+        for begin, end in spans(row):
+            if len(coming) == BLOCKS // 2:
+                at, future, block = coming.popleft()
+                yield at - row.begin, future.result(), block
+            while not self._free:
+                self._settle()
+            block = self._free.pop()
+            coming.append((begin, self._thread.submit(reader.read, begin, end, block, name), block))
+        for at, future, block in coming:
+            yield at - row.begin, future.result(), block
+
+    def _settle(self) -> None:
+        block, tickets = self._leaving.popleft()
+        for ticket in tickets:
+            ticket.wait()
+        if block is not None:
+            self._free.append(block)
+
+
+def spans(row: Row) -> Iterator[tuple[int, int]]:
+    """The row's bytes in the file in parts: whole elements that lie within one block of pages."""
+    begin, item = row.begin, row.dtype.itemsize
+    while begin < row.end:
+        bound = begin // PAGE_BYTES * PAGE_BYTES + BLOCK_BYTES
+        end = min(row.end, begin + (bound - begin) // item * item)
+        yield begin, end
+        begin = end
+
+
+def _cast(raw: Tensor, was: torch.dtype, to: torch.dtype) -> Tensor:
+    """The bytes of the same elements in another dtype."""
+    if was == to:
+        return raw
+    if raw.storage_offset() % was.itemsize:
+        raw = raw.clone()
+    return raw.view(was).to(to).view(torch.uint8)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zcompile.frontend.residency import Residency
+from zcompile.frontend.replan import Residency
 from zcompile.runtime.profile import Clocks, Walked
 from zcompile.runtime.session import Session
 

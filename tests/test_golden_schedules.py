@@ -16,7 +16,7 @@ from small_models import GPT, SMALL_MODELS, mlp
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.frontend import residency
+from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import printer
 from zcompile.ir.schedule import Schedule
@@ -149,7 +149,7 @@ def train(case: Case, tmp_path: Path, **more: Any) -> Iterator[Walked]:
 @pytest.fixture
 def given(monkeypatch):
     """Costs that nobody measures: the same in every run."""
-    monkeypatch.setattr(residency, "costs_of", given_costs)
+    monkeypatch.setattr(replan, "costs_of", given_costs)
     monkeypatch.setattr(Session, "ways", lambda session: Ways(straight_read=True))
     monkeypatch.setattr(probe, "_pacing_s", lambda device: 1e-5)
 

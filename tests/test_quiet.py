@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zcompile.ir import quiet as module
-from zcompile.ir.quiet import quiet
+from zcompile.frontend.dry_run import plan as module
+from zcompile.frontend.dry_run.plan import quiet
 
 
 class Cycle:

@@ -9,7 +9,7 @@ from torch import fx
 import zcompile
 from zcompile.config import Config
 from zcompile.frontend.dry_run.device import is_blank
-from zcompile.frontend.dry_run.paper_regions import PaperRegions
+from zcompile.frontend.dry_run.session import PaperRegions
 from zcompile.ir.graph import is_compute, region_of
 from zcompile.ir.regions import compile_region, inputs_of, is_product, outputs_of, structure
 from zcompile.passes.pipeline import pipeline

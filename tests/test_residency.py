@@ -27,7 +27,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import ParameterChanged
-from zcompile.frontend import residency, step_planning
+from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import KiB
 from zcompile.planner import simulator, step_plan
@@ -117,9 +117,9 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     train(model, compiled, optimizer, 4, 5)
     walked = seen.copy()
     seen.clear()
-    residency = session_behind(model).planner
-    step, homes = residency.plan.step, residency.plan.placement.homes
-    simulator.simulate(step, residency.costs(), homes)
+    replan = session_behind(model).planner
+    step, homes = replan.plan.step, replan.plan.placement.homes
+    simulator.simulate(step, replan.costs(), homes)
     assert walked
     assert seen[-len(walked) :] == walked
 
@@ -243,7 +243,7 @@ def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, cap
 
 def steps_planned(monkeypatch, caplog, first_window):
     """What a run says of its plans; the first leaves at least `first_window` of the arena."""
-    plan, windows = step_planning.plan_step, []
+    plan, windows = replan.plan_step, []
 
     def noted(step, machine, room, arena, *rest, **more):
         least = min(first_window, room.nbytes["device"]) if not windows else arena.window_bytes
@@ -251,11 +251,11 @@ def steps_planned(monkeypatch, caplog, first_window):
         windows.append(made.arena.window_bytes)
         return made
 
-    monkeypatch.setattr(step_planning, "plan_step", noted)
-    costs = functools.cache(residency.Residency.costs)  # as they are first; no hour changes them
-    monkeypatch.setattr(residency.Residency, "costs", costs)
-    monkeypatch.setattr(residency, "perf_counter", lambda: 0.0)  # planning takes no time
-    with caplog.at_level("INFO", "zcompile.frontend.residency"):
+    monkeypatch.setattr(replan, "plan_step", noted)
+    costs = functools.cache(replan.Residency.costs)  # as they are first; no hour changes them
+    monkeypatch.setattr(replan.Residency, "costs", costs)
+    monkeypatch.setattr(replan, "perf_counter", lambda: 0.0)  # planning takes no time
+    with caplog.at_level("INFO", "zcompile.frontend.replan"):
         model, _, _ = begun(9, device_memory=2 * WEIGHT_BYTES + held_bytes(),
                             throttle={"h2d": "10MB/s", "d2h": "10MB/s"})  # fmt: skip
     return model, windows, [r.message for r in caplog.records if "costs have changed" in r.message]

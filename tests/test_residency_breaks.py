@@ -25,7 +25,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import BudgetExceeded, TierFull
-from zcompile.frontend import residency
+from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import Kind, Phase
 from zcompile.ir.units import KiB, MiB
@@ -85,7 +85,7 @@ def test_a_plan_after_a_relief_leaves_as_much_free():
 
 
 def test_what_needs_the_room_again_and_again_gets_it_for_good(caplog, monkeypatch):
-    monkeypatch.setattr(residency, "MOST_RELIEFS", 1)
+    monkeypatch.setattr(replan, "MOST_RELIEFS", 1)
     model, compiled, optimizer = begun(3, device_memory="4MiB")
     gathered(model, 4 * MiB - 200 * KiB)
     train(model, compiled, optimizer, 3, STEPS)
@@ -168,8 +168,8 @@ def crowded(monkeypatch, fill) -> list[StepPlan]:
     Without clipping, which reads some gradients again: that is no part of a step's schedules.
     No plan is reviewed: another would be put into force in the midst of what is measured.
     """
-    monkeypatch.setattr(residency, "REVIEW", 1000)
-    apply, made = residency.Residency.apply, []
+    monkeypatch.setattr(replan, "REVIEW", 1000)
+    apply, made = replan.Residency.apply, []
 
     def beside(planner, plan):
         made.append(plan)
@@ -177,7 +177,7 @@ def crowded(monkeypatch, fill) -> list[StepPlan]:
         apply(planner, plan)
         del held
 
-    monkeypatch.setattr(residency.Residency, "apply", beside)
+    monkeypatch.setattr(replan.Residency, "apply", beside)
     return made
 
 
@@ -280,7 +280,7 @@ def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
 def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
     """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
     budget = WEIGHT_BYTES + 2 * held_bytes()
-    model, compiled, optimizer = begun(1, device_memory=budget, residency=residency)
+    model, compiled, optimizer = begun(1, device_memory=budget, residency=replan)
     plain = gpt()
     twin = adamw(plain)
     train(plain, plain, twin, 0, 1)

@@ -40,7 +40,7 @@ def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp
     budget = held_bytes() + WEIGHT_BYTES // 2
     room = {"disk": tmp_path, "host_memory": "520KiB"} if where == "disk" else {}
     model, compiled, optimizer = begun(budget, 0, **room)
-    with caplog.at_level("INFO", "zcompile.frontend.residency"):
+    with caplog.at_level("INFO", "zcompile.frontend.replan"):
         loop_of(model, compiled, optimizer)
     assert caplog.text.count("a forward needs their room") == 1
     assert HELD not in gradients(model)
@@ -67,7 +67,7 @@ def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(caplog):
     loop(plain, plain, adamw(plain))
     budget = held_bytes() + WEIGHT_BYTES // 2
     model, compiled, optimizer = begun(budget, 0)
-    with caplog.at_level("INFO", "zcompile.frontend.residency"):
+    with caplog.at_level("INFO", "zcompile.frontend.replan"):
         loop(model, compiled, optimizer)
     assert caplog.text.count("the next plan lets none stay") == 1
     assert not session_behind(model).planner.plan.placement.stay
@@ -94,7 +94,7 @@ def test_an_evaluation_now_and_then_does_not_stop_it(caplog):
     loop(plain, plain, adamw(plain))
     want, losses = losses, []
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES // 2, 0)
-    with caplog.at_level("INFO", "zcompile.frontend.residency"):
+    with caplog.at_level("INFO", "zcompile.frontend.replan"):
         loop(model, compiled, optimizer)
     assert "a forward needs their room" in caplog.text
     assert "lets none stay" not in caplog.text

@@ -1,9 +1,15 @@
-"""Parameters move to their home tier: of a finished model, or one by one as it is built."""
+"""Parameters move to their home tier: of a finished model, or one by one as it is built.
+
+Which parameters of a model lie in the same memory, as after `a.weight.data = b.weight.data`.
+
+They are several parameters, each with a gradient of its own, that show the same values.
+"""
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +24,7 @@ from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.frontend.refitting import Refitting
-from zcompile.frontend.residency import Residency
-from zcompile.frontend.shared_memory import first_in_memory
+from zcompile.frontend.replan import Refitting, Residency
 from zcompile.ir.handles import ANEW, leaf_of
 from zcompile.ir.torch_compat import (
     check_torch,
@@ -28,6 +32,7 @@ from zcompile.ir.torch_compat import (
     holders_of_memory,
     hooks_of,
     is_shared_between_processes,
+    memory_of,
     set_by,
     with_kept_nodes,
     without_weak_references,
@@ -47,6 +52,38 @@ from zcompile.runtime.transfer.interrupts import (
     ends,
     uninterrupted,
 )
+
+
+def first_in_memory(named: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
+    """id of a parameter -> the first that lies exactly where it does, if it is not that itself.
+
+    raises  Unsupported, if two share a part of their memory
+    """
+    lying: dict[int, list[tuple[str, Tensor, Layout]]] = {}
+    found: dict[int, Tensor] = {}
+    for name, param in named:
+        layout = replace(Layout.of(param), offset=int(param.storage_offset()))
+        others = lying.setdefault(memory_of(param), [])
+        for before, other, lies in others:
+            if layout == lies:
+                found[id(param)] = other
+                break
+            if not layout.numel or not _overlap(layout, lies):
+                continue
+            raise Unsupported(
+                f"parameters {before!r} and {name!r} share a part of their memory",
+                "give each memory of its own (param.data = param.data.clone()), or make both views "
+                "of one parameter",
+            )
+        else:
+            others.append((name, param, layout))
+    return found
+
+
+def _overlap(a: Layout, b: Layout) -> bool:
+    begin = max(a.offset * a.dtype.itemsize, b.offset * b.dtype.itemsize)
+    return begin < min(a.end_bytes, b.end_bytes)
+
 
 log = logging.getLogger(__name__)
 

@@ -233,7 +233,7 @@ logger = logging.getLogger("zcompile.runtime.session")
 
 
 class Planner(Protocol):
-    """Decides for whole steps; see `zcompile/frontend/residency.py`, above."""
+    """Decides for whole steps; see `zcompile/frontend/replan.py`, above."""
 
     @property
     def arranges(self) -> bool:

@@ -4,6 +4,12 @@ The first steps run as the passes planned them, with everything fetched. Their r
 each region took, becomes a plan (`planner/step_plan.py`), entries move to their homes once, and
 from then on schedules are arranged for them (`passes/lower.py`). Joins the two wings for a whole
 step as `backend.py` does for one graph.
+
+Schedules arranged anew for what a session's arena is by now, and where entries rest.
+
+What the tiers and the machine of a session offer a step, and the plan for it: nothing moves yet.
+
+`replan.py` decides when a step is planned, and puts the plan into force.
 """
 
 import logging
@@ -14,22 +20,164 @@ from time import perf_counter
 from typing import Any
 
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
-from zcompile.frontend.refitting import refitted, refusal
-from zcompile.frontend.step_planning import costs_of, plan_of, prediction_of, seconds_at
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import Step, StepCall, joined, lasting, of_the_living
-from zcompile.ir.types import HELD, Phase
+from zcompile.ir.types import ALIGNMENT, HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
 from zcompile.memory.step_footprint import held_peak
-from zcompile.planner.simulator import step_seconds
-from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.passes.lower import ArenaShare, arrange
+from zcompile.planner.bounds import bound, demand_of
+from zcompile.planner.floor import floor
+from zcompile.planner.placement import Room
+from zcompile.planner.simulator import predicted, step_seconds
+from zcompile.planner.step_plan import (
+    UNBOUNDED_LEAD,
+    Seconds,
+    StepPlan,
+    at_rest,
+    plan_step,
+    stay_and_annex,
+)
+from zcompile.runtime.probe import machine_for
 from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import rehome, send_away
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
+from zcompile.verify.schedule import verify_schedule
+
+
+def lead_of(session: Session) -> int:
+    """Runs that a fetch may start ahead, where bytes alone decide."""
+    return UNBOUNDED_LEAD if session.config.max_lead else 0
+
+
+def refitted(
+    session: Session,
+    schedule: Schedule,
+    resident: frozenset[EntryIndex],
+    budget_bytes: int,
+    stay: frozenset[EntryIndex] = frozenset(),
+) -> Schedule:
+    """`schedule` arranged for a call whose `resident` entries rest on the device and the gradients
+    of whose entries `stay` there, and proven.
+
+    raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
+    """
+    made = arrange(schedule, resident, budget_bytes, lead_of(session), stay)
+    verify_schedule(made)
+    return made
+
+
+def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> BudgetExceeded:
+    """What `refitted` raised, told of the device instead of the arena."""
+    what = "parameters that one piece of compute reads together"
+    return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
+
+
+class Refitting:
+    """Where no step is planned: schedules as the passes made them, or, where the arena has become
+    too small for one, arranged anew. Nothing rests on the device."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._made: dict[tuple[int, int], Schedule] = {}
+
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """raises  BudgetExceeded, if what one run reads does not fit any more"""
+        session = self._session()
+        assert session is not None, "a session asks, so it is there"
+        budget = session.arena.budget_bytes
+        if schedule.budget_bytes is None or schedule.arena_bytes <= budget:
+            return schedule
+        if schedule.phase is Phase.STEP:
+            return schedule
+        key = schedule.serial, budget
+        if key not in self._made:
+            try:
+                self._made[key] = refitted(session, schedule, frozenset(), budget)
+            except BudgetExceeded as error:
+                raise refusal(session, schedule, error) from error
+        return replace(self._made[key], holds=schedule.holds)
+
+
+HOLES = 512
+"""Such a part of the host is left over for holes. An entry that finds none large enough goes to
+the disk, if there is one; that costs no more than to leave its size over for good."""
+
+
+def costs_of(session: Session) -> Costs:
+    """What is known of this machine and what ran on it."""
+    machine = machine_for(session.config, session.device)
+    return session.executor.clocks.costs(machine, session.ways())
+
+
+def seconds_at(costs: Costs) -> Seconds:
+    """How long an arranged step takes."""
+    return lambda made, homes: step_seconds(made, costs, homes)
+
+
+def plan_of(
+    session: Session, step: Step, costs: Costs, least_window: int, kept: frozenset[int]
+) -> StepPlan:
+    """The plan for a step like this one.
+
+    least_window  bytes of the arena to leave free
+    kept          gradients that are not gone when the next forward begins, so that none of them
+                  may stay beside the arena
+    raises  BudgetExceeded
+    """
+    room = room_of(session, step)
+    chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
+    stay, annex = stay_and_annex(
+        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
+    )
+    window = min(least_window, arena_bytes)
+    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
+    compute = demand_of(step, costs.region_seconds).phases_s
+    return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
+
+
+def whole_room(session: Session) -> Room:
+    """The budgets as they were given, whatever they were split into."""
+    nbytes = {**session.homes.capacities(), "device": session.device_budget}
+    nbytes["host"] = session.host_budget
+    return Room(nbytes, session.reaches_host, session.reaches_host)
+
+
+def prediction_of(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
+    """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
+    that such a plan takes, and computes, and what binds; and the floor of all plans."""
+    made = predicted(plan.step, costs, plan.placement.homes)
+    demand = demand_of(base, costs.region_seconds)
+    links = machine_for(session.config, session.device).links  # at the rates that they have
+    least = bound(demand, links, room_of(session, base, holes=False))
+    lowest = floor(base, demand, costs, links, whole_room(session))
+    return made | {
+        "least_s": least.seconds,
+        "binding": least.binding,
+        "least_compute_s": sum(demand.phases_s.values()),
+        "floor_s": lowest.seconds,
+        "floor_binding": lowest.binding,
+        "floor_compute_s": lowest.compute_s,
+    }
+
+
+def room_of(session: Session, step: Step, holes: bool = True) -> Room:
+    """What the tiers have for the entries of this step: all but what others rest on, and what is
+    left over for `holes` on the host."""
+    berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
+    nbytes = {"device": berths, **session.homes.capacities()}
+    for entry in session.entries():
+        if key_of(entry) not in step.facts and entry.home in nbytes:
+            nbytes[entry.home] -= entry.place.extent.nbytes
+    if holes:  # between entries of different sizes; what finds none goes to disk
+        nbytes["host"] -= nbytes["host"] // HOLES
+    reach, ring = session.reaches_host, session.ways().ring_bytes
+    return Room(nbytes, reach, reach, ring, session.split.held_bytes)
+
 
 log = logging.getLogger(__name__)
 

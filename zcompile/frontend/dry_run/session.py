@@ -2,10 +2,16 @@
 walks schedules and computes nothing.
 
 What is recorded is what a real step would record. The caller's model is not touched.
+
+Regions of a step on paper: each only says what it would make.
+
+One training step of a copy on paper: forward and backward so many times, then the optimizer.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.config import Config
-from zcompile.errors import Unsupported
+from zcompile.errors import Running, Unsupported
 from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_paper
-from zcompile.frontend.dry_run.paper_regions import PaperRegions
 from zcompile.frontend.offload import furnish
 from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Borrow, Schedule
@@ -24,11 +29,15 @@ from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.torch_compat import (
     Dispatched,
     DispatchMode,
+    failure_of,
+    hint,
     is_compiling_now,
+    muted_tracing,
     trees,
     without_modes,
+    without_recompile_limit,
 )
-from zcompile.ir.types import Kind, Layout, Phase
+from zcompile.ir.types import Kind, Layout, Phase, Region
 from zcompile.machine.cost import Ways
 from zcompile.memory.step_footprint import HeldWalk
 from zcompile.runtime.eager.tensor import TieredTensor, own
@@ -39,6 +48,35 @@ from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Ready, Ticket
+
+
+class PaperRegions(dict[str, Region], MutableMapping[str, Region]):
+    """Regions that are compiled here make blanks of what the traced ones make."""
+
+    def __setitem__(self, key: str, region: Region) -> None:
+        blanks = isinstance(region.call, _BlankResults)  # a variant of one that is here
+        call = region.call if blanks else _BlankResults(region)
+        super().__setitem__(key, replace(region, call=call))
+
+
+class _BlankResults:
+    """Stands in for the call of a region; the results are those that tracing saw."""
+
+    def __init__(self, region: Region) -> None:
+        traced: Any = region.call
+        (output,) = traced.__self__.graph.find_nodes(op="output")
+        self._results = tuple(node.meta["val"] for node in output.args[0])
+
+    def __call__(self, values: list[Any]) -> tuple[Any, ...]:
+        values.clear()
+        return tuple(trees.tree_map(_blank, result) for result in self._results)
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return blank([hint(n) for n in value.size()], [hint(n) for n in value.stride()],
+                     value.dtype)  # fmt: skip
+    return hint(value) if isinstance(value, torch.SymInt) else value
 
 
 class PaperSession(Session):
@@ -273,3 +311,62 @@ def _param(session: PaperSession, name: str, param: nn.Parameter) -> nn.Paramete
     entry = session.create(name, Kind.PARAM, layout.nbytes)
     made = nn.Parameter(TieredTensor.over(entry, layout), param.requires_grad)
     return own(made)
+
+
+REMEDY = (
+    "a plan runs the model as it is: give it inputs that it takes, and see that it runs with them"
+)
+
+
+def run_step(
+    model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, times: int
+) -> None:
+    """Run it. raises  Unsupported, UserCodeFailed"""
+
+    def loss_of(*given: Any) -> Tensor:
+        named = len(given) == 1 and isinstance(given[0], Mapping)
+        return _loss(model(**given[0]) if named else model(*given))
+
+    # Dynamo keeps what it compiled with the code, and would come to its limit after some plans.
+    # What lies behind a graph break is the model's own code, which is not ours to make anew.
+    fresh = types.FunctionType(loss_of.__code__.replace(), globals(), "loss_of",
+                               None, loss_of.__closure__)  # fmt: skip
+    compiled = torch.compile(fresh, backend=paper_backend, dynamic=False)
+    name, given = type(model).__name__, ", ".join(_told(inputs))
+    for _ in range(times):
+        with (
+            Running(f"forward of {name} with ({given})", REMEDY, failure_of),
+            muted_tracing(),
+            without_recompile_limit(),
+        ):
+            loss = compiled(*inputs)
+        if not loss.requires_grad:
+            raise Unsupported("the model's output does not depend on what it trains",
+                              "let forward return the loss")  # fmt: skip
+        with Running(f"backward of {name} with ({given})", REMEDY, failure_of):
+            loss.backward()
+    with Running(f"a step of {type(optimizer).__name__}", REMEDY, failure_of):  # fmt: skip
+        optimizer.step()
+
+
+def _loss(result: Any) -> Tensor:
+    """The loss of a call: its result, its `.loss`, or else a mean that stands for one."""
+    if isinstance(result, Tensor) and result.dim() == 0:
+        return result
+    loss = getattr(result, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [x for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
+    if not tensors:
+        raise Unsupported(f"the model's forward returned {type(result).__name__} without a tensor",
+                          "let it return the loss, or what a loss can be made of")  # fmt: skip
+    return tensors[0].float().mean()
+
+
+def _told(inputs: Sequence[Any]) -> Iterator[str]:
+    """Dtype and sizes of each tensor."""
+    for x in trees.tree_leaves(inputs):
+        if isinstance(x, Tensor):
+            yield f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, x.shape))}]"
+        else:
+            yield repr(x)

@@ -11,8 +11,8 @@ import small_run
 from border import Border
 from failed_calls import Once, open_below
 
-from zcompile.cli import disk_probe, main
-from zcompile.cli.disk_probe import probe_disk
+from zcompile.cli import doctor, main
+from zcompile.cli.doctor import probe_disk
 from zcompile.errors import DiskUnusable
 from zcompile.ir import serialize as rf
 from zcompile.machine.files import find
@@ -203,8 +203,8 @@ def test_doctor_says_which_ways_to_the_disk_are_open(zinf, tmp_path, installed, 
 
 
 def test_the_probe_of_a_disk_passes_the_border_and_tells_what_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_probe, "PROBE_BYTES", 4096)
-    monkeypatch.setattr(disk_probe, "REQUEST_BYTES", 4096)
+    monkeypatch.setattr(doctor, "PROBE_BYTES", 4096)
+    monkeypatch.setattr(doctor, "REQUEST_BYTES", 4096)
     once = Once(tmp_path)
     probe_disk(tmp_path, Border(once))
     spots = dict.fromkeys(once.seen)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zcompile
-from zcompile.cli.machines import rows
+from zcompile.cli.doctor import rows
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
 from zcompile.frontend.dry_run import plan

@@ -6,9 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zcompile.cli.model_source import example_inputs, find_model
-from zcompile.cli.plots import bars, svg
-from zcompile.cli.sweeps import read_sweep
+from zcompile.cli.format import bars, read_sweep, svg
+from zcompile.cli.plan import example_inputs, find_model
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.units import GiB, MiB
 

@@ -1,6 +1,6 @@
 """`zinf explain` tells what became of values that backward needs."""
 
-from zcompile.cli.explain_activations import ALL, fate_text, fates_of
+from zcompile.cli.explain import ALL, fate_text, fates_of
 from zcompile.ir.serialize import ActivationRecord, PlanRecord
 
 ROWS = (

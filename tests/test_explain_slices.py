@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import zcompile
-from zcompile.cli.explain_slices import SLICES, slices_of, slices_text
+from zcompile.cli.explain import SLICES, slices_of, slices_text
 from zcompile.ir import serialize as form
 from zcompile.ir.plan import SlicedRegion
 from zcompile.ir.serialize import PassRecord, PlanRecord, encode, open_run

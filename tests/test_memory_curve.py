@@ -8,7 +8,7 @@ from planned_runs import STEPS, begun, train
 
 import zcompile
 from zcompile.cli import main
-from zcompile.cli.curves import HEIGHT, WIDTH, curve_lines
+from zcompile.cli.format import CURVE_HEIGHT, CURVE_WIDTH, curve_lines
 from zcompile.ir.plan import Curve, Memory
 from zcompile.ir.serialize import open_run
 from zcompile.ir.units import KiB
@@ -102,10 +102,10 @@ def test_explain_draws_both_curves(runs, capsys):
     assert "were everything kept: at most" in out
     assert f"%{plan.memory.after.peak_node}" in out
     rows = [line for line in out.splitlines() if " |" in line]
-    assert len(rows) == HEIGHT
+    assert len(rows) == CURVE_HEIGHT
     assert "." in rows[0]
     assert "#" not in rows[0], "the highest row is that of what was not chosen"
-    assert rows[-1].count("#") > WIDTH // 2
+    assert rows[-1].count("#") > CURVE_WIDTH // 2
     assert max(map(len, rows)) <= 80
     assert main(["explain", str(dump), "activations"]) == 0
     assert rows[0] in capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_the_picture_shows_the_highest_of_what_a_column_holds():
     names = [f"n{number}" for number in range(1000)]
     spike = curve(names, [900 if number == 707 else 100 for number in range(1000)], 500)
     rows = [line for line in curve_lines(Memory(spike, spike)) if " |" in line]
-    assert [row.count("#") for row in rows[:-1]] == [1] * (HEIGHT - 1)
+    assert [row.count("#") for row in rows[:-1]] == [1] * (CURVE_HEIGHT - 1)
     assert len(rows[-1]) <= 80
 
 

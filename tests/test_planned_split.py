@@ -9,7 +9,7 @@ from planned_runs import adamw, gpt, ids
 from torch import nn
 
 import zcompile
-from zcompile.cli.curves import curve_svg
+from zcompile.cli.format import curve_svg
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, Unsupported
 from zcompile.frontend.dry_run import plan

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zcompile.cli import disk, doctor, explain, machines, plan, show, timeline
-from zcompile.cli.answer import Answer
+from zcompile.cli import disk, doctor, explain, plan, show, timeline
+from zcompile.cli.format import Answer
 from zcompile.errors import ConfigInvalid, UnknownOption, UserCodeFailed, ZinfError
 from zcompile.ir.serialize import PHASES
 from zcompile.machine.files import MachineUnknown, MachineUnreadable
@@ -103,7 +103,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
                         help="what a machine that comes along offers, or one of a file; without "
                         "NAME, which ones there are")  # fmt: skip
     parser.set_defaults(command=lambda args: doctor.doctor(args.disk, args.measure)
-                        if args.machine is None else machines.described(args.machine))  # fmt: skip
+                        if args.machine is None else doctor.described(args.machine))  # fmt: skip
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from zcompile.cli.answer import Answer
-from zcompile.cli.sizes import read_size
-from zcompile.cli.sweeps import Point, read_sweep, swept
+from zcompile.cli.format import Answer, Point, read_size, read_sweep, swept
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.ir.units import show_size
 from zcompile.machine.files import find, names

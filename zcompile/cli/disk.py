@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 from zcompile.checkpoint.directory import STATE_FILE
-from zcompile.cli.answer import Answer
+from zcompile.cli.format import Answer
 from zcompile.errors import DiskOwned, DiskUnusable, DurableDamaged, DurableHeld, ZinfError
 from zcompile.ir.units import show_size
 from zcompile.runtime.durable.files import (

@@ -4,6 +4,12 @@ that they take ("memory": that alone); or which regions run over slices of token
 
 What a parameter's value is read by is found by following its gathered value: a node that reads it
 and takes no bytes of its own is a view of it, and is followed too; any other node is a reader.
+
+What became of values that backward needs, and what a graph holds with them: the part of `zinf
+explain` that is about them.
+
+Which regions run over slices of tokens, and what is large and does not: the part of `zinf
+explain` that is about them.
 """
 
 import itertools
@@ -13,18 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zcompile.cli.answer import Answer
-from zcompile.cli.explain_activations import (
-    Fate,
-    GraphMemory,
-    fate_text,
-    fates_of,
-    memories_of,
-    memory_text,
-)
-from zcompile.cli.explain_slices import GraphSlices, slices_of, slices_text
+from zcompile.cli.format import Answer, curve_lines
 from zcompile.errors import NotInRun
+from zcompile.ir.plan import Memory, SlicedRegion
 from zcompile.ir.serialize import (
+    ActivationCostRecord,
+    ActivationRecord,
     Graph,
     InstructionRecord,
     NodeRecord,
@@ -33,7 +33,122 @@ from zcompile.ir.serialize import (
     SlotRecord,
     open_run,
 )
-from zcompile.ir.units import show_size
+from zcompile.ir.units import show_seconds, show_size
+
+SLICES = "slices"
+"""Asks for every region that runs over slices of tokens, and for what does not."""
+PASS = "tile-tokens"
+
+
+@dataclass(frozen=True)
+class GraphSlices:
+    """notes  of the pass that decides: what is large and runs over all tokens at once, and why"""
+
+    graph: int
+    regions: tuple[SlicedRegion, ...]
+    notes: tuple[str, ...]
+
+
+def slices_of(graph: Graph, asked: str) -> Iterator[GraphSlices]:
+    """Of the graph, if slices are asked for; or the region of that name, if it has one."""
+    regions = graph.plan().sliced
+    if asked == SLICES:
+        told = {region.told() for region in regions}
+        notes = (note for row in graph.passes() if row.name == PASS for note in row.notes)
+        yield GraphSlices(graph.index, regions, tuple(note for note in notes if note not in told))
+    elif named := tuple(region for region in regions if region.name == asked):
+        yield GraphSlices(graph.index, named, ())
+
+
+def slices_text(found: Sequence[GraphSlices]) -> str:
+    """A line for each region and each note; one line, if there are none."""
+    lines = ["regions that run over slices of tokens, and what they hold at once"]
+    if not any(row.regions for row in found):
+        lines = ["nothing runs over slices of tokens"]
+    for row in found:
+        lines += (f"  graph{row.graph}  {_region_text(region)}" for region in row.regions)
+    lines += (f"  graph{row.graph}  note: {note}" for row in found for note in row.notes)
+    return "\n".join(lines) + "\n"
+
+
+def _region_text(region: SlicedRegion) -> str:
+    inside, one = show_size(region.inside_bytes), show_size(region.sliced_bytes)
+    cut = f"{region.slices} slices of {region.tokens} tokens"
+    return (
+        f"{region.name:<40} {cut:<28} {inside:>10} inside become {one}, "
+        f"beside {show_size(region.whole_bytes)} whole"
+    )
+
+
+ALL = "activations"
+"""Asks for every value that backward needs, and for what is held with them."""
+MEMORY = "memory"
+"""Asks for that alone."""
+_SAID = {"keep": "kept", "again": "made again in backward", "host": "moved to the host",
+         "disk": "moved to disk"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fate:
+    graph: int
+    activation: ActivationRecord
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What a graph's values hold of the device, and what it costs that not all are kept."""
+
+    graph: int
+    memory: Memory
+    cost: ActivationCostRecord | None
+
+
+def fates_of(graph: Graph, asked: str) -> Iterator[Fate]:
+    """Those of the value asked for, by its node or its name; or of all."""
+    for row in graph.plan().activations:
+        if asked in (ALL, row.node, row.name):
+            yield Fate(graph.index, row)
+
+
+def memories_of(graph: Graph, asked: str) -> Iterator[GraphMemory]:
+    """Of a graph whose device is bounded, if all values are asked for, or just this."""
+    plan = graph.plan()
+    if asked in (ALL, MEMORY) and plan.memory is not None:
+        yield GraphMemory(graph.index, plan.memory, plan.activation_cost)
+
+
+def memory_text(found: GraphMemory) -> str:
+    """What the choice costs, and the curve before and after it."""
+    lines = [f"graph{found.graph}: what its values hold of the device, node by node"]
+    cost = found.cost
+    if cost is not None:
+        least = "" if cost.least_s is None else (
+            f"; nothing that fits costs less than {show_seconds(cost.least_s)}")  # fmt: skip
+        again, exposed = show_seconds(cost.again_s), show_seconds(cost.exposed_s)
+        lines.append(
+            f"  expected to cost {show_seconds(cost.again_s + cost.exposed_s)} a step: {again} of "
+            f"compute done again, {exposed} of transfers beyond what compute hides{least}"
+        )
+    return "\n".join([*lines, *curve_lines(found.memory)]) + "\n"
+
+
+def fate_text(fates: Sequence[Fate]) -> str:
+    """A line each, and what they come to."""
+    lines = ["what backward needs of forward"]
+    for fate in fates:
+        row = fate.activation
+        lines.append(
+            f"  graph{fate.graph}  {row.name:<40} {show_size(row.nbytes):>10}  "
+            f"{_SAID.get(row.action, row.action):<22} {row.seconds * 1e3:9.3f} ms  {row.why}"
+        )
+    for action, said in _SAID.items():
+        rows = [fate.activation for fate in fates if fate.activation.action == action]
+        if rows and len(fates) > 1:
+            size = show_size(sum(row.nbytes for row in rows))
+            seconds = sum(row.seconds for row in rows)
+            lines.append(f"  {len(rows)} {said}: {size}, {seconds * 1e3:.3f} ms")
+    return "\n".join(lines) + "\n"
+
 
 _READ = re.compile(r"%([A-Za-z_]\w*)")
 _GRAD = "zinf.reduce_grad"

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from zcompile.cli.answer import Answer
+from zcompile.cli.format import Answer
 from zcompile.errors import NotInRun
 from zcompile.ir.serialize import (
     Graph,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from zcompile.cli.answer import Answer
+from zcompile.cli.format import Answer
 from zcompile.ir.serialize import MomentRecord, StepRecord, TimelineRecord, open_run
 from zcompile.ir.units import show_seconds, show_size
 

@@ -1,0 +1,291 @@
+"""What a command gives back: the same facts for a person and for a program, and an exit code.
+
+Sizes among the arguments of a command.
+
+Pictures of a few numbers: bars of text for a terminal, lines in SVG for a file.
+
+A memory curve as a picture over the nodes of a graph: columns of text, or lines in SVG.
+
+`--sweep` and `--plot`: a step for several sizes of a tier, as table, bars and picture.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from zcompile.errors import ConfigInvalid
+from zcompile.ir.plan import Curve, Memory
+from zcompile.ir.printer import table
+from zcompile.ir.serialize import encode
+from zcompile.ir.units import MiB, parse_size, show_seconds, show_size
+from zcompile.machine.model import TIERS
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`text` is for a person; `data`, records or containers of them, is what `--json` prints."""
+
+    text: str
+    data: object
+    code: int = 0
+
+    def json(self) -> str:
+        return encode(self.data)
+
+
+def read_size(option: str, text: str) -> int:
+    """Bytes of a tier. No tier is as small as a few bytes, so a small bare number lacks its unit.
+
+    raises  ConfigInvalid
+    """
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise ConfigInvalid(option, text, f"cannot be used: {error}") from error
+    if nbytes < MiB and text.strip()[-1].isdigit():
+        raise ConfigInvalid(option, text, f"has no unit, and so means {nbytes} bytes; write it "
+                            f"with one, as {text.strip()}GiB")  # fmt: skip
+    return nbytes
+
+
+WIDTH = 50
+"""Characters of the longest bar."""
+SIZE = (720, 400)
+MARGIN = 60
+COLORS = ("#1f5fa8", "#c0562b", "#3c8d40")
+
+
+def bars(rows: Sequence[tuple[str, float | None]], title: str) -> Iterator[str]:
+    """A bar per row, from zero; None has none."""
+    most = max((value for _, value in rows if value is not None), default=0.0)
+    names = max(len(name) for name, _ in rows)
+    yield f"{title}, from 0 to {most:.3g}"
+    for name, value in rows:
+        filled = 0 if value is None or not most else round(WIDTH * value / most)
+        yield f"{name.rjust(names)} |{'#' * filled}" + ("  (cannot run)" if value is None else "")
+
+
+def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | None]]) -> str:
+    """Lines over equally spaced names, from zero up; what is None is left out."""
+    width, height = SIZE
+    most = max((v for line in lines.values() for v in line if v is not None), default=0.0) or 1.0
+
+    def x(index: int) -> float:
+        return MARGIN + index * (width - 2 * MARGIN) / max(1, len(names) - 1)
+
+    def y(value: float) -> float:
+        return height - MARGIN - value / most * (height - 2 * MARGIN)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{MARGIN}" y="24" font-size="14">{escape(title)}</text>',
+    ]
+    for part in range(5):
+        value = most * part / 4
+        parts.append(f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(value):.1f}" '
+                     f'y2="{y(value):.1f}" stroke="#ddd"/>')  # fmt: skip
+        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
+                     f"{value:.3g}</text>")  # fmt: skip
+    for index, name in enumerate(names):
+        parts.append(f'<text x="{x(index):.1f}" y="{height - MARGIN + 18}" text-anchor="middle">'
+                     f"{escape(name)}</text>")  # fmt: skip
+    for number, (label, line) in enumerate(lines.items()):
+        color = COLORS[number % len(COLORS)]
+        points = [(x(i), y(v)) for i, v in enumerate(line) if v is not None]
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>' for a, b in points]
+        parts.append(f'<text x="{width - MARGIN}" y="{24 + 16 * number}" text-anchor="end" '
+                     f'fill="{color}">{escape(label)}</text>')  # fmt: skip
+    return "\n".join((*parts, "</svg>", ""))
+
+
+CURVE_WIDTH, CURVE_HEIGHT = 68, 9
+LABELLED = (CURVE_HEIGHT, (CURVE_HEIGHT + 1) // 2, 1)
+"""Rows, from the lowest, whose bytes are told."""
+CHOSEN, SAVED, ADDED = "#", ".", "+"
+LEGEND = {CHOSEN: "held", SAVED: "were everything kept", ADDED: "more than if it were"}
+MOST_HOLDERS = 4
+
+
+def curve_lines(memory: Memory) -> Iterator[str]:
+    """Where the peaks are, who holds most there, and both curves in one picture."""
+    before, after = memory.before, memory.after
+    if before == after:
+        yield f"  everything is kept: at most {after.told()}"
+    else:
+        yield f"  were everything kept: at most {before.told()}"
+        yield f"  as it was chosen:     at most {after.told()}"
+    yield f"  of which {_holders(after)}"
+    most = max(before.peak, after.peak)
+    if most:
+        yield from _curve_lines(memory, most)
+
+
+def _curve_lines(memory: Memory, most: int) -> Iterator[str]:
+    after = memory.after
+    spans = _spans(len(after.nodes), after.backward)
+    chosen = _columns(after.nbytes, spans)
+    kept = _columns(memory.before.laid_over(after), spans)
+    drawn = ""
+    for row in range(CURVE_HEIGHT, 0, -1):
+        label = show_size(most * row // CURVE_HEIGHT) if row in LABELLED else ""
+        cells = (
+            _cell(a, b, most * (row - 1) / CURVE_HEIGHT) for a, b in zip(chosen, kept, strict=True)
+        )
+        line = "".join(cells).rstrip()
+        drawn += line
+        yield f"{label:>10} |{line}"
+    forward = sum(first < after.backward for first, _ in spans)
+    late = len(spans) - forward
+    yield " " * 11 + "+" + "-" * forward + ("+" + "-" * (late - 1) if late else "")
+    names = ("forward".ljust(forward)[:forward], "backward" if late else "")
+    yield " " * 12 + "".join(names)
+    legend = "   ".join(f"{sign} {said}" for sign, said in LEGEND.items() if sign in drawn)
+    yield " " * 12 + legend
+
+
+def curve_svg(memory: Memory) -> str:
+    """Both curves as lines."""
+    after = memory.after
+    spans = _spans(len(after.nodes), after.backward)
+    begins = {0: "forward", after.backward: "backward"}
+    rows = {"as chosen": after.nbytes}
+    if memory.before != after:
+        rows["were everything kept"] = memory.before.laid_over(after)
+    return svg(
+        "MiB that the values of a graph hold of the device, node by node",
+        [begins.get(first, "") for first, _ in spans],
+        {name: [n / MiB for n in _columns(nbytes, spans)] for name, nbytes in rows.items()},
+    )
+
+
+def _holders(curve: Curve) -> str:
+    rows = list(curve.holders.items())[:MOST_HOLDERS]
+    said = [f"{show_size(nbytes)} {name}" for name, nbytes in rows]
+    rest = curve.peak - sum(nbytes for _, nbytes in rows)
+    return ", ".join([*said, *([f"{show_size(rest)} others"] if rest else [])]) or "nothing"
+
+
+def _spans(nodes: int, backward: int) -> list[tuple[int, int]]:
+    """First node and the one after the last of each column; none is of two phases."""
+    columns = min(CURVE_WIDTH, nodes)
+    spans: list[tuple[int, int]] = []
+    for begin, end in ((0, backward), (backward, nodes)):
+        count = min(end - begin, max(1, round(columns * (end - begin) / max(1, nodes))))
+        spans += [(begin + (end - begin) * n // count, begin + (end - begin) * (n + 1) // count)
+                  for n in range(count)]  # fmt: skip
+    return spans
+
+
+def _columns(nbytes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    return [max(nbytes[first:end]) for first, end in spans]
+
+
+def _cell(chosen: int, kept: int, floor: float) -> str:
+    """A cell is filled if more than its floor is held."""
+    if chosen > floor:
+        return CHOSEN if kept > floor else ADDED
+    return SAVED if kept > floor else " "
+
+
+MOST_STEPS = 64
+STEPS = 8
+"""Points of a sweep, if it does not say."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of the tier that is swept. Seconds are None where the step cannot run at all, and
+    those of the bound where no bound is known."""
+
+    tier: str
+    nbytes: int
+    fits: bool
+    step_seconds: float | None
+    bound_seconds: float | None
+    bottleneck: str
+
+
+def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
+    """The tier and the sizes of "device=8GiB..80GiB:10". raises  ConfigInvalid"""
+    tier, equals, span = text.partition("=")
+    low, dots, rest = span.partition("..")
+    high, _, count = rest.partition(":")
+    if not equals or not dots or tier not in TIERS:
+        raise ConfigInvalid("sweep", text, "is not written like device=8GiB..80GiB, device=8GiB.."
+                            f"80GiB:10; tiers are {', '.join(TIERS)}")  # fmt: skip
+    if count and not (count.isdecimal() and 2 <= int(count) <= MOST_STEPS):
+        raise ConfigInvalid("sweep", text, f"asks for {count!r} steps; give 2 to {MOST_STEPS}")
+    first, last = read_size("sweep", low), read_size("sweep", high)
+    if first >= last:
+        raise ConfigInvalid("sweep", text, "begins where it should end; write FROM..TO")
+    n = int(count or STEPS)
+    return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
+
+
+def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
+    """Whether there will be a picture, and room for it: planning may take minutes before.
+
+    needs_sweep  without one there is nothing to show
+    raises  ConfigInvalid
+    """
+    if plot is None:
+        return
+    if sweep is None and needs_sweep:
+        raise ConfigInvalid("plot", str(plot), "shows a sweep; give --sweep too")
+    if plot.is_dir():
+        raise ConfigInvalid("plot", str(plot), "is a directory; name a file in it, as sweep.svg")
+    if not plot.parent.is_dir():
+        raise ConfigInvalid("plot", str(plot), f"cannot be written: {plot.parent} is no directory; "
+                            "make it, or name another")  # fmt: skip
+    if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+        raise ConfigInvalid("plot", str(plot), "cannot be written: it is not ours to write; name "
+                            "another file")  # fmt: skip
+
+
+def swept(points: Sequence[Point], plot: Path | None, note: str = "") -> Answer:
+    """Exit code 1, if nothing fits. raises  ConfigInvalid, if the picture cannot be written
+
+    note  a line that says what all points have in common
+    """
+    if plot is not None:
+        write_plot(plot, _sweep_svg(points))
+    lines = (*_lines(points), *((note,) if note else ()))
+    return Answer("\n".join(lines), points, 0 if any(p.fits for p in points) else 1)
+
+
+def _lines(points: Sequence[Point]) -> Iterator[str]:
+    def told(seconds: float | None) -> str:
+        return "-" if seconds is None else show_seconds(seconds)
+
+    yield from table((points[0].tier, "fits", "step", "least", "bottleneck"), [
+        (show_size(p.nbytes), "yes" if p.fits else "no", told(p.step_seconds),
+         told(p.bound_seconds), p.bottleneck) for p in points])  # fmt: skip
+    yield ""
+    yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
+
+
+def write_plot(path: Path, text: str) -> None:
+    """raises  ConfigInvalid, if it cannot be written"""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}"
+        raise ConfigInvalid("plot", str(path), why) from error
+
+
+def _sweep_svg(points: Sequence[Point]) -> str:
+    lines = {
+        "step": [p.step_seconds for p in points],
+        "least": [p.bound_seconds for p in points],
+    }
+    return svg(
+        f"seconds of a step by bytes of {points[0].tier}",
+        [show_size(p.nbytes) for p in points],
+        {name: line for name, line in lines.items() if any(v is not None for v in line)},
+    )

@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, default=64, help="MiB of one transfer of the engine")
     parser.add_argument("--beside", type=float, default=2, help="seconds of matmul; 0 for none")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of matmul")
-    parser.add_argument("--rings", nargs="*", default=["aio", "io_uring", "threads"])
+    parser.add_argument("--rings", nargs="*", default=["aio", "threads"])
     args = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed")

@@ -22,7 +22,7 @@ from torch import nn
 
 from zcompile.config import build
 from zcompile.frontend.offload import move_in, open_session
-from zcompile.runtime.io.ring import Outcome, Request, Ring
+from zcompile.runtime.io.rings import Outcome, Request, Ring
 from zcompile.runtime.io.system_calls import SystemCalls
 from zcompile.runtime.open import open_plant
 

@@ -16,7 +16,7 @@ from zcompile.cli.doctor import probe_disk
 from zcompile.errors import DiskUnusable
 from zcompile.ir import serialize as rf
 from zcompile.machine.files import find
-from zcompile.runtime.io import backends
+from zcompile.runtime.io import trial
 from zcompile.runtime.probe import mount_type
 
 ROOT = Path(__file__).parent.parent
@@ -184,7 +184,7 @@ def test_doctor_stops_if_torch_compile_does_not_know_the_backend(zinf, installed
 
 
 def test_a_directory_without_direct_io_is_a_note(zinf, tmp_path, installed, monkeypatch):
-    monkeypatch.setattr("zcompile.runtime.io.backends.takes_direct", lambda path: False)
+    monkeypatch.setattr("zcompile.runtime.io.trial.takes_direct", lambda path: False)
     code, out, _ = zinf("doctor", "--disk", tmp_path)
     assert code == 0
     assert "has no O_DIRECT" in out
@@ -195,9 +195,9 @@ def test_doctor_says_which_ways_to_the_disk_are_open(zinf, tmp_path, installed, 
     def refused():
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("zcompile.runtime.io.backends.takes_direct", lambda path: True)
-    monkeypatch.setattr("zcompile.runtime.io.backends.DIRECT", ("aio", "threads", "buffered"))
-    monkeypatch.setitem(backends.RINGS, "aio", refused)
+    monkeypatch.setattr("zcompile.runtime.io.trial.takes_direct", lambda path: True)
+    monkeypatch.setattr("zcompile.runtime.io.trial.DIRECT", ("aio", "threads", "buffered"))
+    monkeypatch.setitem(trial.RINGS, "aio", refused)
     _, out, _ = zinf("doctor", "--disk", tmp_path)
     assert "aio: refused (Operation not permitted), threads: used, buffered: works" in out
 

@@ -347,8 +347,8 @@ def test_a_commit_is_read_on_the_host_wherever_new_tensors_are_made(tmp_path):
 def test_a_commit_of_a_machine_without_xxhash_is_copied_and_summed_anew(tmp_path, monkeypatch):
     expected = Run().train(0, 3).state()
     with monkeypatch.context() as bare:
-        for module in ("index", "commit", "moving", "tier_durable"):
-            bare.setattr(f"zcompile.runtime.{module}.BEST", "crc32")
+        for module in ("index", "commit", "tier"):
+            bare.setattr(f"zcompile.runtime.durable.{module}.BEST", "crc32")
         Run(tmp_path).train(0, 2).close()
     assert {tensor.sum for tensor in read_index(tmp_path)[0].tensors} == {"crc32"}
     again = after_a_crash(tmp_path)

@@ -28,7 +28,7 @@ from zcompile.errors import CommitFailed, NothingCommitted, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.durable.files import HEADER_BYTES
-from zcompile.runtime.io import backends
+from zcompile.runtime.io import trial
 from zcompile.runtime.tiers import disk as disk_tier
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB", "durable": True}
@@ -316,7 +316,7 @@ def test_a_commit_that_cannot_be_opened_is_told(tmp_path, own, name, file):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("ring", backends.DIRECT)
+@pytest.mark.parametrize("ring", trial.DIRECT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - CHECKPOINTS_ONLY))
 def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
@@ -324,8 +324,8 @@ def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
 ):
     if not opens(ring):
         pytest.skip(f"this machine has no {ring}")
-    others = {kind: refused for kind in backends.DIRECT if kind != ring}
-    monkeypatch.setattr(backends, "RINGS", {**backends.RINGS, **others})
+    others = {kind: refused for kind in trial.DIRECT if kind != ring}
+    monkeypatch.setattr(trial, "RINGS", {**trial.RINGS, **others})
     spots, want = recorded[kind]
     for number, at in enumerate(spot for spot in spots if spot[0] == name):
         for fault in FAULTS[name]:
@@ -335,7 +335,7 @@ def test_any_call_that_fails_in_any_way_is_told_and_loses_nothing(
 
 def opens(ring):
     try:
-        backends.RINGS[ring]().close()
+        trial.RINGS[ring]().close()
     except OSError:
         return False
     return True

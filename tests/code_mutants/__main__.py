@@ -22,15 +22,16 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 AREAS = {
-    "dispatch": "eager fillings rows tiered unbacked",
-    "streaming": "streaming chunked lower_step repeats",
-    "transfers": "runtime/transfers runtime/transfer runtime/mover runtime/moving runtime/sums"
-    " runtime/near runtime/near_gradients runtime/lanes runtime/staging runtime/stripes"
-    " runtime/homes",
-    "extents": "runtime/extents runtime/arena",
-    "gradients": "runtime/gradients runtime/gradient_tiles runtime/leaves",
-    "commit": "runtime/commit runtime/versions runtime/index runtime/tier_durable"
-    " runtime/durable_files runtime/adopting durable",
+    "dispatch": "runtime/eager/dispatch runtime/eager/fillings runtime/eager/rows"
+    " runtime/eager/tensor runtime/eager/unbacked",
+    "streaming": "runtime/eager/streaming ir/optimizer_step",
+    "transfers": "runtime/transfer/transfer runtime/transfer/queue runtime/transfer/staging"
+    " runtime/store/resident runtime/store/placement runtime/gradients/near"
+    " runtime/io/engine runtime/tiers/disk",
+    "extents": "runtime/tiers/base runtime/device/arena",
+    "gradients": "runtime/gradients/gradients runtime/gradients/leaves",
+    "commit": "runtime/durable/commit runtime/durable/index runtime/durable/tier"
+    " runtime/durable/files runtime/durable/recover checkpoint/durable",
 }
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from zcompile.runtime.io import backends
-from zcompile.runtime.io.ring import Outcome, Request, Ring
+from zcompile.runtime.io import trial
+from zcompile.runtime.io.rings import Outcome, Request, Ring
 
 Decide = Callable[[Request], Request | int | None]
 """Another request, a result without a request, or None: as it is."""
@@ -35,8 +35,8 @@ class Faults:
         self.gate.set()
         self.reverse = False
         self.seen: list[Request] = []
-        for name, opened in list(backends.RINGS.items()):
-            monkeypatch.setitem(backends.RINGS, name,
+        for name, opened in list(trial.RINGS.items()):
+            monkeypatch.setitem(trial.RINGS, name,
                                 lambda opened=opened: FaultyRing(opened(), self))  # fmt: skip
 
     def fail(self, verb: str, code: int = errno.EIO, nth: int | None = None) -> None:

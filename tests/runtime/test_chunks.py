@@ -9,7 +9,7 @@ from zcompile.errors import IOFault
 from zcompile.ir.types import Kind
 from zcompile.ir.units import KiB
 from zcompile.machine.staging import lane_bytes
-from zcompile.runtime.io.backends import BLOCK_BYTES
+from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.transfer.transfer import Add, Fetch, Put, Transfer
 

@@ -12,8 +12,7 @@ import torch
 from zcompile.errors import IOFault
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.io import engine as engine_module
-from zcompile.runtime.io.backends import KernelAio, ThreadRing
-from zcompile.runtime.io.uring import IoUring
+from zcompile.runtime.io.rings import KernelAio, ThreadRing
 from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.tiers.disk import DiskTier
 
@@ -28,7 +27,7 @@ def tier(faulty_tier):
 @pytest.fixture
 def small_requests(monkeypatch):
     """Moves are cut into requests of 4 KiB, so that small ones have many."""
-    for ring in (KernelAio, IoUring, ThreadRing):
+    for ring in (KernelAio, ThreadRing):
         monkeypatch.setattr(ring, "request_bytes", UNIT)
 
 

@@ -14,11 +14,11 @@ import torch
 
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io import backends, system_calls
-from zcompile.runtime.io.backends import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.runtime.io import system_calls, trial
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.io.ring import Outcome, Request
+from zcompile.runtime.io.rings import Outcome, Request
 from zcompile.runtime.io.system_calls import KERNEL
+from zcompile.runtime.io.trial import direct_granule, nameless_file, takes_direct, try_ring
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.disk import DiskTier
 
@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 UNIT = 4096
 
 
-@pytest.fixture(params=backends.RINGS)
+@pytest.fixture(params=trial.RINGS)
 def ring(request, own_threads):
     before = own_threads()
     try:
-        ring = backends.RINGS[request.param]()
+        ring = trial.RINGS[request.param]()
     except OSError as error:
         pytest.skip(f"{request.param} is refused: {error.strerror}")
     yield ring
@@ -152,7 +152,7 @@ def test_a_kernel_that_does_not_say_is_given_whole_blocks(tmp_path, monkeypatch)
 
 
 def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
-    class Losing(backends.ThreadRing):
+    class Losing(trial.ThreadRing):
         def submit(self, requests):
             return super().submit([r for r in requests if not r.write] or
                                   [requests[0]._replace(write=False)])  # fmt: skip
@@ -167,8 +167,7 @@ def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
 
 @pytest.mark.parametrize(("refused", "used"), [
     ((), "aio"),
-    (("aio",), "io_uring"),
-    (("aio", "io_uring"), "threads"),
+    (("aio",), "threads"),
 ])  # fmt: skip
 def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
     if not takes(tmp_path):
@@ -178,9 +177,9 @@ def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     for name in refused:
-        monkeypatch.setitem(backends.RINGS, name, no)
+        monkeypatch.setitem(trial.RINGS, name, no)
     with Directory(tmp_path) as directory:
-        trials = backends.try_all(directory, direct=True)
+        trials = trial.try_all(directory, direct=True)
     assert next(t.ring for t in trials if t.refused is None) == used
     assert {t.ring: t.refused for t in trials if t.ring in refused} == dict.fromkeys(
         refused, "Operation not permitted")  # fmt: skip
@@ -225,10 +224,8 @@ sys.stdout.write(tier.rings[0])
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls differ")
 @pytest.mark.parametrize(("numbers", "used"), [
-    pytest.param(("425",), "aio", marks=pytest.mark.slow),  # io_uring_setup
-    pytest.param(("206",), "io_uring", marks=pytest.mark.slow),  # io_setup
-    pytest.param(("206", "425"), "threads", marks=pytest.mark.slow),
-    (("209", "426"), "threads"),  # io_submit and io_uring_enter: set up, but of no use
+    (("206",), "threads"),  # io_setup
+    (("209",), "threads"),  # io_submit: set up, but of no use
 ])  # fmt: skip
 def test_what_a_container_forbids_is_not_used(tmp_path, numbers, used):
     if not takes(tmp_path):

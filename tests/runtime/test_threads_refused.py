@@ -9,7 +9,7 @@ import pytest
 from failed_calls import open_below
 
 from zcompile.config import Config
-from zcompile.runtime.io import backends
+from zcompile.runtime.io import trial
 from zcompile.runtime.store.store import Store
 
 FIELDS = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB"}
@@ -40,8 +40,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_open(
 ):
     """Whichever of them it is. The next try succeeds, so that no directory is locked."""
     if not kernel:
-        monkeypatch.setattr(backends, "RINGS", {**backends.RINGS, "aio": no_ring,
-                                                   "io_uring": no_ring})  # fmt: skip
+        monkeypatch.setattr(trial, "RINGS", {**trial.RINGS, "aio": no_ring})
     (disk := tmp_path / "disk").mkdir()
     throttle = {"disk_read": 1e9, "disk_write": 1e9}
     config = Config(**FIELDS, disk=disk, durable=durable, throttle=throttle)

@@ -15,8 +15,8 @@ from border import Border
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io.backends import takes_blocks, takes_direct
 from zcompile.runtime.io.files import Directory
+from zcompile.runtime.io.trial import takes_blocks, takes_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers import claim, disk
 from zcompile.runtime.tiers.base import Buffer
@@ -133,7 +133,7 @@ def test_an_error_of_a_disk_that_is_let_go_does_not_keep_it(tmp_path, monkeypatc
         broken.setattr(os, "unlink", failing)
         tier.close()
     told = [(r.name.removeprefix("zcompile.runtime."), r.getMessage()) for r in caplog.records]
-    assert [name for name, _ in told] == ["tier_file", "directory"]
+    assert [name for name, _ in told] == ["tiers.disk", "io.files"]
     assert "stays behind: Read-only file system" in told[0][1]
     DiskTier((tmp_path,), {}, Meter(), lambda error: None).close()
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +142,7 @@ def test_an_error_of_a_disk_that_is_let_go_does_not_keep_it(tmp_path, monkeypatc
 HOLD = """
 import sys
 from pathlib import Path
-from zcompile.runtime import tier_file
+from zcompile.runtime.tiers import disk
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.disk import DiskTier
 tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)

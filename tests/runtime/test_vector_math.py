@@ -31,7 +31,10 @@ print(before, detected.value)
 UNKNOWN = -1
 
 
-@pytest.mark.parametrize("module", sampled(["offloading", "backend", "checkpoint"], "backend"))
+@pytest.mark.parametrize(
+    "module",
+    sampled(["frontend.offload", "frontend.backend", "checkpoint.checkpoint"], "frontend.backend"),
+)
 def test_the_kernels_of_vector_math_are_chosen_before_anything_computes(module):
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(module=module)],

@@ -96,7 +96,7 @@ class Disk:
 
 def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
     """raises  DiskUnusable, if one cannot write there"""
-    from zcompile.runtime.io import backends  # torch comes along
+    from zcompile.runtime.io import trial  # torch comes along
     from zcompile.runtime.io.files import Directory
 
     try:
@@ -105,13 +105,13 @@ def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
             raise DiskUnusable(path, why, "create it or give another directory")
         free_bytes = free_disk_bytes([path], system)
         with Directory(path, system) as directory:
-            direct = backends.takes_direct(directory)
-            trials = backends.try_all(directory, direct)
+            direct = trial.takes_direct(directory)
+            trials = trial.try_all(directory, direct)
             used = next((trial for trial in trials if trial.refused is None), None)
             ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
             read = write = None
-            with backends.nameless_file(directory, direct) as file:
-                granule = backends.direct_granule(system, file) if direct else 1
+            with trial.nameless_file(directory, direct) as file:
+                granule = trial.direct_granule(system, file) if direct else 1
                 if free_bytes > 2 * PROBE_BYTES:
                     write, read = _bandwidth(system, file, direct)
     except DiskUnusable:

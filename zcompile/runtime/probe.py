@@ -47,11 +47,11 @@ from zcompile.runtime.device.base import Device, Direction
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.device.pages import host_pages, machine_bytes
-from zcompile.runtime.io import backends
-from zcompile.runtime.io.backends import direct_granule, nameless_file, takes_direct
+from zcompile.runtime.io import trial
 from zcompile.runtime.io.engine import Engine, Move, Target
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.io.trial import direct_granule, nameless_file, takes_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.transfer.ticket import Promise, Ticket
@@ -485,7 +485,7 @@ def _files(directories: Sequence[Path],
             direct = [takes_direct(directory) for directory in opened]
             fds = [stack.enter_context(nameless_file(directory, is_direct))
                    for directory, is_direct in zip(opened, direct, strict=True)]  # fmt: skip
-            rings = backends.choose(list(zip(opened, direct, strict=True)))
+            rings = trial.choose(list(zip(opened, direct, strict=True)))
             engines = {id(ring): Engine(ring, underway.crashed, _closed) for ring in rings}
             for engine in engines.values():
                 stack.callback(engine.close)

@@ -31,8 +31,8 @@ from zcompile.runtime.durable.index import (
     Running,
 )
 from zcompile.runtime.durable.tier import Versions
-from zcompile.runtime.io.backends import BLOCK_BYTES
 from zcompile.runtime.io.files import Directory, let_go, unusable
+from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.store.sources import before_write
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import Extent

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from zcompile.errors import IOFault
 from zcompile.ir.units import MiB
-from zcompile.runtime.io.ring import Outcome, Request, Ring
+from zcompile.runtime.io.rings import Outcome, Request, Ring
 from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Callback, Workers

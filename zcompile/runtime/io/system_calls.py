@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zcompile.runtime.io.ring import Ring
+from zcompile.runtime.io.rings import Ring
 
 Bytes = bytes | bytearray | memoryview
 Name = str | Path

@@ -30,12 +30,12 @@ from zcompile.errors import DiskUnusable, ParameterChanged, TierFull, ZinfError
 from zcompile.ir.handles import ANEW
 from zcompile.ir.units import GiB, MiB
 from zcompile.runtime.device.cpu import Pace
-from zcompile.runtime.io import backends
-from zcompile.runtime.io.backends import BLOCK_BYTES, direct_granule, takes_blocks, takes_direct
+from zcompile.runtime.io import trial
 from zcompile.runtime.io.engine import Engine, Move, Target
 from zcompile.runtime.io.files import Directory, let_go, made, unusable
-from zcompile.runtime.io.ring import Ring
+from zcompile.runtime.io.rings import Ring
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.io.trial import BLOCK_BYTES, direct_granule, takes_blocks, takes_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer, Extent, Extents, Stretch
 from zcompile.runtime.tiers.claim import Claim
@@ -205,7 +205,7 @@ class DiskTier:
 
     def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
                  crashed: Callable[[BaseException], None],
-                 rings: Sequence[str] = backends.DIRECT,
+                 rings: Sequence[str] = trial.DIRECT,
                  open_file: Callable[[Directory], TierFile] = TierFile,
                  striped: bool = True, system: SystemCalls = KERNEL) -> None:  # fmt: skip
         self._meter = meter
@@ -415,7 +415,7 @@ def _closed(name: str) -> ParameterChanged:
 def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
     """raises  DiskUnusable"""
     try:
-        return backends.choose([(file.directory, file.direct) for file in files], rings)
+        return trial.choose([(file.directory, file.direct) for file in files], rings)
     except OSError as error:
         why = f"cannot be read and written ({error.strerror})"
         raise DiskUnusable(files[0].directory.path, why, "give another directory") from error

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from zcompile.machine.staging import StagingSize, lane_bytes
-from zcompile.runtime.io.backends import BLOCK_BYTES
+from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.tiers.base import Buffer, Extents
 

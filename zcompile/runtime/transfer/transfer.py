@@ -30,7 +30,7 @@ from torch import Tensor
 from zcompile.ir.types import ALIGNMENT
 from zcompile.runtime.device.base import Arriving, Device, Direction, Landing
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
-from zcompile.runtime.io.backends import BLOCK_BYTES
+from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.base import Buffer, Place, Written
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Workers

@@ -1,0 +1,1 @@
+"""How gradients become `.grad`, in the order in which autograd sums them."""

@@ -60,10 +60,15 @@ class Llama(nn.Module):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            vocab_size=args.vocabulary, hidden_size=args.width, intermediate_size=3 * args.width,
-            num_hidden_layers=args.layers, num_attention_heads=args.heads,
-            num_key_value_heads=args.heads, max_position_embeddings=args.tokens, use_cache=False,
-        )  # fmt: skip
+            vocab_size=args.vocabulary,
+            hidden_size=args.width,
+            intermediate_size=3 * args.width,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.heads,
+            max_position_embeddings=args.tokens,
+            use_cache=False,
+        )
         self.inner = LlamaForCausalLM(config)
         if again:
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
@@ -150,12 +155,17 @@ class Variant:
         """A step of `plain`, then one of this: only such pairs count."""
         plain.step(ids)
         self.step(ids)
-        self.ratios.append((self.seconds[-1] / plain.seconds[-1],
-                            self.cpu_seconds[-1] / plain.cpu_seconds[-1]))  # fmt: skip
+        self.ratios.append(
+            (self.seconds[-1] / plain.seconds[-1], self.cpu_seconds[-1] / plain.cpu_seconds[-1])
+        )
 
 
-def eager(name: str, args: argparse.Namespace, again: bool = False,
-          around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Variant:  # fmt: skip
+def eager(
+    name: str,
+    args: argparse.Namespace,
+    again: bool = False,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Variant:
     torch.manual_seed(0)
     model = MODELS[args.model](args, again)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -165,12 +175,23 @@ def eager(name: str, args: argparse.Namespace, again: bool = False,
 def ours(args: argparse.Namespace, part: float, budget: int) -> Variant:
     torch.manual_seed(0)
     model = MODELS[args.model](args)
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory=args.host_memory,
-                     activations=args.activations)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory=args.host_memory,
+        activations=args.activations,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     compiled = torch.compile(model, backend="zinf")
-    return Variant(f"zcompile, 1/{part:g}", model, compiled, optimizer,
-                   rest=session_behind(model).drain, budget=budget)  # fmt: skip
+    return Variant(
+        f"zcompile, 1/{part:g}",
+        model,
+        compiled,
+        optimizer,
+        rest=session_behind(model).drain,
+        budget=budget,
+    )
 
 
 def peak_of(variant: Variant, ids: Tensor) -> int:
@@ -187,8 +208,15 @@ def peak_of(variant: Variant, ids: Tensor) -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 12), ("width", 128), ("heads", 4), ("tokens", 64),
-                          ("batch", 4), ("vocabulary", 256), ("rounds", 7)):  # fmt: skip
+    for name, default in (
+        ("layers", 12),
+        ("width", 128),
+        ("heads", 4),
+        ("tokens", 64),
+        ("batch", 4),
+        ("vocabulary", 256),
+        ("rounds", 7),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", choices=sorted(MODELS), default="gpt")
     parser.add_argument("--parts", type=float, nargs="+", default=[1, 2, 4, 8, 12])
@@ -216,8 +244,10 @@ def show(args: argparse.Namespace, variants: Sequence[Variant]) -> None:
         if variant.planned is not None:
             equal = variant.peak == variant.planned
             planned = "equal" if equal else f"{variant.peak / variant.planned:.4f}"
-        print(f"| {variant.name} | {budget} | {show_size(variant.peak)} | {planned} | {took:.4f} | "
-              f"{clock:.2f} | {cpu:.2f} |")  # fmt: skip
+        print(
+            f"| {variant.name} | {budget} | {show_size(variant.peak)} | {planned} | {took:.4f} | "
+            f"{clock:.2f} | {cpu:.2f} |"
+        )
 
 
 def main() -> None:

@@ -32,8 +32,15 @@ from zcompile.runtime.tiers.disk import DiskTier
 
 MODES = ("read", "write", "mixed")
 WINDOW_BYTES = 256 * MiB
-FIO = ("fio", "--name=disk", "--direct=1", "--ioengine=io_uring", "--bs=4M", "--iodepth=16",
-       "--output-format=json")  # fmt: skip
+FIO = (
+    "fio",
+    "--name=disk",
+    "--direct=1",
+    "--ioengine=io_uring",
+    "--bs=4M",
+    "--iodepth=16",
+    "--output-format=json",
+)
 HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Makes malloc ask for transparent huge pages (glibc 2.35)."""
 
@@ -52,17 +59,23 @@ class Variant:
     run: Callable[[str, float | None], Sample]
     samples: dict[str, list[Sample]] = field(default_factory=lambda: {m: [] for m in MODES})
     beside: dict[str, list[tuple[float, float]]] = field(
-        default_factory=lambda: {m: [] for m in MODES[:2]})  # fmt: skip
+        default_factory=lambda: {m: [] for m in MODES[:2]}
+    )
 
 
 def fio(file: Path, nbytes: int, environment: dict[str, str]) -> Callable[..., Sample]:
     def run(mode: str, seconds: float | None) -> Sample:
-        command = [*FIO, f"--filename={file}", f"--size={nbytes}",
-                   f"--rw={'rw' if mode == 'mixed' else mode}"]  # fmt: skip
+        command = [
+            *FIO,
+            f"--filename={file}",
+            f"--size={nbytes}",
+            f"--rw={'rw' if mode == 'mixed' else mode}",
+        ]
         if seconds is not None:
             command += ["--time_based", f"--runtime={seconds:.0f}"]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True,
-                              text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, check=True
+        )
         (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
         moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
         elapsed = max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3
@@ -104,8 +117,11 @@ class Stream:
     def _next(self, slot: int, error: BaseException | None) -> None:
         with self._lock:
             self._error = self._error or error
-            ended = (self._at == self._nbytes if self._until is None
-                     else time.perf_counter() >= self._until)  # fmt: skip
+            ended = (
+                self._at == self._nbytes
+                if self._until is None
+                else time.perf_counter() >= self._until
+            )
             if ended or self._error:
                 self._under_way -= 1
                 if not self._under_way:
@@ -116,7 +132,8 @@ class Stream:
         write = self._mode == "write" or (self._mode == "mixed" and at // self._part % 2 == 1)
         move = self._tier.write if write else self._tier.read
         move(self._extent, at, self._window.part(slot, slot + self._part)).then(
-            lambda error: self._next(slot, error))  # fmt: skip
+            lambda error: self._next(slot, error)
+        )
 
 
 def matmuls_per_s(seconds: float) -> float:
@@ -154,19 +171,27 @@ def report(variants: list[Variant], free: Variant, args: argparse.Namespace) -> 
     heads = [f"{mode} GB/s, of fio, CPU ms/GB" for mode in MODES]
     if args.beside:
         heads += [f"matmul beside {mode}, GB/s then" for mode in MODES[:2]]
-    rows = [f"{machine()}; {show_size(args.size * MiB)} file, {args.rounds} rounds, medians; "
-            f"matmul alone, threads: {args.threads}, is 1", "",
-            "| variant | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]  # fmt: skip
+    rows = [
+        f"{machine()}; {show_size(args.size * MiB)} file, {args.rounds} rounds, medians; "
+        f"matmul alone, threads: {args.threads}, is 1",
+        "",
+        "| variant | " + " | ".join(heads) + " |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
     for one in variants:
         cells = [one.name]
         for mode in MODES:
             mine, fios = one.samples[mode], base.samples[mode]
             ratio = median(a.bytes_per_s / b.bytes_per_s for a, b in zip(mine, fios, strict=True))
-            cells.append(f"{median(s.bytes_per_s for s in mine) / 1e9:.2f}, {ratio:.2f}, "
-                         f"{median(s.cpu_s_per_gb for s in mine) * 1e3:.0f}")  # fmt: skip
+            cells.append(
+                f"{median(s.bytes_per_s for s in mine) / 1e9:.2f}, {ratio:.2f}, "
+                f"{median(s.cpu_s_per_gb for s in mine) * 1e3:.0f}"
+            )
         for mode in MODES[:2] if args.beside else ():
-            ratio = median(rate / alone for (rate, _), (alone, _) in
-                           zip(one.beside[mode], free.beside[mode], strict=True))  # fmt: skip
+            ratio = median(
+                rate / alone
+                for (rate, _), (alone, _) in zip(one.beside[mode], free.beside[mode], strict=True)
+            )
             cells.append(f"{ratio:.2f}, {median(b for _, b in one.beside[mode]) / 1e9:.2f}")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -174,15 +199,19 @@ def report(variants: list[Variant], free: Variant, args: argparse.Namespace) -> 
 
 def machine() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return (f"{len(os.sched_getaffinity(0))} cores, {show_size(memory)}, Linux "
-            f"{platform.release()}, torch {torch.__version__}")  # fmt: skip
+    return (
+        f"{len(os.sched_getaffinity(0))} cores, {show_size(memory)}, Linux "
+        f"{platform.release()}, torch {torch.__version__}"
+    )
 
 
 def measure(directory: Path, args: argparse.Namespace) -> str:
     nbytes = args.size * MiB
     file = directory / "fio"
-    variants = [Variant("fio", fio(file, nbytes, {})),
-                Variant("fio, huge pages", fio(file, nbytes, HUGE))]  # fmt: skip
+    variants = [
+        Variant("fio", fio(file, nbytes, {})),
+        Variant("fio, huge pages", fio(file, nbytes, HUGE)),
+    ]
     tiers = []
     for ring in args.rings:
         home = directory / ring

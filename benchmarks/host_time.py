@@ -70,8 +70,9 @@ def causes(model: nn.Module, step: Step, args: argparse.Namespace) -> dict[str, 
     for number in range(6):
         seconds: dict[str, float] = {"step": sum(step(*data(args, number)))}
         for walk in clocks.timeline():
-            for x, begin, end in zip(walk.schedule.instructions, walk.begins, walk.ends,
-                                     strict=True):  # fmt: skip
+            for x, begin, end in zip(
+                walk.schedule.instructions, walk.begins, walk.ends, strict=True
+            ):
                 kind = type(x).__name__
                 seconds[kind] = seconds.get(kind, 0.0) + end - begin
         seen.append(seconds)
@@ -87,8 +88,12 @@ def rows(args: argparse.Namespace, width: int) -> None:
     eager = stepper(plain, plain)
     alone = [sum(eager(*data(args, n))) for n in range(3 + args.steps)][3:]
     regions = stepper(same, torch.compile(same, backend="aot_eager_default_partitioner"))
-    model = zcompile.offload(built(args, width), device="cpu", host_memory="8GiB",
-                             device_memory=int(2.04 * nbytes) + 4 * MiB)  # fmt: skip
+    model = zcompile.offload(
+        built(args, width),
+        device="cpu",
+        host_memory="8GiB",
+        device_memory=int(2.04 * nbytes) + 4 * MiB,
+    )
     planned = stepper(model, torch.compile(model, backend="zinf"))
     taken: dict[str, list[tuple[float, ...]]] = {"eager": [], "same ops": [], "planned": []}
     variants = dict(zip(taken, (eager, regions, planned), strict=True))
@@ -101,8 +106,9 @@ def rows(args: argparse.Namespace, width: int) -> None:
     moved = sum(zcompile.stats(model)["bytes"].values())
     print(line(width, "eager, alone", (), statistics.median(alone), 0.0))
     for name, times in taken.items():
-        ratio = statistics.median(sum(b) / sum(a) for a, b in
-                                  zip(taken["eager"], times, strict=True))  # fmt: skip
+        ratio = statistics.median(
+            sum(b) / sum(a) for a, b in zip(taken["eager"], times, strict=True)
+        )
         parts = tuple(statistics.median(part) for part in zip(*times, strict=True))
         print(line(width, name, parts, statistics.median(map(sum, times)), ratio), flush=True)
     by = causes(model, planned, args)

@@ -75,8 +75,11 @@ def main() -> None:
         fits(blocks, needed + needed // 100)
         done = time.perf_counter()
         before = first_fit_bytes(blocks) / alive
-        print(f"| {name} | {before:.3f} | {needed / alive:.3f} | {packed - since:.2f} "
-              f"| {done - packed:.2f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {before:.3f} | {needed / alive:.3f} | {packed - since:.2f} "
+            f"| {done - packed:.2f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

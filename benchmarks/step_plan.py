@@ -78,10 +78,15 @@ class Run:
 
 
 NOT_PLANNED: Mapping[str, Any] = {
-    "step_s": 0.0, "least_s": 1.0, "least_compute_s": 1.0, "floor_s": 1.0, "busy": {}, "bytes": {},
+    "step_s": 0.0,
+    "least_s": 1.0,
+    "least_compute_s": 1.0,
+    "floor_s": 1.0,
+    "busy": {},
+    "bytes": {},
     "peak": {"device": 0},
     "seconds": {"compute": 0.0, "optimizer": 0.0},
-}  # fmt: skip
+}
 
 
 def throttle_of(mine: Machine, like: Machine, share: Mapping[str, float]) -> dict[str, float]:
@@ -118,8 +123,13 @@ def stepper(model: nn.Module, run: Callable[..., Tensor]) -> Callable[..., float
 def offloaded(args: argparse.Namespace, device: int, **fields: Any) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     # Budgets here are parts of the states; what backward needs is kept beside them in every run.
-    model = zcompile.offload(built(args), device="cpu", device_memory=device + args.held_bytes,
-                             activations="keep", **fields)  # fmt: skip
+    model = zcompile.offload(
+        built(args),
+        device="cpu",
+        device_memory=device + args.held_bytes,
+        activations="keep",
+        **fields,
+    )
     return model, stepper(model, torch.compile(model, backend="zinf"))
 
 
@@ -192,14 +202,19 @@ def lru_bytes(step: Step, device: int) -> int:
 
 
 def show(name: str, share: float, run: Run) -> str:
-    peak = "equal" if run.peak_bytes == run.predicted_peak_bytes else (
-        f"{run.peak_bytes} / {run.predicted_peak_bytes}")  # fmt: skip
-    return (f"| {name} | {share:.3g} | {run.measured_s:.3f} "
-            f"| {run.over_least:.2f} | {run.over_floor:.2f} | {run.of_measured:.2f} "
-            f"| {run.measured_s / run.least_s:.2f} | {run.predicted_s / run.measured_s:.2f} "
-            f"| {run.link_s:.3f} | {run.compute_s:.3f} "
-            f"| {run.stall_s / run.measured_s:.1%} / {max(0.0, run.least_stall):.1%} | {peak} "
-            f"| {run.moved_bytes / MiB:.1f} / {run.predicted_bytes / MiB:.1f} |")  # fmt: skip
+    peak = (
+        "equal"
+        if run.peak_bytes == run.predicted_peak_bytes
+        else (f"{run.peak_bytes} / {run.predicted_peak_bytes}")
+    )
+    return (
+        f"| {name} | {share:.3g} | {run.measured_s:.3f} "
+        f"| {run.over_least:.2f} | {run.over_floor:.2f} | {run.of_measured:.2f} "
+        f"| {run.measured_s / run.least_s:.2f} | {run.predicted_s / run.measured_s:.2f} "
+        f"| {run.link_s:.3f} | {run.compute_s:.3f} "
+        f"| {run.stall_s / run.measured_s:.1%} / {max(0.0, run.least_stall):.1%} | {peak} "
+        f"| {run.moved_bytes / MiB:.1f} / {run.predicted_bytes / MiB:.1f} |"
+    )
 
 
 HEAD = (
@@ -225,15 +240,20 @@ def ablations(args: argparse.Namespace, whole: int, throttle: dict[str, float]) 
     print("\n| at a quarter, nothing on disk | step s | / planned | MiB a step over the bus |")
     print("|---|---|---|---|")
     variants: dict[str, dict[str, Any]] = {
-        "planned": {}, "no prefetch": {"max_lead": 0}, "no residency": {"residency": False},
-    }  # fmt: skip
+        "planned": {},
+        "no prefetch": {"max_lead": 0},
+        "no residency": {"residency": False},
+    }
     base: Run | None = None
     seen: Step | None = None
     for name, how in variants.items():
         run, step = measured(args, device, throttle=throttle, host_memory="4GiB", **how)
         base, seen = base or run, seen or step
-        print(f"| {name} | {run.measured_s:.3f} | {run.measured_s / base.measured_s:.2f} "
-              f"| {run.moved_bytes / MiB:.1f} |", flush=True)  # fmt: skip
+        print(
+            f"| {name} | {run.measured_s:.3f} | {run.measured_s / base.measured_s:.2f} "
+            f"| {run.moved_bytes / MiB:.1f} |",
+            flush=True,
+        )
     assert seen is not None
     print(f"| LRU in place of the plan (counted) | - | - | {lru_bytes(seen, device) / MiB:.1f} |")
 
@@ -252,11 +272,15 @@ def beside_eager(args: argparse.Namespace, whole: int) -> None:
         rows["planned"].append(ours(*data(args, number)))
     stats = zcompile.stats(model)
     ratio = statistics.median(b / a for a, b in zip(rows["eager"], rows["planned"], strict=True))
-    same = all(torch.equal(p.on_host(), q) for p, q in
-               zip(model.parameters(), plain.parameters(), strict=True))  # fmt: skip
-    print(f"\nEverything fits: {statistics.median(rows['planned']):.3f} s a step, eager "
-          f"{statistics.median(rows['eager']):.3f} s, ratio (median of pairs) {ratio:.3f}; "
-          f"{sum(stats['bytes'].values())} bytes moved; parameters equal: {same}")  # fmt: skip
+    same = all(
+        torch.equal(p.on_host(), q)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    print(
+        f"\nEverything fits: {statistics.median(rows['planned']):.3f} s a step, eager "
+        f"{statistics.median(rows['eager']):.3f} s, ratio (median of pairs) {ratio:.3f}; "
+        f"{sum(stats['bytes'].values())} bytes moved; parameters equal: {same}"
+    )
     zcompile.close(model)
 
 
@@ -285,9 +309,12 @@ def main() -> None:
     mine, like = probed(torch.device("cpu"), ()), find("h200-node")
     throttles = {name: throttle_of(mine, like, share) for name, share in SHARES.items()}
     first = next(iter(throttles.values()))
-    print(f"{show_size(states)} of states; all budgets are parts of {show_size(whole)}; host "
-          f"{show_size(args.host_memory)}; " + ", ".join(
-              f"{link} {show_rate(rate)}" for link, rate in first.items()) + "\n")  # fmt: skip
+    print(
+        f"{show_size(states)} of states; all budgets are parts of {show_size(whole)}; host "
+        f"{show_size(args.host_memory)}; "
+        + ", ".join(f"{link} {show_rate(rate)}" for link, rate in first.items())
+        + "\n"
+    )
     if args.only in (None, "sweep"):
         some = {name: throttles[name] for name in ([args.links] if args.links else throttles)}
         sweep(args, whole, some)

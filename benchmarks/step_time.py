@@ -49,9 +49,14 @@ def variant(name: str, args: argparse.Namespace, options: dict[str, Any] | None)
         disk = tempfile.mkdtemp(dir=args.disk)
         throttle = dict(pair.split("=") for pair in args.throttle)
         zcompile.offload(
-            model, device=args.device, device_memory=args.device_memory,
-            host_memory=args.host_memory, disk=disk, throttle=throttle, residency=False,
-        )  # fmt: skip
+            model,
+            device=args.device,
+            device_memory=args.device_memory,
+            host_memory=args.host_memory,
+            disk=disk,
+            throttle=throttle,
+            residency=False,
+        )
         run = torch.compile(model, backend="zinf", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -110,8 +115,14 @@ def report(variants: list[Variant], args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    for name, default in (("layers", 8), ("width", 512), ("batch", 2), ("sequence", 128),
-                          ("rounds", 7), ("warmup", 2)):  # fmt: skip
+    for name, default in (
+        ("layers", 8),
+        ("width", 512),
+        ("batch", 2),
+        ("sequence", 128),
+        ("rounds", 7),
+        ("warmup", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--device-memory", default="24MiB")

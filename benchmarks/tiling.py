@@ -71,8 +71,15 @@ def train(hidden: int, budget: int, steps: int, tile_bytes: int | None = None) -
     differs = max(float((p.detach().cpu() - q.detach()).abs().max()) for p, q in pairs)
     largest = max(q.nbytes for q in plain.parameters())
     first, *others = seconds
-    return Ran(hidden, largest, peak["device"], peak["together"], first,
-               min(others, default=first), differs)  # fmt: skip
+    return Ran(
+        hidden,
+        largest,
+        peak["device"],
+        peak["together"],
+        first,
+        min(others, default=first),
+        differs,
+    )
 
 
 def main() -> None:
@@ -84,13 +91,17 @@ def main() -> None:
     given = parser.parse_args()
     budget = train(given.hidden, ROOM, 1).device_bytes
     print(f"Budget {budget} bytes, which is what hidden {given.hidden} takes untiled.\n")
-    print("| hidden | largest weight, bytes | arena, bytes | arena and values, bytes "
-          "| first step, s | step, s | differs from eager |")  # fmt: skip
+    print(
+        "| hidden | largest weight, bytes | arena, bytes | arena and values, bytes "
+        "| first step, s | step, s | differs from eager |"
+    )
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for times in given.times:
         ran = train(times * given.hidden, budget, given.steps)
-        print(f"| {ran.hidden} | {ran.weight_bytes} | {ran.arena_bytes} | {ran.device_bytes} "
-              f"| {ran.first_s:.1f} | {ran.step_s:.4f} | {ran.differs:.1e} |")  # fmt: skip
+        print(
+            f"| {ran.hidden} | {ran.weight_bytes} | {ran.arena_bytes} | {ran.device_bytes} "
+            f"| {ran.first_s:.1f} | {ran.step_s:.4f} | {ran.differs:.1e} |"
+        )
     hidden = max(given.times) * given.hidden
     whole = 4 * hidden * hidden * 4
     print(f"\nWorking memory at hidden {hidden}, with room for everything:\n")
@@ -99,8 +110,10 @@ def main() -> None:
     for tiles in given.tiles:
         limit = 4 * whole if tiles == 1 else 2 * whole // tiles
         ran = train(hidden, ROOM, given.steps, limit)
-        print(f"| {tiles} | {ran.arena_bytes} | {ran.device_bytes} | {ran.step_s:.4f} "
-              f"| {ran.differs:.1e} |")  # fmt: skip
+        print(
+            f"| {tiles} | {ran.arena_bytes} | {ran.device_bytes} | {ran.step_s:.4f} "
+            f"| {ran.differs:.1e} |"
+        )
 
 
 if __name__ == "__main__":

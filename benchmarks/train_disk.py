@@ -32,8 +32,16 @@ from examples.train_gpt import GPT, Shape
 
 SHAPE = Shape(layers=12, width=768, heads=12, context=128, vocabulary=50257)
 WARM_UP = 3
-FIO = ("fio", "--name=disk", "--direct=1", "--ioengine=io_uring", "--bs=4M", "--iodepth=16",
-       "--output-format=json", "--size=512M")  # fmt: skip
+FIO = (
+    "fio",
+    "--name=disk",
+    "--direct=1",
+    "--ioengine=io_uring",
+    "--bs=4M",
+    "--iodepth=16",
+    "--output-format=json",
+    "--size=512M",
+)
 
 
 class Moment(NamedTuple):
@@ -141,8 +149,12 @@ class Disk:
 
     def measure(self) -> None:
         for mode, rates in self.rates.items():
-            done = subprocess.run([*FIO, f"--filename={self.file}", f"--rw={mode}"],
-                                  capture_output=True, text=True, check=True)  # fmt: skip
+            done = subprocess.run(
+                [*FIO, f"--filename={self.file}", f"--rw={mode}"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
             moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
             rates.append(moved / max(job["read"]["runtime"], job["write"]["runtime"]) * 1e3)
@@ -248,8 +260,15 @@ def main() -> None:
         f"{disk.rate('write') / 1e9:.2f}, both {disk.rate('rw') / 1e9:.2f} GB/s; torch needs "
         f"{eager.peak_bytes / 2**20:.0f} MiB\n"
     )
-    heads = ("variant", "median s", "of torch's", "of the bound, s", "B read", "B written",
-             "of torch's memory")  # fmt: skip
+    heads = (
+        "variant",
+        "median s",
+        "of torch's",
+        "of the bound, s",
+        "B read",
+        "B written",
+        "of torch's memory",
+    )
     print("| " + " | ".join(heads) + " |")
     print("|---|---|---|---|---|---|---|")
     plain = {s.variant.autocast: s for s in series if s.variant.fields is None}

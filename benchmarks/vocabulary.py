@@ -141,8 +141,13 @@ def report(variants: list[Variant], args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    for name, default in (("tokens", 512), ("width", 128), ("vocabulary", 16384),
-                          ("rounds", 3), ("warmup", 1)):  # fmt: skip
+    for name, default in (
+        ("tokens", 512),
+        ("width", 128),
+        ("vocabulary", 16384),
+        ("rounds", 3),
+        ("warmup", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device-memory", nargs="*", default=["64MiB"])
     parser.add_argument("--tile-bytes", nargs="*", default=["8MiB"])

@@ -48,8 +48,10 @@ def model(fields: dict[str, object] | None = None) -> nn.Module:
             config, attn_implementation="eager"
         )
     except (TypeError, ValueError, KeyError) as error:
-        raise InputInvalid(f"no causal model can be built with model_type={kind!r}: {error}; give "
-                           "the config.json of a causal language model") from error  # fmt: skip
+        raise InputInvalid(
+            f"no causal model can be built with model_type={kind!r}: {error}; give "
+            "the config.json of a causal language model"
+        ) from error
     return made
 
 
@@ -61,8 +63,10 @@ def read_fields(path: Path | None, least_positions: int) -> dict[str, object]:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputInvalid(f"--config {path} cannot be read: {error}; give a file of JSON, as "
-                               "save_pretrained writes") from error  # fmt: skip
+            raise InputInvalid(
+                f"--config {path} cannot be read: {error}; give a file of JSON, as "
+                "save_pretrained writes"
+            ) from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise InputInvalid(f"--config {path} has no model_type, as in {{'model_type': 'llama'}}")
     return {"max_position_embeddings": least_positions, **fields, "vocab_size": VOCABULARY}
@@ -75,10 +79,21 @@ def loss_of(causal: nn.Module, batch: Batch) -> Tensor:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = options.parser(__doc__ or "", steps=20, batch=4, sequence=64, lr=1e-3,
-                          device_memory="4MiB", host_memory="4MiB")  # fmt: skip
-    made.add_argument("--config", type=Path, metavar="FILE.json",
-                      help="of a causal model; the vocabulary becomes bytes")  # fmt: skip
+    made = options.parser(
+        __doc__ or "",
+        steps=20,
+        batch=4,
+        sequence=64,
+        lr=1e-3,
+        device_memory="4MiB",
+        host_memory="4MiB",
+    )
+    made.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.json",
+        help="of a causal model; the vocabulary becomes bytes",
+    )
     return made
 
 

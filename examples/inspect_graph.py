@@ -18,8 +18,9 @@ def write_dump(directory: Path) -> None:
     torch.manual_seed(0)
     gpt = model(Shape(layers=2, width=64, heads=2, context=16))
     with tempfile.TemporaryDirectory(prefix="zcompile-") as disk:
-        zcompile.offload(gpt, device="cpu", device_memory="1MiB", host_memory="1MiB", disk=disk,
-                         dump=directory)  # fmt: skip
+        zcompile.offload(
+            gpt, device="cpu", device_memory="1MiB", host_memory="1MiB", disk=disk, dump=directory
+        )
         compiled = torch.compile(gpt, backend="zinf")
         ids = torch.randint(256, (2, 16))
         compiled(ids, ids).backward()

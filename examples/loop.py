@@ -82,8 +82,9 @@ def train(
     optimizer = AdamW(model.parameters(), lr=task.lr, fused=True)
     # OneCycleLR divides by the steps of either half less one, so few steps get no warm-up half.
     warm_up = WARM_UP if WARM_UP * task.steps > 1 else 0.5
-    schedule = OneCycleLR(optimizer, task.lr, total_steps=task.steps, pct_start=warm_up,
-                          cycle_momentum=False)  # fmt: skip
+    schedule = OneCycleLR(
+        optimizer, task.lr, total_steps=task.steps, pct_start=warm_up, cycle_momentum=False
+    )
     data = batches(task.text, task.batch, task.sequence, task.seed, device)
     model.train()
     losses: list[float] = []
@@ -115,8 +116,10 @@ def train(
 def _losses_so_far(task: Task, extra: dict[str, Any], path: Path) -> list[float]:
     steps, seed = extra["schedule"]["total_steps"], extra["seed"]
     if (steps, seed) != (task.steps, task.seed):
-        raise InputInvalid(f"{path} is of a training of {steps} steps with seed {seed}; give "
-                           f"--steps {steps} --seed {seed}")  # fmt: skip
+        raise InputInvalid(
+            f"{path} is of a training of {steps} steps with seed {seed}; give "
+            f"--steps {steps} --seed {seed}"
+        )
     losses: list[float] = extra["losses"]
     return losses
 
@@ -139,8 +142,9 @@ class Comparison:
         return not self.steps and not self.parameters
 
 
-def compare_with_eager(task: Task, model: nn.Module, losses: list[float], device: torch.device,
-                       watch: Watch) -> Comparison:  # fmt: skip
+def compare_with_eager(
+    task: Task, model: nn.Module, losses: list[float], device: torch.device, watch: Watch
+) -> Comparison:
     """Train the same from the start without zcompile, and compare every bit.
 
     model, losses  what `train` left and returned; the model is the one that was built, uncompiled

@@ -52,8 +52,16 @@ def throttle(text: str) -> tuple[str, str]:
     return link, speed
 
 
-def parser(about: str, *, steps: int, batch: int, sequence: int, lr: float,
-           device_memory: str, host_memory: str) -> argparse.ArgumentParser:  # fmt: skip
+def parser(
+    about: str,
+    *,
+    steps: int,
+    batch: int,
+    sequence: int,
+    lr: float,
+    device_memory: str,
+    host_memory: str,
+) -> argparse.ArgumentParser:
     """The options that every training example has; the arguments are defaults."""
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -64,20 +72,33 @@ def parser(about: str, *, steps: int, batch: int, sequence: int, lr: float,
     made.add_argument("--accumulate", type=positive, default=1, help="batches per step; default 1")
     made.add_argument("--lr", type=rate, default=lr, help=f"default {lr}")
     made.add_argument("--seed", type=natural, default=0)
-    made.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE",
-                      help="text to learn; by default Python's standard library")  # fmt: skip
+    made.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text to learn; by default Python's standard library",
+    )
     made.add_argument("--device", help="cpu or cuda; by default cuda if there is one")
     made.add_argument("--device-memory", default=device_memory, help=f"default {device_memory}")
     made.add_argument("--host-memory", default=host_memory, help=f"default {host_memory}")
     made.add_argument("--disk", type=Path, help="a directory; by default one that is removed")
-    made.add_argument("--throttle", type=throttle, nargs="+", default=[], metavar="LINK=RATE",
-                      help=f"paces the CPU device; links: {', '.join(LINKS)}")  # fmt: skip
+    made.add_argument(
+        "--throttle",
+        type=throttle,
+        nargs="+",
+        default=[],
+        metavar="LINK=RATE",
+        help=f"paces the CPU device; links: {', '.join(LINKS)}",
+    )
     made.add_argument("--dump", type=Path, help="a directory for what every pass did")
     made.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
     made.add_argument("--save-every", type=positive, metavar="STEPS", help="and as often before")
     made.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
-    made.add_argument("--check", action="store_true",
-                      help="train the same in eager; exit code 1 if a bit differs")  # fmt: skip
+    made.add_argument(
+        "--check", action="store_true", help="train the same in eager; exit code 1 if a bit differs"
+    )
     return made
 
 
@@ -95,12 +116,16 @@ def config(args: argparse.Namespace) -> Iterator[zcompile.Config]:
         )
 
 
-def task(args: argparse.Namespace, build: Callable[[], nn.Module],
-         loss: Callable[[nn.Module, Batch], Tensor]) -> Task:  # fmt: skip
+def task(
+    args: argparse.Namespace,
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Batch], Tensor],
+) -> Task:
     """The training that the options ask for. raises InputInvalid"""
     text = read_text(args.data, args.seq + 1)
-    return Task(build, loss, text, args.steps, args.accumulate, args.batch, args.seq, args.lr,
-                args.seed)  # fmt: skip
+    return Task(
+        build, loss, text, args.steps, args.accumulate, args.batch, args.seq, args.lr, args.seed
+    )
 
 
 def keeping(args: argparse.Namespace) -> Keeping:

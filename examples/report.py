@@ -52,9 +52,8 @@ class Progress:
             return []
         before, self.moved = self.moved, zcompile.stats(self.tiered)["bytes"]
         return [
-            f"{link} {show_size(total - before.get(link, 0))}"
-            for link, total in self.moved.items()
-        ]  # fmt: skip
+            f"{link} {show_size(total - before.get(link, 0))}" for link, total in self.moved.items()
+        ]
 
 
 def opening(model: nn.Module, config: zcompile.Config) -> str:
@@ -78,10 +77,16 @@ def closing(losses: Sequence[float], measured: Mapping[str, Any], config: zcompi
     budgets = {"device": config.device_memory, "host": config.host_memory}
     steps = len(losses)
     peaks = [
-        (tier, (show_size(measured["planned_peak"][tier]), show_size(nbytes),
-                show_size(budgets[tier]) if tier in budgets else "-"))
+        (
+            tier,
+            (
+                show_size(measured["planned_peak"][tier]),
+                show_size(nbytes),
+                show_size(budgets[tier]) if tier in budgets else "-",
+            ),
+        )
         for tier, nbytes in measured["peak"].items()
-    ]  # fmt: skip
+    ]
     links = [
         (link, (show_size(nbytes / steps), show_size(nbytes)))
         for link, nbytes in measured["bytes"].items()
@@ -90,15 +95,19 @@ def closing(losses: Sequence[float], measured: Mapping[str, Any], config: zcompi
         (what, (f"{spent / steps:.3f}", f"{spent:.2f}"))
         for what, spent in measured["seconds"].items()
     ]
-    code = [(name.replace("_", " "), (str(measured[name]),))
-            for name in ("graphs", "regions", "distinct_regions", "gathers")]  # fmt: skip
-    return "\n".join((
-        f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last of {steps}",
-        _table("peak", ("planned", "measured", "budget"), peaks),
-        _table("bytes", ("per step", "in all"), links),
-        _table("seconds", ("per step", "in all"), seconds),
-        _table("compiled", ("count",), code),
-    ))  # fmt: skip
+    code = [
+        (name.replace("_", " "), (str(measured[name]),))
+        for name in ("graphs", "regions", "distinct_regions", "gathers")
+    ]
+    return "\n".join(
+        (
+            f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last of {steps}",
+            _table("peak", ("planned", "measured", "budget"), peaks),
+            _table("bytes", ("per step", "in all"), links),
+            _table("seconds", ("per step", "in all"), seconds),
+            _table("compiled", ("count",), code),
+        )
+    )
 
 
 def verdict(found: Comparison) -> str:
@@ -107,10 +116,14 @@ def verdict(found: Comparison) -> str:
         _agreement("losses", found.steps_in_all, len(found.steps)),
         _agreement("parameters", found.parameters_in_all, len(found.parameters)),
     ]
-    lines += [f"  step {step}: loss {ours!r}, eager {theirs!r}"
-              for step, (ours, theirs) in list(found.steps.items())[:5]]  # fmt: skip
-    lines += [f"  {name}: differs by up to {most:.3g}"
-              for name, most in list(found.parameters.items())[:5]]  # fmt: skip
+    lines += [
+        f"  step {step}: loss {ours!r}, eager {theirs!r}"
+        for step, (ours, theirs) in list(found.steps.items())[:5]
+    ]
+    lines += [
+        f"  {name}: differs by up to {most:.3g}"
+        for name, most in list(found.parameters.items())[:5]
+    ]
     return "\n".join(lines)
 
 
@@ -120,8 +133,7 @@ def _agreement(what: str, count: int, apart: int) -> str:
     return f"{what}: all {count} bit-equal to eager"
 
 
-def _table(title: str, columns: Sequence[str],
-           rows: Iterable[tuple[str, Sequence[str]]]) -> str:  # fmt: skip
+def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     lines = ["", f"{title:<18}" + "".join(f"{column:>12}" for column in columns)]
     lines += [f"  {name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, cells in rows]
     return "\n".join(lines)

@@ -34,12 +34,16 @@ def read_text(files: Sequence[Path], least_bytes: int) -> Tensor:
         try:
             pieces.append(path.read_bytes())
         except OSError as error:
-            raise InputInvalid(f"cannot read {path}: {error.strerror}; give --data files that "
-                               "exist and may be read") from error  # fmt: skip
+            raise InputInvalid(
+                f"cannot read {path}: {error.strerror}; give --data files that "
+                "exist and may be read"
+            ) from error
     data = bytearray().join(pieces)
     if len(data) < least_bytes:
-        raise InputInvalid(f"the text has {len(data)} bytes and one sequence needs {least_bytes}; "
-                           "give longer files, or a smaller --seq")  # fmt: skip
+        raise InputInvalid(
+            f"the text has {len(data)} bytes and one sequence needs {least_bytes}; "
+            "give longer files, or a smaller --seq"
+        )
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -55,8 +59,9 @@ def own_sources() -> list[Path]:
     return found
 
 
-def batches(text: Tensor, batch: int, sequence: int, seed: int,
-            device: torch.device) -> Iterator[Batch]:  # fmt: skip
+def batches(
+    text: Tensor, batch: int, sequence: int, seed: int, device: torch.device
+) -> Iterator[Batch]:
     """Random windows of the text, without end; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     while True:

@@ -107,8 +107,9 @@ def gpt3() -> GPT:
 
 
 @torch.no_grad()
-def continue_text(gpt: nn.Module, start: bytes, count: int, context: int, device: torch.device,
-                  choices: int = 20) -> Iterator[bytes]:  # fmt: skip
+def continue_text(
+    gpt: nn.Module, start: bytes, count: int, context: int, device: torch.device, choices: int = 20
+) -> Iterator[bytes]:
     """`count` bytes after `start`, each drawn from the `choices` likeliest."""
     gpt.eval()
     generator = torch.Generator().manual_seed(0)
@@ -122,21 +123,35 @@ def continue_text(gpt: nn.Module, start: bytes, count: int, context: int, device
 
 
 def parser() -> argparse.ArgumentParser:
-    made = options.parser(__doc__ or "", steps=24, batch=4, sequence=128, lr=3e-4,
-                          device_memory="24MiB", host_memory="16MiB")  # fmt: skip
+    made = options.parser(
+        __doc__ or "",
+        steps=24,
+        batch=4,
+        sequence=128,
+        lr=3e-4,
+        device_memory="24MiB",
+        host_memory="16MiB",
+    )
     made.add_argument("--layers", type=options.positive, default=8, help="default 8")
     made.add_argument("--width", type=options.positive, default=512, help="default 512")
     made.add_argument("--heads", type=options.positive, default=8, help="default 8")
-    made.add_argument("--sample", type=options.natural, default=48, metavar="BYTES",
-                      help="length of the text written at the end; default 48")  # fmt: skip
+    made.add_argument(
+        "--sample",
+        type=options.natural,
+        default=48,
+        metavar="BYTES",
+        help="length of the text written at the end; default 48",
+    )
     return made
 
 
 def task_of(args: argparse.Namespace) -> Task:
     """raises  InputInvalid, if the options do not fit each other or the text"""
     if args.width % args.heads:
-        raise InputInvalid(f"--width {args.width} cannot be split over --heads {args.heads}; "
-                           "give a width that is a multiple of the heads")  # fmt: skip
+        raise InputInvalid(
+            f"--width {args.width} cannot be split over --heads {args.heads}; "
+            "give a width that is a multiple of the heads"
+        )
     shape = Shape(args.layers, args.width, args.heads, args.seq)
     return options.task(args, lambda: model(shape), lambda gpt, b: gpt(b.ids, b.targets))
 

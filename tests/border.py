@@ -71,8 +71,14 @@ class Border(SystemCalls):
     def ring(self, opened: Callable[[], Ring]) -> Ring:
         return WatchedRing(self.call("ring", {}, None, partial(super().ring, opened)), self)
 
-    def call(self, name: str, arguments: dict[str, Any], of: Path | None, go: Any,
-             told: Callable[[int], None] = lambda number: None) -> Any:  # fmt: skip
+    def call(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        of: Path | None,
+        go: Any,
+        told: Callable[[int], None] = lambda number: None,
+    ) -> Any:
         with self.lock:
             made = Call(name, arguments, of, self.count)
             self.count += 1
@@ -182,8 +188,12 @@ class WatchedRing:
 
         path = self._border.paths.get(request.fd)
         name = "ring_write" if request.write else "ring_read"
-        arguments = {"fd": request.fd, "offset": request.offset, "nbytes": request.nbytes,
-                     "address": request.address}  # fmt: skip
+        arguments = {
+            "fd": request.fd,
+            "offset": request.offset,
+            "nbytes": request.nbytes,
+            "address": request.address,
+        }
         try:
             told = partial(self._numbers.__setitem__, request.key)
             result = self._border.call(name, arguments, path, go, told)

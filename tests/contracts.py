@@ -71,8 +71,11 @@ def handle_input() -> None:
     places = joint.graph.find_nodes(op="placeholder")
     handles = [n for n in places if private.handle_input(n) is not None]
     assert [joint.names[private.handle_input(n)] for n in handles] == [
-        "0.weight", "0.bias", "2.weight", "2.bias",
-    ]  # fmt: skip
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    ]
     assert all(n.meta["val"].dtype is torch.int64 and n.meta["val"].dim() == 0 for n in handles)
     assert len(places) == len(handles) + 2
 
@@ -84,8 +87,12 @@ def gradient_of() -> None:
     sources = [private.gradient_of(desc) for desc in output.meta["desc"]]
     assert sources[0] is None, "the result of the model comes first"
     assert [joint.names.get(source) for source in sources[1:]] == [
-        "0.weight", "0.bias", None, "2.weight", "2.bias",
-    ]  # fmt: skip
+        "0.weight",
+        "0.bias",
+        None,
+        "2.weight",
+        "2.bias",
+    ]
 
 
 @contract
@@ -401,8 +408,12 @@ def is_asked_by_tracing() -> None:
         return private.is_asked_by_tracing()
 
     said = {}
-    for module in (torch._dynamo.utils, torch._functorch._aot_autograd.runtime_wrappers,
-                   torch._subclasses.meta_utils, torch._tensor):  # fmt: skip
+    for module in (
+        torch._dynamo.utils,
+        torch._functorch._aot_autograd.runtime_wrappers,
+        torch._subclasses.meta_utils,
+        torch._tensor,
+    ):
         scope = {"__name__": module.__name__, "asked": asked}
         exec("said = asked()", scope)
         said[module.__name__.split(".")[1]] = scope["said"]
@@ -459,10 +470,15 @@ def watch_memory() -> None:
     x = torch.ones(4, 4)
     before = x.data_ptr()
     ways = (
-        lambda: x.add_(1), lambda: x.data.add_(1), lambda: x[0].zero_(), lambda: x.numpy(),
-        lambda: x.untyped_storage().fill_(0), lambda: x.data_ptr(), lambda: torch.add(x, 1, out=x),
+        lambda: x.add_(1),
+        lambda: x.data.add_(1),
+        lambda: x[0].zero_(),
+        lambda: x.numpy(),
+        lambda: x.untyped_storage().fill_(0),
+        lambda: x.data_ptr(),
+        lambda: torch.add(x, 1, out=x),
         lambda: x.untyped_storage().copy_(torch.ones(4, 4).untyped_storage()),
-    )  # fmt: skip
+    )
     for write in ways:
         x = torch.ones(4, 4)
         before = x.data_ptr()

@@ -14,8 +14,11 @@ ROW = Layout((16,), (1,), 0, torch.float32)
 OFFLOAD = Offload(Register(1), "host", ROW, Register(2), 0, Ticket(1), (Ticket(0),), "v")
 LEFT = Left(Ticket(1), Register(1), 64, "v")
 LEAVING: tuple[Instruction, ...] = (
-    run(0, out=(1,), ticket=0), OFFLOAD, run(1, out=(3,)), LEFT,
-)  # fmt: skip
+    run(0, out=(1,), ticket=0),
+    OFFLOAD,
+    run(1, out=(3,)),
+    LEFT,
+)
 
 BROKEN_DEPARTURES: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a value that leaves before it is made": (

@@ -49,10 +49,19 @@ FAULTS = {
 }
 """What each call can do. EINTR of calls that Python makes itself never comes to us (PEP 475)."""
 
-CHECKPOINTS_ONLY = frozenset((
-    "exchange", "rmdir", "readlink", "symlink", "chmod", "utime",
-    "attributes", "attribute", "set_attribute",
-))  # fmt: skip
+CHECKPOINTS_ONLY = frozenset(
+    (
+        "exchange",
+        "rmdir",
+        "readlink",
+        "symlink",
+        "chmod",
+        "utime",
+        "attributes",
+        "attribute",
+        "set_attribute",
+    )
+)
 """Calls that the disk tier does not make; each of the others it does, and is failed there."""
 
 Spot = tuple[str, str, int]

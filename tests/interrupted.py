@@ -118,8 +118,13 @@ def _activations(store: Any) -> int:
 
 def _locked(store: Store) -> Iterator[str]:
     """Locks of the store that are held, though nothing is under way."""
-    owners = {"mover": store._mover, "arena": store.arena, "backlog": store._backlog,
-              "staging": store._means.staging, "meter": store.meter}  # fmt: skip
+    owners = {
+        "mover": store._mover,
+        "arena": store.arena,
+        "backlog": store._backlog,
+        "staging": store._means.staging,
+        "meter": store.meter,
+    }
     owners |= {tier.name: tier for tier in store.homes._tiers}
     if (executor := getattr(store, "executor", None)) is not None and executor._busy.locked():
         yield "executor"

@@ -133,8 +133,15 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
     if not any(
         isinstance(p, zcompile.runtime.eager.tensor.TieredTensor) for p in model.parameters()
     ):
-        zcompile.offload(model, **{"device": "cpu", "device_memory": DEVICE_BYTES,
-                                   "host_memory": DEVICE_BYTES, **config})  # fmt: skip
+        zcompile.offload(
+            model,
+            **{
+                "device": "cpu",
+                "device_memory": DEVICE_BYTES,
+                "host_memory": DEVICE_BYTES,
+                **config,
+            },
+        )
     torch._dynamo.reset()
     with torch.set_grad_enabled(grad):
         torch.compile(model, backend=door)(*inputs)

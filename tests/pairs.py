@@ -82,8 +82,13 @@ def batches(steps: int, width: int = 16, classes: int = 4) -> Iterator[tuple[Ten
         yield x, torch.randint(classes, (8,), generator=generator)
 
 
-def train(call: Any, optimizer: Any, steps: int = 3, before: Callable[[], Any] | None = None,
-          data: Any = None) -> list[float]:  # fmt: skip
+def train(
+    call: Any,
+    optimizer: Any,
+    steps: int = 3,
+    before: Callable[[], Any] | None = None,
+    data: Any = None,
+) -> list[float]:
     """A plain loop; `before` comes between backward and step. Returns the losses."""
     losses = []
     for x, y in data or batches(steps):
@@ -97,8 +102,9 @@ def train(call: Any, optimizer: Any, steps: int = 3, before: Callable[[], Any] |
     return losses
 
 
-def same_training(run: Run, tmp_path: Path, mode: str, make: Callable[[], nn.Module] = mlp,
-                  **fields: Any) -> tuple[nn.Module, nn.Module]:  # fmt: skip
+def same_training(
+    run: Run, tmp_path: Path, mode: str, make: Callable[[], nn.Module] = mlp, **fields: Any
+) -> tuple[nn.Module, nn.Module]:
     """Runs `run` on both twins and compares what it returns, and the models afterwards.
 
     mode  "eager": called plainly; "compiled": through backend="zinf", beside plain eager

@@ -8,8 +8,10 @@ from written import NOTHING, run, schedule
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
 
 PLACED = replace(NOTHING, placed=(0,))
-MADE = (replace(run(0, out=(2,), ticket=0), region=PLACED, into=(EntryIndex(0),)),
-        Reduce(Register(2), EntryIndex(0), (Ticket(0),), True, "w"))  # fmt: skip
+MADE = (
+    replace(run(0, out=(2,), ticket=0), region=PLACED, into=(EntryIndex(0),)),
+    Reduce(Register(2), EntryIndex(0), (Ticket(0),), True, "w"),
+)
 NOT_ALONE = "what is made as the gradient of '{}' is not that alone"
 
 BROKEN_PLACES: dict[str, tuple[Callable[[], Schedule], str]] = {

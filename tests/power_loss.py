@@ -82,8 +82,9 @@ class Recording:
         self.base = base
         self.root = Node(True)
         self.events: list[Event] = []
-        self.border = Border(lambda call, go: mutate(call, lambda: self._noted(call, go)),
-                             self._ended)  # fmt: skip
+        self.border = Border(
+            lambda call, go: mutate(call, lambda: self._noted(call, go)), self._ended
+        )
         self._fds: dict[int, Node] = {}
         self._writes: dict[int, Event] = {}
         self._lock = threading.RLock()
@@ -250,8 +251,9 @@ class File:
     content: bytearray = field(default_factory=bytearray)
     size: int = 0
 
-    def apply(self, event: Event, sectors: Callable[[int], bool] | None = None,
-              sector: int = 512) -> None:  # fmt: skip
+    def apply(
+        self, event: Event, sectors: Callable[[int], bool] | None = None, sector: int = 512
+    ) -> None:
         """sectors  which of those that the event writes are there; None: all"""
         if event.what == "write":
             end = event.offset + len(event.data)
@@ -275,9 +277,13 @@ Choice = tuple[tuple[int, ...], tuple[tuple[int, str], ...]]
 TEARINGS: dict[str, tuple[int, Callable[[int], bool]]] = {
     f"{name} of {sector}": (sector, there)
     for sector in SECTORS
-    for name, there in (("first", lambda n: n == 0), ("rest", lambda n: n > 0),
-                        ("odd", lambda n: n % 2 == 1), ("even", lambda n: n % 2 == 0))
-}  # fmt: skip
+    for name, there in (
+        ("first", lambda n: n == 0),
+        ("rest", lambda n: n > 0),
+        ("odd", lambda n: n % 2 == 1),
+        ("even", lambda n: n % 2 == 0),
+    )
+}
 
 
 @dataclass
@@ -385,8 +391,13 @@ def _certain(before: Sequence[Event], at: int) -> list[Event]:
     for event in before:
         if event.what == "sync":
             began[id(event.node)] = max(began.get(id(event.node), 0), event.began)
-    return [e for e in before if e.what in ("names", "write", "size", "cut")
-            and e.at < began.get(id(e.node), -1) and e.done <= began[id(e.node)]]  # fmt: skip
+    return [
+        e
+        for e in before
+        if e.what in ("names", "write", "size", "cut")
+        and e.at < began.get(id(e.node), -1)
+        and e.done <= began[id(e.node)]
+    ]
 
 
 def _prefixes(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -408,8 +419,9 @@ def _subsets(items: Sequence[int], most: int, chance: random.Random) -> Iterator
         yield tuple(item for item in items if chance.random() < 0.5)
 
 
-def _ways(writes: Sequence[int], events: Sequence[Event], most: int,
-          chance: random.Random) -> Iterator[tuple[tuple[int, str], ...]]:  # fmt: skip
+def _ways(
+    writes: Sequence[int], events: Sequence[Event], most: int, chance: random.Random
+) -> Iterator[tuple[tuple[int, str], ...]]:
     """Which writes are there, and how: whole or not in every subset, one torn or one only grown."""
     for subset in _subsets(writes, most, chance):
         yield tuple((item, "all") for item in subset)

@@ -45,8 +45,11 @@ class Order:
     def __init__(self, schedule: Schedule) -> None:
         self.rows = schedule.instructions
         kinds = Fetch | Run | Store | Offload
-        givers = {row.ticket: i for i, row in enumerate(self.rows)
-                  if isinstance(row, kinds) and row.ticket is not None}  # fmt: skip
+        givers = {
+            row.ticket: i
+            for i, row in enumerate(self.rows)
+            if isinstance(row, kinds) and row.ticket is not None
+        }
         self.before: list[int] = []  # per event, a set of events as bits
         compute = 0
         for i, row in enumerate(self.rows):
@@ -80,8 +83,11 @@ def faults(schedule: Schedule) -> Iterator[str]:
                 yield f"{later.index} races with {earlier.index}"
     for i, row in enumerate(schedule.instructions):
         if isinstance(row, Reduce | Offload):
-            made = [k for k, run in enumerate(schedule.instructions[:i])
-                    if isinstance(run, Run) and row.value in run.outputs]  # fmt: skip
+            made = [
+                k
+                for k, run in enumerate(schedule.instructions[:i])
+                if isinstance(run, Run) and row.value in run.outputs
+            ]
             if made and not order.follows(i, made[-1]):
                 yield f"{i} sends a value away before it is computed"
 
@@ -101,8 +107,9 @@ def _accesses(schedule: Schedule) -> Iterator[Access]:
                 for register in row.inputs:
                     if register in bound:
                         slot, nbytes = bound[register]
-                        yield Access(i, slot.address, slot.address + nbytes,
-                                     schedule.phase is Phase.STEP)  # fmt: skip
+                        yield Access(
+                            i, slot.address, slot.address + nbytes, schedule.phase is Phase.STEP
+                        )
             case Free():
                 bound.pop(row.register, None)
 

@@ -125,8 +125,9 @@ class Autocast(nn.Module):
 
 
 def convolution() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(),
-                         nn.Linear(4 * 36, 5))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
 
 
 def batch_norm() -> nn.Module:
@@ -134,8 +135,14 @@ def batch_norm() -> nn.Module:
 
 
 def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 8),
-                         nn.Dropout(0.2), nn.Linear(8, 4))  # fmt: skip
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.Dropout(0.3),
+        nn.ReLU(),
+        nn.Linear(16, 8),
+        nn.Dropout(0.2),
+        nn.Linear(8, 4),
+    )
 
 
 def _rows() -> tuple[Tensor, ...]:
@@ -156,8 +163,13 @@ SMALL_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, .
     "returns a view": (ReturnsView, _rows),
     "bf16 autocast": (Autocast, _rows),
 }
-UNALIKE = ("transformer block", "tied embeddings", "module called twice", "view in two places",
-           "bf16 autocast")  # fmt: skip
+UNALIKE = (
+    "transformer block",
+    "tied embeddings",
+    "module called twice",
+    "view in two places",
+    "bf16 autocast",
+)
 """Of those, a few whose graphs have little in common: for tests that look at graphs alone."""
 
 

@@ -8,13 +8,29 @@ from zcompile.ir.serialize import encode
 STAGES = ("captured", "gather-params", "schedule-prefetch")
 
 
-def node(name: str, target: str, *args: str, nbytes: int = 0, live: int = 0,
-         param: str | None = None, op: str = "call_function",
-         phase: str = "forward") -> rf.NodeRecord:  # fmt: skip
+def node(
+    name: str,
+    target: str,
+    *args: str,
+    nbytes: int = 0,
+    live: int = 0,
+    param: str | None = None,
+    op: str = "call_function",
+    phase: str = "forward",
+) -> rf.NodeRecord:
     return rf.NodeRecord(
-        name=name, op=op, target=target, phase=phase, args=args, shape=(4, 32), dtype="f32",
-        nbytes=nbytes, live_bytes=live, module="up" if param else None, param=param,
-    )  # fmt: skip
+        name=name,
+        op=op,
+        target=target,
+        phase=phase,
+        args=args,
+        shape=(4, 32),
+        dtype="f32",
+        nbytes=nbytes,
+        live_bytes=live,
+        module="up" if param else None,
+        param=param,
+    )
 
 
 def stage_nodes(step: int) -> tuple[rf.NodeRecord, ...]:

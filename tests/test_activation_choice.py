@@ -53,28 +53,52 @@ K, A, H, D = KEEP, AGAIN, "host", "disk"
 TABLE = {
     "with room everything is kept": (chain(4, 4, 4), (A, H), (K, K, K)),
     "what is cheapest per byte is made again": (
-        chain(4, 4, 4, 4, seconds=(9.0, 1.0, 9.0, 9.0), budget=12), (A,), (K, A, K, K)),
-    "the larger of two that cost the same": (
-        chain(2, 8, 4, 4, budget=14), (A,), (K, A, K, K)),
+        chain(4, 4, 4, 4, seconds=(9.0, 1.0, 9.0, 9.0), budget=12),
+        (A,),
+        (K, A, K, K),
+    ),
+    "the larger of two that cost the same": (chain(2, 8, 4, 4, budget=14), (A,), (K, A, K, K)),
     "a hidden transfer is cheaper than compute": (
-        chain(4, 4, 4, 4, tiers=TIERS, slack_s=(99.0, 99.0), budget=12), (A, H), None),
+        chain(4, 4, 4, 4, tiers=TIERS, slack_s=(99.0, 99.0), budget=12),
+        (A, H),
+        None,
+    ),
     "what a link cannot hide is made again": (
-        chain(4, 4, 4, 4, tiers=TIERS, budget=12), (A, H), None),
+        chain(4, 4, 4, 4, tiers=TIERS, budget=12),
+        (A, H),
+        None,
+    ),
     "a random op is not repeated": (
-        fixed(chain(4, 4, 4, 4, seconds=(9.0, 1.0, 9.0, 9.0), budget=12), 1), (A,), None),
+        fixed(chain(4, 4, 4, 4, seconds=(9.0, 1.0, 9.0, 9.0), budget=12), 1),
+        (A,),
+        None,
+    ),
     "what must be saved is not made again": (
-        wish(chain(4, 4, 4, 4, seconds=(9.0, 1.0, 2.0, 9.0), budget=12), 1, "MUST_SAVE"), (A,),
-        (A, K, K, K)),
+        wish(chain(4, 4, 4, 4, seconds=(9.0, 1.0, 2.0, 9.0), budget=12), 1, "MUST_SAVE"),
+        (A,),
+        (A, K, K, K),
+    ),
     "what must be recomputed is, with room to spare": (
-        wish(chain(4, 4, 4), 1, "MUST_RECOMPUTE"), (A, H), (K, A, K)),
+        wish(chain(4, 4, 4), 1, "MUST_RECOMPUTE"),
+        (A, H),
+        (K, A, K),
+    ),
     "and where nothing else may be done": (
-        wish(chain(4, 4, 4), 1, "PREFER_RECOMPUTE"), (), (K, A, K)),
+        wish(chain(4, 4, 4), 1, "PREFER_RECOMPUTE"),
+        (),
+        (K, A, K),
+    ),
     "what is to be offloaded is": (
-        wish(chain(4, 4, 4, tiers=TIERS, budget=16), 1, "MUST_CPU_OFFLOAD"), (A, H), (K, H, K)),
+        wish(chain(4, 4, 4, tiers=TIERS, budget=16), 1, "MUST_CPU_OFFLOAD"),
+        (A, H),
+        (K, H, K),
+    ),
     "a full host sends to disk": (
         chain(4, 4, 4, 4, tiers={"host": Away(1.0, 1.0, 3), "disk": Away(2.0, 2.0, 99)}, budget=12),
-        (H, D), None),
-}  # fmt: skip
+        (H, D),
+        None,
+    ),
+}
 
 
 @pytest.mark.parametrize("case", TABLE)
@@ -133,9 +157,13 @@ def problems(draw):
     count = draw(st.integers(3, 5))
     sizes = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     seconds = tuple(draw(st.lists(st.floats(0.1, 9), min_size=count, max_size=count)))
-    problem = chain(*sizes, seconds=seconds, read_back=draw(st.booleans()),
-                    tiers={"host": Away(draw(st.floats(0.01, 2)), draw(st.floats(0.01, 2)), 99)},
-                    slack_s=(draw(st.floats(0, 5)), draw(st.floats(0, 5))))  # fmt: skip
+    problem = chain(
+        *sizes,
+        seconds=seconds,
+        read_back=draw(st.booleans()),
+        tiers={"host": Away(draw(st.floats(0.01, 2)), draw(st.floats(0.01, 2)), 99)},
+        slack_s=(draw(st.floats(0, 5)), draw(st.floats(0, 5))),
+    )
     if draw(st.booleans()):
         problem = fixed(problem, draw(st.integers(0, count - 1)))
     most = max(answer(problem, [KEEP] * count).held)
@@ -148,16 +176,40 @@ def hosted(leave_s, back_s, slack_s, budget):
 
 
 FOUND = (
-    fixed(chain(7, 2, 1, 1, 4, seconds=(7.8, 0.7, 1.5, 8.2, 3.1), **hosted(1.8, 1.5, (2.4, 0), 12)),
-          3),
-    fixed(chain(3, 1, 9, 9, 1, seconds=(1.0, 1.0, 6.3, 9.0, 6.3), **hosted(1.8, 1.5, (5, 5), 19)),
-          3),
+    fixed(
+        chain(7, 2, 1, 1, 4, seconds=(7.8, 0.7, 1.5, 8.2, 3.1), **hosted(1.8, 1.5, (2.4, 0), 12)), 3
+    ),
+    fixed(
+        chain(3, 1, 9, 9, 1, seconds=(1.0, 1.0, 6.3, 9.0, 6.3), **hosted(1.8, 1.5, (5, 5), 19)), 3
+    ),
     chain(2, 4, 2, 1, 9, seconds=(6.5, 2.3, 6.5, 8.2, 3.1), **hosted(0.25, 0.6, (4.0, 4.2), 13)),
-    fixed(chain(4, 6, 8, 6, 2, seconds=(7.2, 2.0, 0.1, 8.4, 5.9), read_back=False,
-                **hosted(0.25, 0.4, (2.2, 5.0), 19)), 3),
-    fixed(chain(4, 2, 1, 3, 4, seconds=(2.3, 0.5, 0.25, 1.1, 8.5), read_back=False,
-                **hosted(0.46, 0.61, (0.44, 2.3), 11)), 4),
-)  # fmt: skip
+    fixed(
+        chain(
+            4,
+            6,
+            8,
+            6,
+            2,
+            seconds=(7.2, 2.0, 0.1, 8.4, 5.9),
+            read_back=False,
+            **hosted(0.25, 0.4, (2.2, 5.0), 19),
+        ),
+        3,
+    ),
+    fixed(
+        chain(
+            4,
+            2,
+            1,
+            3,
+            4,
+            seconds=(2.3, 0.5, 0.25, 1.1, 8.5),
+            read_back=False,
+            **hosted(0.46, 0.61, (0.44, 2.3), 11),
+        ),
+        4,
+    ),
+)
 """What greed alone answered with more than three times the least seconds."""
 
 

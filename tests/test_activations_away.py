@@ -19,8 +19,16 @@ def offloaded(name, tmp_path, **config):
     """A small model, its eager twin, its compiled face and inputs."""
     model, inputs = small(name)
     twin = copy.deepcopy(model)
-    zcompile.offload(model, **{"device": "cpu", "device_memory": "16MiB", "host_memory": "32MiB",
-                               "disk": tmp_path, **config})  # fmt: skip
+    zcompile.offload(
+        model,
+        **{
+            "device": "cpu",
+            "device_memory": "16MiB",
+            "host_memory": "32MiB",
+            "disk": tmp_path,
+            **config,
+        },
+    )
     torch._dynamo.reset()
     return model, twin, torch.compile(model, backend="zinf"), inputs
 

@@ -124,9 +124,14 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
     train(plain, make(plain), 0, STEPS, batches)
     disk = {"disk_read": "50MB/s", "disk_write": "50MB/s"}
     model, compiled, optimizer = begun(
-        budget, 4, make, batches, host_memory="512KiB", disk=tmp_path,
+        budget,
+        4,
+        make,
+        batches,
+        host_memory="512KiB",
+        disk=tmp_path,
         throttle={**THROTTLE, **disk},
-    )  # fmt: skip
+    )
     assert session_behind(model).arena.annex.memory is not None
     train(compiled, optimizer, 4, STEPS, batches)
     assert same(model, values(plain))
@@ -272,12 +277,15 @@ def test_what_leaves_it_is_waited_for():
     assert leaving.from_annex() == []
 
 
-@pytest.mark.parametrize(("links", "most", "chunk"), [
-    ((22e6, 187e6), 16 * MiB, 440_000),
-    ((6e9, 50e9), 32 * MiB, 32 * MiB),
-    ((1e3,), 16 * MiB, LEAST_PACED_BYTES),
-    ((1e3,), 4 * KiB, 4 * KiB),
-    ((), 16 * MiB, 16 * MiB),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("links", "most", "chunk"),
+    [
+        ((22e6, 187e6), 16 * MiB, 440_000),
+        ((6e9, 50e9), 32 * MiB, 32 * MiB),
+        ((1e3,), 16 * MiB, LEAST_PACED_BYTES),
+        ((1e3,), 4 * KiB, 4 * KiB),
+        ((), 16 * MiB, 16 * MiB),
+    ],
+)
 def test_a_chunk_suits_the_slowest_link(links, most, chunk):
     assert paced_bytes(links, most) == chunk

@@ -154,10 +154,16 @@ def test_a_slow_link_changes_when_and_not_what(link, tmp_path):
     """Stores of one call leave from bytes that fetches of the next one fill again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96))
-    pair = twins(model, device_memory="256KiB", host_memory="256KiB", disk=tmp_path,
-                 throttle={link: "10MB/s"})  # fmt: skip
-    steps = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
-             for m in (pair.model, pair.plain)]  # fmt: skip
+    pair = twins(
+        model,
+        device_memory="256KiB",
+        host_memory="256KiB",
+        disk=tmp_path,
+        throttle={link: "10MB/s"},
+    )
+    steps = [
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pair.model, pair.plain)
+    ]
     for seed in range(4):
         torch.manual_seed(seed)
         assert pair.train(torch.randn(4, 96))

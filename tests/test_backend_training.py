@@ -226,8 +226,9 @@ def test_activation_checkpoints_of_torch_keep_working():
             self.one, self.two = Block(), Block()
 
         def forward(self, x):
-            return checkpoint(self.two, checkpoint(self.one, x, use_reentrant=False),
-                              use_reentrant=False)  # fmt: skip
+            return checkpoint(
+                self.two, checkpoint(self.one, x, use_reentrant=False), use_reentrant=False
+            )
 
     pair = twins(Net())
     for seed in range(2):
@@ -284,8 +285,10 @@ class InPlace(nn.Module):
 def test_a_call_that_only_writes_an_input_counts_in_the_sum_of_a_pass(found, monkeypatch):
     if not found:  # nor does it, if nobody knows when it comes
         asked = count()  # the first call's results and arguments, then the second one's results
-        monkeypatch.setattr("zcompile.frontend.backend.node_of_call", lambda values, since: (
-            node_of_call(values, since) if next(asked) % 3 == 2 else None))  # fmt: skip
+        monkeypatch.setattr(
+            "zcompile.frontend.backend.node_of_call",
+            lambda values, since: node_of_call(values, since) if next(asked) % 3 == 2 else None,
+        )
     gradients = []
     for name in ("aot_eager", "zinf"):
         torch._dynamo.reset()

@@ -26,8 +26,10 @@ def links(**rates):
 
 def training(compute_s=(1.0, 2.0, 0.0), micro_batches=1):
     """Weights, gradients and states of a step, as `demand_of` would find them."""
-    ahead = [Segment(F, compute_s[0], (P, 0, 0), (0, 0, 0), (True, True, True)),
-             Segment(B, compute_s[1], (P, 0, 0), (0, P, 0), (True, True, True))]  # fmt: skip
+    ahead = [
+        Segment(F, compute_s[0], (P, 0, 0), (0, 0, 0), (True, True, True)),
+        Segment(B, compute_s[1], (P, 0, 0), (0, P, 0), (True, True, True)),
+    ]
     last = Segment(S, compute_s[2], (P, P, 2 * P), (P, 0, 2 * P), (True, False, True))
     return Demand((P, P, 2 * P), (*ahead * micro_batches, last))
 
@@ -159,8 +161,13 @@ def test_where_disk_and_device_meet_two_ways_share_what_moves():
 
 @pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 5 * P), st.integers(0, 5 * P), st.integers(1, 3), st.booleans(),
-       st.integers(0, 2 * P))  # fmt: skip
+@given(
+    st.integers(0, 5 * P),
+    st.integers(0, 5 * P),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 2 * P),
+)
 def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(
     device, host, times, disk, held
 ):
@@ -182,8 +189,9 @@ def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(
 
 
 def schedule(phase, *instructions):
-    return Schedule(phase, phase.value, instructions, (), 0, (), (), 0, (), next(SERIALS), 0, 0,
-                    None, {})  # fmt: skip
+    return Schedule(
+        phase, phase.value, instructions, (), 0, (), (), 0, (), next(SERIALS), 0, 0, None, {}
+    )
 
 
 def fetch(entry, begin, nbytes):

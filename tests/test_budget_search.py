@@ -21,11 +21,14 @@ def search(needs, tried=None):
     return BudgetSearch(lambda budget: range(len(needs)), try_out)
 
 
-@pytest.mark.parametrize(("needs", "budget", "way"), [
-    ([100], 100, 0),
-    ([200, 90], 100, 1),
-    ([200, 150, 100, 50], 100, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("needs", "budget", "way"),
+    [
+        ([100], 100, 0),
+        ([200, 90], 100, 1),
+        ([200, 150, 100, 50], 100, 2),
+    ],
+)
 def test_the_first_that_fits_is_taken(needs, budget, way):
     assert search(needs).best(budget, 300) == way
 

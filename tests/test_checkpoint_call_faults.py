@@ -141,8 +141,9 @@ def check(root, exchanged, at, fault):
 def test_a_call_of_each_sort_that_fails_leaves_what_stood(tmp_path, recorded):
     """The first of each name and file."""
     spots, exchanged = recorded
-    first = {(name, os.path.basename(of)): (name, of, number)
-             for name, of, number in reversed(spots)}.values()  # fmt: skip
+    first = {
+        (name, os.path.basename(of)): (name, of, number) for name, of, number in reversed(spots)
+    }.values()
     for number, at in enumerate(first):
         check(tmp_path / str(number), exchanged, at, FAULTS[at[0]][0])
 

@@ -203,15 +203,20 @@ zcompile.save(path, offloaded(mlp(), Border(around), **fields), new=True)
 """
 
 
-@pytest.mark.parametrize("instant", sampled(["writing", "exchanged", "removing", "renamed"],
-                                            "exchanged", "renamed"))  # fmt: skip
+@pytest.mark.parametrize(
+    "instant", sampled(["writing", "exchanged", "removing", "renamed"], "exchanged", "renamed")
+)
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint(instant, tmp_path, caplog):
     """Before its name is given, between that and its sync, after it, and between two renames."""
     model = other(mlp())
     zcompile.save(tmp_path / "c", model, new=False)
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{Path(__file__).parent}"}
-    killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "c", instant],
-                            env=environment, timeout=120, check=False)  # fmt: skip
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path / "c", instant],
+        env=environment,
+        timeout=120,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 2
     found = mlp()
@@ -339,11 +344,12 @@ DAMAGES = {
     "empty": ("training.json", lambda p: p.write_text("{}"), "lacks what zcompile.save writes"),
     "other names": ("training.json", rewritten, "needs the tensor 'optimizer.9.weight"),
     "odd values": (
-        "training.json", lambda p: p.write_text(p.read_text().replace('"$tensor"', '"$odd"')),
+        "training.json",
+        lambda p: p.write_text(p.read_text().replace('"$tensor"', '"$odd"')),
         "training.json has values that are not sound",
     ),
     "header": ("training.safetensors", lambda p: p.write_bytes(b"\0" * 99), "within its header"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

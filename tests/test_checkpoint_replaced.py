@@ -165,8 +165,9 @@ def test_a_save_that_another_takes_for_one_that_was_killed_gives_way(tmp_path, i
 def test_a_checkpoint_is_written_where_it_was_begun(tmp_path):
     """Whatever bears its name meanwhile, which does not become the checkpoint either."""
     zcompile.save(tmp_path / "c", *trained(1), step=1)
-    new, victim, hidden = (tmp_path / name for name in
-                           (f"c.zinf-partial-{os.getpid()}", "victim", "hidden"))  # fmt: skip
+    new, victim, hidden = (
+        tmp_path / name for name in (f"c.zinf-partial-{os.getpid()}", "victim", "hidden")
+    )
     victim.mkdir()
 
     def around(call, go):

@@ -42,8 +42,10 @@ def test_show_gives_one_line_per_pass(zinf, root):
     assert code == 0
     assert lines[:2] == ["run-0: zcompile 0.1.0, torch 2.13.0", "graph0: frame 0"]
     assert [line.split()[:2] for line in lines[2:5]] == [
-        ["00", "captured"], ["01", "gather-params"], ["02", "schedule-prefetch"],
-    ]  # fmt: skip
+        ["00", "captured"],
+        ["01", "gather-params"],
+        ["02", "schedule-prefetch"],
+    ]
     assert "as captured" in lines[2]
     assert "zinf.fetch +1, zinf.gather -1, zinf.release +1, zinf.wait +1" in lines[3]
     assert "order only" in lines[4]
@@ -109,8 +111,13 @@ def test_explain_as_json_says_when_and_what_each_pass_did(zinf, root):
     (life,) = json.loads(zinf("explain", root, "up.weight", "--json")[1])
     (forward,) = life["phases"]
     assert [event["what"] for event in forward["events"]] == [
-        "its handle", "fetch starts", "waited for", "a view of it", "reads it", "released",
-    ]  # fmt: skip
+        "its handle",
+        "fetch starts",
+        "waited for",
+        "a view of it",
+        "reads it",
+        "released",
+    ]
     assert (forward["alive"], forward["lines"]) == (6, 9)
     assert [row["kind"] for row in forward["instructions"]] == ["fetch", "wait", "free"]
     gathered, moved = life["passes"]
@@ -127,12 +134,23 @@ def test_explain_of_an_unknown_name_offers_the_nearest(zinf, root):
 def test_an_unreadable_run_is_one_sentence_and_exit_1(zinf, tmp_path):
     code, out, err = zinf("show", tmp_path / "nothing")
     assert (code, out) == (1, "")
-    assert err == f"zinf: {tmp_path}/nothing does not exist; write one with ZINF_DUMP=DIR " \
-                  "or Config(dump=DIR)\n"  # fmt: skip
+    assert (
+        err == f"zinf: {tmp_path}/nothing does not exist; write one with ZINF_DUMP=DIR "
+        "or Config(dump=DIR)\n"
+    )
 
 
-@pytest.mark.parametrize("argv", [[], ["sow"], ["show"], ["schedule", "x", "--phase", "sideways"],
-                                  ["diff", "x", "1"], ["show", "x", "--graph", "one"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["sow"],
+        ["show"],
+        ["schedule", "x", "--phase", "sideways"],
+        ["diff", "x", "1"],
+        ["show", "x", "--graph", "one"],
+    ],
+)
 def test_wrong_usage_exits_2(argv, capsys):
     with pytest.raises(SystemExit) as left:
         main(argv)
@@ -145,8 +163,13 @@ def test_a_reader_that_stops_early_is_no_error(root):
     rf.text_file(graph, 1, "gather-params").write_text("a line of the graph\n" * 100_000)
     told = subprocess.run(
         f"{sys.executable} -m zcompile.cli show {root} 1 | head -1",
-        shell=True, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert (told.stdout, told.stderr) == ("a line of the graph\n", "")
 
 

@@ -28,8 +28,9 @@ ROOT = Path(__file__).parent.parent
 def train(*disks: Path, steps: int = 2) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 192), nn.Linear(192, 128))
-    zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="256KiB",
-                     disk=disks, durable=True)  # fmt: skip
+    zcompile.offload(
+        model, device="cpu", device_memory="4MiB", host_memory="256KiB", disk=disks, durable=True
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(steps):
         model(torch.ones(2, 128)).sum().backward()

@@ -30,12 +30,15 @@ def test_doctor_says_what_a_run_would_plan_for(zinf, tmp_path, measured):
     lines = out.splitlines()
     assert code == 0
     assert "link        h2d             25.0 GB/s  after 10 us" in lines
-    assert any(line.endswith("7.00 GB/s  after 100 us, takes turns with disk_write")
-               for line in lines)  # fmt: skip
+    assert any(
+        line.endswith("7.00 GB/s  after 100 us, takes turns with disk_write") for line in lines
+    )
     assert "compute     bfloat16      130 TFLOP/s" in lines
     assert [line.split()[:2] for line in lines if line.startswith("tier ")] == [
-        ["tier", "device"], ["tier", "host"], ["tier", "disk"],
-    ]  # fmt: skip
+        ["tier", "device"],
+        ["tier", "host"],
+        ["tier", "disk"],
+    ]
     assert any(f"kept in {tmp_path}/cache/zcompile/machine-" in line for line in lines)
 
 
@@ -56,8 +59,11 @@ def test_a_busy_machine_is_a_note(zinf, monkeypatch, load):
 def test_doctor_answers_a_program_with_the_fields_of_a_machine(zinf, tmp_path, measured):
     told = json.loads(zinf("doctor", "--disk", tmp_path, "--json")[1])
     assert told["machine"]["links"]["disk_write"] == {
-        "name": "disk_write", "bytes_per_s": 5e9, "latency_s": 1e-4, "shares": "disk_read",
-    }  # fmt: skip
+        "name": "disk_write",
+        "bytes_per_s": 5e9,
+        "latency_s": 1e-4,
+        "shares": "disk_read",
+    }
     assert told["machine"]["compute"]["flops_per_s"]["bfloat16"] == 130e12
     assert told["machine"]["tiers"]["disk"] > 0
     assert told["kept"].startswith(str(tmp_path))

@@ -97,10 +97,12 @@ def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
     code, out, _ = zinf("plan", "paper_models:tiny", "--machine", models / "none.toml")
     assert code == 2, "a machine that is not there is a wrong question"
     machine = models / "small.toml"
-    machine.write_text('name = "small"\n[tiers]\ndevice = "48KiB"\nhost = "264KiB"\n'
-                       '[links.h2d]\nbytes_per_s = "1GB/s"\n[links.d2h]\nbytes_per_s = "1GB/s"\n'
-                       '[compute]\nmemory_bytes_per_s = "9GB/s"\n'
-                       '[compute.flops_per_s]\nfloat32 = "1TFLOP/s"\n')  # fmt: skip
+    machine.write_text(
+        'name = "small"\n[tiers]\ndevice = "48KiB"\nhost = "264KiB"\n'
+        '[links.h2d]\nbytes_per_s = "1GB/s"\n[links.d2h]\nbytes_per_s = "1GB/s"\n'
+        '[compute]\nmemory_bytes_per_s = "9GB/s"\n'
+        '[compute.flops_per_s]\nfloat32 = "1TFLOP/s"\n'
+    )
     code, out, _ = zinf("plan", "paper_models:tiny", "--machine", machine)
     assert code == 1
     assert "does not fit, it lacks" in out
@@ -108,8 +110,17 @@ def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
 
 def test_a_sweep_is_a_table_a_plot_and_a_picture(zinf, models):
     picture = models / "sweep.svg"
-    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--host", "1MiB",
-                        "--sweep", "device=64KiB..256KiB:3", "--plot", picture)  # fmt: skip
+    code, out, _ = zinf(
+        "plan",
+        "paper_models:tiny",
+        *ON,
+        "--host",
+        "1MiB",
+        "--sweep",
+        "device=64KiB..256KiB:3",
+        "--plot",
+        picture,
+    )
     lines = out.splitlines()
     assert code == 0
     assert lines[0].split() == ["device", "fits", "step", "least", "bottleneck"]
@@ -131,44 +142,60 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     code, out, _ = zinf("plan", "--paper", "figure-2a")
     assert code == 0
     assert "ZeRO-Infinity" in out
-    code, out, _ = zinf("plan", "transformer:layers=10,hidden=4096,heads=16", "--machine",
-                        "dgx2-v100-1node")  # fmt: skip
+    code, out, _ = zinf(
+        "plan", "transformer:layers=10,hidden=4096,heads=16", "--machine", "dgx2-v100-1node"
+    )
     assert code == 0
     assert "layers" in out
 
 
-@pytest.mark.parametrize(("asked", "says"), [
-    ((), "is missing; name a model"),
-    (("gpt",), "is neither module:name nor a config.json that is there"),
-    (("paper_models:",), "is neither module:name"),
-    (("no_such_module:model",), "cannot be imported"),
-    (("paper_models:huge",), "has no 'huge'; paper_models has Shape, Tiny"),
-    (("paper_models:number",), "is a int; name a module, or what makes one"),
-    (("paper_models:sized",), "needs arguments (width)"),
-    (("paper_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
-    (("paper_models:picture",), "takes (input), which cannot be guessed; give --shape"),
-    (("paper_models:picture", "--shape", "3,5"), "forward of Sequential with (float32[1, 3, 5])"),
-    (("paper_models:picture", "--shape", "3,5"), "give it inputs that it takes"),
-    (("paper_models:tiny", "--shape", "3"), "forward of Tiny with (float32[1, 3]) failed at "),
-    (("paper_models:broken",), "paper_models:broken() failed at "),
-    (("paper_models:broken",), "LookupError: no such checkpoint; see that it makes its model"),
-    (("paper_models:looking",), "where no tensor has values"),
-    (("failing_models:any",), "importing failing_models failed at "),
-    (("paper_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
-    (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
-    (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
-    (("paper_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
-    (("--paper", "table-3", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
-    (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
-    (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
-    (("paper_models:tiny", "--sweep", "device=8..9"), "sweep='8' has no unit, and so means 8 b"),
-    (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
-    (("transformer:layers=1,hidden=64,heads=1", "--device", "16"), "write it with one, as 16GiB"),
-    (("--paper", "figure-2a", "--sweep", "device=1GiB..2GiB"), "leave it out"),
-    (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "no/x.svg"), "no is no dir"),
-    (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "."), "is a directory; name a"),
-    (("config.json",), "is not there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ((), "is missing; name a model"),
+        (("gpt",), "is neither module:name nor a config.json that is there"),
+        (("paper_models:",), "is neither module:name"),
+        (("no_such_module:model",), "cannot be imported"),
+        (("paper_models:huge",), "has no 'huge'; paper_models has Shape, Tiny"),
+        (("paper_models:number",), "is a int; name a module, or what makes one"),
+        (("paper_models:sized",), "needs arguments (width)"),
+        (("paper_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
+        (("paper_models:picture",), "takes (input), which cannot be guessed; give --shape"),
+        (
+            ("paper_models:picture", "--shape", "3,5"),
+            "forward of Sequential with (float32[1, 3, 5])",
+        ),
+        (("paper_models:picture", "--shape", "3,5"), "give it inputs that it takes"),
+        (("paper_models:tiny", "--shape", "3"), "forward of Tiny with (float32[1, 3]) failed at "),
+        (("paper_models:broken",), "paper_models:broken() failed at "),
+        (("paper_models:broken",), "LookupError: no such checkpoint; see that it makes its model"),
+        (("paper_models:looking",), "where no tensor has values"),
+        (("failing_models:any",), "importing failing_models failed at "),
+        (("paper_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
+        (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
+        (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
+        (("paper_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
+        (("--paper", "table-3", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
+        (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
+        (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
+        (
+            ("paper_models:tiny", "--sweep", "device=8..9"),
+            "sweep='8' has no unit, and so means 8 b",
+        ),
+        (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
+        (
+            ("transformer:layers=1,hidden=64,heads=1", "--device", "16"),
+            "write it with one, as 16GiB",
+        ),
+        (("--paper", "figure-2a", "--sweep", "device=1GiB..2GiB"), "leave it out"),
+        (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "no/x.svg"), "no is no dir"),
+        (
+            ("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "."),
+            "is a directory; name a",
+        ),
+        (("config.json",), "is not there"),
+    ],
+)
 def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, asked, says):
     code, _, err = zinf("plan", *asked, *ON)
     assert code == 2
@@ -226,10 +253,18 @@ def test_a_model_without_parameters_cannot_be_planned(zinf, models):
 
 def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps({
-        "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 128,
-        "n_positions": 32,
-    }))  # fmt: skip
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "gpt2",
+                "n_layer": 2,
+                "n_embd": 64,
+                "n_head": 2,
+                "vocab_size": 128,
+                "n_positions": 32,
+            }
+        )
+    )
     for name in (tmp_path, tmp_path / "config.json"):
         code, out, _ = zinf("plan", name, *ON, "--json", "--batch", 2)
         assert code == 0
@@ -237,10 +272,13 @@ def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
     assert find_model(str(tmp_path)).loss_type == "ForCausalLM", "else transformers warns of it"
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("{", "is no config"),
-    ('{"model_type": "no_such"}', "of model_type 'no_such'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no config"),
+        ('{"model_type": "no_such"}', "of model_type 'no_such'"),
+    ],
+)
 def test_a_config_that_cannot_be_used_says_why(tmp_path, text, says):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(text)
@@ -254,17 +292,27 @@ def test_a_model_that_is_made_for_a_plan_takes_no_memory(models):
     assert set(example_inputs(model, 3, None, None)[0]) == {"ids", "targets"}
 
 
-@pytest.mark.parametrize(("text", "read"), [
-    ("device=1GiB..3GiB:3", ("device", (GiB, 2 * GiB, 3 * GiB))),
-    ("host=1MiB..2MiB:2", ("host", (MiB, 2 * MiB))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("device=1GiB..3GiB:3", ("device", (GiB, 2 * GiB, 3 * GiB))),
+        ("host=1MiB..2MiB:2", ("host", (MiB, 2 * MiB))),
+    ],
+)
 def test_a_sweep_includes_both_ends(text, read):
     assert read_sweep(text) == read
 
 
-@pytest.mark.parametrize("text", [
-    "device=2GiB..1GiB", "device=1GiB..2GiB:1", "tape=1GiB..2GiB", "device=1GiB", "device=a..b",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "device=2GiB..1GiB",
+        "device=1GiB..2GiB:1",
+        "tape=1GiB..2GiB",
+        "device=1GiB",
+        "device=a..b",
+    ],
+)
 def test_a_sweep_that_leads_nowhere_is_refused(text):
     with pytest.raises(ConfigInvalid):
         read_sweep(text)
@@ -272,8 +320,10 @@ def test_a_sweep_that_leads_nowhere_is_refused(text):
 
 def test_bars_leave_out_what_cannot_run():
     assert list(bars([("a", 2.0), ("bb", None), ("c", 1.0)], "t"))[1:] == [
-        " a |" + "#" * 50, "bb |  (cannot run)", " c |" + "#" * 25,
-    ]  # fmt: skip
+        " a |" + "#" * 50,
+        "bb |  (cannot run)",
+        " c |" + "#" * 25,
+    ]
 
 
 def test_a_picture_is_well_formed_whatever_its_words():
@@ -291,8 +341,16 @@ def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
 
 @pytest.mark.slow
 def test_a_sweep_of_a_bounded_device_plans_what_graphs_hold_for_each_size(zinf, models):
-    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--device", "1MiB",
-                        "--sweep", "device=2KiB..1MiB:2", "--json")  # fmt: skip
+    code, out, _ = zinf(
+        "plan",
+        "paper_models:tiny",
+        *ON,
+        "--device",
+        "1MiB",
+        "--sweep",
+        "device=2KiB..1MiB:2",
+        "--json",
+    )
     first, last = json.loads(out)
     assert code == 0
     assert (first["fits"], first["step_seconds"]) == (False, None)

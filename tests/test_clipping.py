@@ -24,8 +24,13 @@ def gradients(model):
     return [p.grad.tolist() for p in model.parameters()]
 
 
-def clipped(clip, make=lambda m: optim.AdamW(m.parameters(), lr=1e-2, fused=True), steps=4,
-            micro=1, to_none=True):  # fmt: skip
+def clipped(
+    clip,
+    make=lambda m: optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    steps=4,
+    micro=1,
+    to_none=True,
+):
     def run(model, call):
         optimizer, seen = make(model), []
         for n, (x, y) in enumerate(batches(steps * micro)):
@@ -58,12 +63,16 @@ def test_clipping_gives_the_same_bits(how, mode, tmp_path):
     same_training(clipped(HOW[how]), tmp_path, mode)
 
 
-@pytest.mark.parametrize("make", [
-    lambda m: optim.AdamW(m.parameters(), foreach=True),
-    lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False),
-    lambda m: optim.SGD(m.parameters(), lr=0.1, fused=True),
-    lambda m: optim.Adafactor(m.parameters()),
-], ids=["foreach", "loop", "fused sgd", "adafactor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: optim.AdamW(m.parameters(), foreach=True),
+        lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False),
+        lambda m: optim.SGD(m.parameters(), lr=0.1, fused=True),
+        lambda m: optim.Adafactor(m.parameters()),
+    ],
+    ids=["foreach", "loop", "fused sgd", "adafactor"],
+)
 def test_every_optimizer_sees_clipped_gradients(make, tmp_path):
     same_training(clipped(HOW["default"], make), tmp_path, "compiled")
 
@@ -89,10 +98,10 @@ def disk_bytes(tmp_path, clip, host_memory):
     """Bytes read and written per parameter and step, of a model whose weights rest on disk."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(),
-                          nn.Linear(512, 512, bias=False))  # fmt: skip
-    model = on_disk(model, tmp_path, device_memory="8MiB", host_memory=host_memory,
-                    residency=False)  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False)
+    )
+    model = on_disk(model, tmp_path, device_memory="8MiB", host_memory=host_memory, residency=False)
     optimizer = optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     for n in range(4):
@@ -148,9 +157,21 @@ def test_a_step_that_fails_leaves_the_gradient_as_it_was():
         nn.functional.cross_entropy(model(x), y).backward()
         clip_grad_norm_(model.parameters(), 0.1)
     with pytest.raises(RuntimeError):
-        torch._fused_adamw_([tiered[0].weight], [tiered[0].weight.grad], [], [], [], [], lr=1.0,
-                            beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False,
-                            maximize=False)  # fmt: skip
+        torch._fused_adamw_(
+            [tiered[0].weight],
+            [tiered[0].weight.grad],
+            [],
+            [],
+            [],
+            [],
+            lr=1.0,
+            beta1=0.9,
+            beta2=0.9,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
     assert_equal(eager[0].weight.grad, tiered[0].weight.grad)
     assert_same(eager, tiered)
 

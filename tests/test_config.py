@@ -18,8 +18,12 @@ def _no_environment(monkeypatch):
 
 
 def test_sizes_and_rates_become_numbers():
-    config = Config(device="cpu", device_memory="20GiB", host_memory=5 * MiB,
-                    throttle={"h2d": "1GB/s", "disk_read": 3e8})  # fmt: skip
+    config = Config(
+        device="cpu",
+        device_memory="20GiB",
+        host_memory=5 * MiB,
+        throttle={"h2d": "1GB/s", "disk_read": 3e8},
+    )
     assert config.device_memory == 20 * GiB
     assert config.host_memory == 5 * MiB
     assert dict(config.throttle) == {"h2d": 1e9, "disk_read": 3e8}
@@ -50,18 +54,21 @@ def test_one_disk_or_several(tmp_path):
     assert Config(disk=(tmp_path, str(tmp_path / "a"))).disk == (tmp_path, tmp_path / "a")
 
 
-@pytest.mark.parametrize(("fields", "sentence"), [
-    ({"device_memory": "20 apples"}, "device_memory='20 apples' cannot be used: .*'20GiB'"),
-    ({"host_memory": 0}, "host_memory=0 cannot be used: .* more than zero"),
-    ({"tile_bytes": 0}, "tile_bytes=0 cannot be used: .* more than zero"),
-    ({"device": "cuda9"}, "device='cuda9' is not a torch device; use 'cuda' or 'cpu'"),
-    ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
-    ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
-    ({"regions": "inductor"}, "regions='inductor' is not one of auto, eager"),
-    ({"max_lead": -1}, "max_lead=-1 must be an int of regions"),
-    ({"max_lead": 1.5}, "max_lead=1.5 must be"),
-    ({"max_lead": True}, "max_lead=True must be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"device_memory": "20 apples"}, "device_memory='20 apples' cannot be used: .*'20GiB'"),
+        ({"host_memory": 0}, "host_memory=0 cannot be used: .* more than zero"),
+        ({"tile_bytes": 0}, "tile_bytes=0 cannot be used: .* more than zero"),
+        ({"device": "cuda9"}, "device='cuda9' is not a torch device; use 'cuda' or 'cpu'"),
+        ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
+        ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
+        ({"regions": "inductor"}, "regions='inductor' is not one of auto, eager"),
+        ({"max_lead": -1}, "max_lead=-1 must be an int of regions"),
+        ({"max_lead": 1.5}, "max_lead=1.5 must be"),
+        ({"max_lead": True}, "max_lead=True must be"),
+    ],
+)
 def test_a_field_that_cannot_be_used_says_why(fields, sentence):
     with pytest.raises(ConfigInvalid, match=sentence):
         Config(**fields)
@@ -158,8 +165,11 @@ def test_build_takes_a_config_or_its_fields():
 
 
 def test_build_refuses_what_it_does_not_know():
-    with pytest.raises(UnknownOption, match=r"offload\(\) does not know 'device_memmory'; did you "
-                                            "mean 'device_memory'"):  # fmt: skip
+    with pytest.raises(
+        UnknownOption,
+        match=r"offload\(\) does not know 'device_memmory'; did you "
+        "mean 'device_memory'",
+    ):
         build(None, {"device_memmory": 1}, "zcompile.offload()")
     with pytest.raises(ConfigInvalid, match=r"is not a zcompile\.Config; pass fields by name"):
         build({"max_lead": 3}, {}, "zcompile.offload()")

@@ -25,15 +25,18 @@ COMPUTE = Compute({"float32": 100.0, "bfloat16": 400.0}, 10.0, 0.5)
 MACHINE = Machine("paper", {}, {"h2d": Link("h2d", 1e6), "d2h": Link("d2h", 1e6)}, COMPUTE)
 
 
-@pytest.mark.parametrize(("work", "seconds"), [
-    (NO_WORK, 0.0),
-    (Work(nbytes=50, ops=1), 5.0 + 0.5),
-    (Work(flops=1000, dense_nbytes=20, ops=1), 10.0 + 0.5),
-    (Work(flops=1000, dense_nbytes=20, ops=1, dtype="bfloat16"), 2.5 + 0.5),
-    (Work(flops=100, dense_nbytes=200, ops=1), 20.0 + 0.5),
-    (Work(flops=1000, dense_nbytes=20, nbytes=50, ops=3), 10.0 + 5.0 + 1.5),
-    (Work(flops=1000, dtype="float64"), 10.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (NO_WORK, 0.0),
+        (Work(nbytes=50, ops=1), 5.0 + 0.5),
+        (Work(flops=1000, dense_nbytes=20, ops=1), 10.0 + 0.5),
+        (Work(flops=1000, dense_nbytes=20, ops=1, dtype="bfloat16"), 2.5 + 0.5),
+        (Work(flops=100, dense_nbytes=200, ops=1), 20.0 + 0.5),
+        (Work(flops=1000, dense_nbytes=20, nbytes=50, ops=3), 10.0 + 5.0 + 1.5),
+        (Work(flops=1000, dtype="float64"), 10.0),
+    ],
+)
 def test_predicted_seconds(work, seconds):
     assert predicted_seconds(work, COMPUTE) == seconds
 
@@ -86,14 +89,17 @@ def test_only_links_that_were_in_use_change():
     assert found.compute == MACHINE.compute
 
 
-@pytest.mark.parametrize(("step_s", "replanned_s", "planning_s", "left", "pays"), [
-    (1.0, 1.0, 0.0, None, False),
-    (1.0, 0.98, 0.0, None, False),  # within what steps differ by themselves
-    (1.0, 0.9, 1.0, None, True),
-    (1.0, 0.9, 6.0, None, False),  # earned back after 60 steps only
-    (1.0, 0.9, 1.0, 5, False),  # the run ends before
-    (1.0, 1.5, 0.0, None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step_s", "replanned_s", "planning_s", "left", "pays"),
+    [
+        (1.0, 1.0, 0.0, None, False),
+        (1.0, 0.98, 0.0, None, False),  # within what steps differ by themselves
+        (1.0, 0.9, 1.0, None, True),
+        (1.0, 0.9, 6.0, None, False),  # earned back after 60 steps only
+        (1.0, 0.9, 1.0, 5, False),  # the run ends before
+        (1.0, 1.5, 0.0, None, False),
+    ],
+)
 def test_replanning_pays_if_it_is_earned_back(step_s, replanned_s, planning_s, left, pays):
     assert replan_pays(step_s, replanned_s, planning_s, left) is pays
 

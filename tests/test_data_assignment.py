@@ -312,10 +312,26 @@ def a_part_of_another(model, call):
     return [*seen, loss_of(call).detach()]
 
 
-PROGRAMS = [ema, ema_with_plain_shadows, swap, swap_in_flight, swap_biases_in_flight, maml,
-            lookahead, lookahead_that_shares, plain_that_shares, old_data_stays, temporaries,
-            through_a_vector, averaged, two_with_one_data, data_of_a_gradient, own_state_dict,
-            conversions, a_part_of_another]  # fmt: skip
+PROGRAMS = [
+    ema,
+    ema_with_plain_shadows,
+    swap,
+    swap_in_flight,
+    swap_biases_in_flight,
+    maml,
+    lookahead,
+    lookahead_that_shares,
+    plain_that_shares,
+    old_data_stays,
+    temporaries,
+    through_a_vector,
+    averaged,
+    two_with_one_data,
+    data_of_a_gradient,
+    own_state_dict,
+    conversions,
+    a_part_of_another,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
@@ -323,16 +339,19 @@ def test_a_program_does_what_it_does_on_plain_parameters(program, tmp_path):
     same_program(program, tmp_path, make=twins)
 
 
-HANDLES = [
-    ema, swap_biases_in_flight, plain_that_shares, two_with_one_data, a_part_of_another
-]  # fmt: skip
+HANDLES = [ema, swap_biases_in_flight, plain_that_shares, two_with_one_data, a_part_of_another]
 """Of which the compiled graph is called with other handles than it was compiled with."""
 
 
-@pytest.mark.parametrize("program", [
-    p if p in HANDLES else pytest.param(p, marks=pytest.mark.slow)
-    for p in PROGRAMS if p is not swap_in_flight
-], ids=lambda p: p.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "program",
+    [
+        p if p in HANDLES else pytest.param(p, marks=pytest.mark.slow)
+        for p in PROGRAMS
+        if p is not swap_in_flight
+    ],
+    ids=lambda p: p.__name__,
+)
 def test_a_compiled_model_shows_what_its_parameters_point_to(program, tmp_path):
     same_program(program, tmp_path, "compiled", make=twins)
 
@@ -457,13 +476,17 @@ def only(tmp_path, **fields):
     return on_disk(Holder(torch.zeros(4, 4)), tmp_path, **fields).w
 
 
-@pytest.mark.parametrize("share", [
-    lambda x: x.view(16).view(4, 4),
-    lambda x: nn.Parameter(x).data,
-    lambda x: x.detach(),
-    lambda x: torch.stack([x, x])[0],
-    lambda x: nn.Parameter(x.clone()),
-], ids=["view", "parameter's", "detached", "part", "parameter"])  # fmt: skip
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda x: x.view(16).view(4, 4),
+        lambda x: nn.Parameter(x).data,
+        lambda x: x.detach(),
+        lambda x: torch.stack([x, x])[0],
+        lambda x: nn.Parameter(x.clone()),
+    ],
+    ids=["view", "parameter's", "detached", "part", "parameter"],
+)
 def test_a_write_to_memory_that_data_was_taken_from_is_told_at_the_next_use(share, tmp_path):
     p = only(tmp_path)
     x = share(torch.ones(4, 4))
@@ -599,8 +622,12 @@ def taken_away(x):
 
 
 WRITES = [
-    through_data, through_storage, through_an_array, through_another_over_its_storage, taken_away
-]  # fmt: skip
+    through_data,
+    through_storage,
+    through_an_array,
+    through_another_over_its_storage,
+    taken_away,
+]
 
 
 SIDES = [4, 256]
@@ -1017,10 +1044,13 @@ def test_other_ways_to_give_a_tensor_other_memory_raise(tmp_path):
     before = values([a, b])
     with pytest.raises(RuntimeError, match="Cannot swap"):
         torch.utils.swap_tensors(a, b)
-    for take in (lambda: a.detach().set_(), lambda: a.detach().set_(b.detach()),
-                 lambda: a.detach().set_(torch.zeros(256).untyped_storage(), 0, (16, 16), (16, 1)),
-                 lambda: torch.zeros(16, 16).set_(a.detach()),
-                 lambda: a.detach().resize_as_(torch.zeros(3))):  # fmt: skip
+    for take in (
+        lambda: a.detach().set_(),
+        lambda: a.detach().set_(b.detach()),
+        lambda: a.detach().set_(torch.zeros(256).untyped_storage(), 0, (16, 16), (16, 1)),
+        lambda: torch.zeros(16, 16).set_(a.detach()),
+        lambda: a.detach().resize_as_(torch.zeros(3)),
+    ):
         with pytest.raises(Unsupported, match="in place"):
             take()
     for value, old in zip(values([a, b]), before, strict=True):

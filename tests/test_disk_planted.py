@@ -146,9 +146,13 @@ def test_a_directory_that_is_made_is_on_the_disk_before_anything_is_in_it(tmp_pa
 
 def test_a_plan_makes_no_directory(tmp_path):
     report = zcompile.plan(
-        nn.Linear(4, 4), torch.ones(2, 4), device="cpu", device_memory="1MiB",
-        host_memory="1MiB", disk=tmp_path / "new",
-    )  # fmt: skip
+        nn.Linear(4, 4),
+        torch.ones(2, 4),
+        device="cpu",
+        device_memory="1MiB",
+        host_memory="1MiB",
+        disk=tmp_path / "new",
+    )
     assert report.fits
     assert list(tmp_path.iterdir()) == []
 
@@ -316,8 +320,9 @@ def test_an_index_does_not_choose_where_a_lock_is_made(kept, tmp_path):
     assert elsewhere.stat().st_mtime_ns == before, "nothing was made there"
 
 
-@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"run": ' + b"9" * 5000 + b"}"],
-                         ids=["deep", "long number"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body", [b"[" * 200_000, b'{"run": ' + b"9" * 5000 + b"}"], ids=["deep", "long number"]
+)
 def test_an_index_that_no_parser_bears_is_damaged(tmp_path, body):
     from zcompile.runtime.durable.index import SUMS
 

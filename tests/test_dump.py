@@ -93,8 +93,12 @@ def test_every_file_is_readable(graphs):
 
 def test_a_pass_record_says_what_the_pass_did(graphs):
     rows = {row.name: row for row in graphs[0].passes()}
-    assert rows["gather-params"].did == {"zinf.gather": -4, "zinf.fetch": 5, "zinf.wait": 5,
-                                         "aten.t": 1}  # fmt: skip
+    assert rows["gather-params"].did == {
+        "zinf.gather": -4,
+        "zinf.fetch": 5,
+        "zinf.wait": 5,
+        "aten.t": 1,
+    }
     assert rows["release-params"].did == {"zinf.release": 5}
     assert rows["reduce-grads"].did == {"zinf.reduce_grad": 4, "aten.t": -4}
     assert rows["plan-arena"].did == {}
@@ -212,9 +216,13 @@ torch.compile(model, backend="zinf")(torch.ones(2, 4))
 @pytest.mark.slow
 def test_torch_logs_shows_one_line_per_pass():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "TORCH_LOGS": "+zcompile", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     shown = [row for row in done.stderr.splitlines() if " peak " in row]
     assert len(shown) == len(PASSES)

@@ -64,8 +64,11 @@ def test_a_run_on_a_gpu_goes_on_as_if_nothing_had_happened(tmp_path, fields):
     again.close()
 
 
-@pytest.mark.parametrize(("before", "after"), [(ON_DISK, ON_HOST), (ON_HOST, ON_DISK)],
-                         ids=["to the host", "to the disk"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(ON_DISK, ON_HOST), (ON_HOST, ON_DISK)],
+    ids=["to the host", "to the disk"],
+)
 def test_a_run_may_resume_with_another_budget(tmp_path, before, after):
     expected = Run().train(0, 4).state()
     Run(tmp_path, **before).train(0, 2).close()

@@ -22,8 +22,14 @@ SENTENCES = {
         "offload() does not know 'tile_byte'; did you mean 'tile_bytes'? (known: dump, tile_bytes)",
     ),
     errors.BudgetExceeded: (
-        ("device", 16 * GiB, 18 * GiB, "forward", [("b", 5 * GiB), ("a.weight", 6 * GiB)],
-         'device_memory="18GiB" would do'),
+        (
+            "device",
+            16 * GiB,
+            18 * GiB,
+            "forward",
+            [("b", 5 * GiB), ("a.weight", 6 * GiB)],
+            'device_memory="18GiB" would do',
+        ),
         "forward needs 18.0 GiB on the device, the budget is 16.0 GiB\n"
         "  at the peak these are alive, 11.0 GiB in all:\n"
         "      6.00 GiB  a.weight\n"
@@ -138,7 +144,7 @@ SENTENCES = {
         ("/data", ["a.weight: missing, the model has float32[2]"]),
         "/data does not fit:\n    a.weight: missing, the model has float32[2]",
     ),
-}  # fmt: skip
+}
 
 
 def every_error() -> list[type[ZinfError]]:

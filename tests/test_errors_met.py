@@ -49,8 +49,12 @@ def compiled(model):
 def test_an_eager_use_larger_than_the_device_budget(tmp_path):
     model = on_disk(nn.Linear(256, 128), tmp_path, device_memory="64KiB")
     x, value = torch.ones(1, 256), model.weight.tolist()
-    met(BudgetExceeded, r"gathering 'weight' needs 128 KiB on the device, the budget is 64.0 KiB "
-        r".*to fit: .* device_memory=131584 or more", lambda: model(x))  # fmt: skip
+    met(
+        BudgetExceeded,
+        r"gathering 'weight' needs 128 KiB on the device, the budget is 64.0 KiB "
+        r".*to fit: .* device_memory=131584 or more",
+        lambda: model(x),
+    )
     assert model.weight.tolist() == value
 
 
@@ -71,18 +75,24 @@ def test_an_optimizer_without_room_for_one_chunk(tmp_path):
     model = on_disk(Holder(torch.zeros(64, 64)), tmp_path, device_memory="8KiB")
     model.w.grad = torch.ones(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    error = met(BudgetExceeded, "one chunk of _fused_adamw_ needs 16.0 KiB on the device, the "
-                "budget is 8.00 KiB .* to fit: give zcompile.offload device_memory=16384 or more",
-                optimizer.step)  # fmt: skip
+    error = met(
+        BudgetExceeded,
+        "one chunk of _fused_adamw_ needs 16.0 KiB on the device, the "
+        "budget is 8.00 KiB .* to fit: give zcompile.offload device_memory=16384 or more",
+        optimizer.step,
+    )
     roomy = on_disk(Holder(torch.zeros(64, 64)), tmp_path, device_memory=error.needed_bytes)
     roomy.w.grad = torch.ones(64, 64)
     torch.optim.AdamW(roomy.parameters(), fused=True).step()
 
 
 def test_no_disk_and_too_little_host_memory():
-    met(TierFull, r"no tier has 2.00 KiB left for '0.weight' host: 0 B used of 0 B to fit: raise "
+    met(
+        TierFull,
+        r"no tier has 2.00 KiB left for '0.weight' host: 0 B used of 0 B to fit: raise "
         "host_memory, give a directory as disk, or free space on it",
-        lambda: zcompile.offload(mlp(), **ON_DISK))  # fmt: skip
+        lambda: zcompile.offload(mlp(), **ON_DISK),
+    )
 
 
 @pytest.fixture
@@ -102,9 +112,12 @@ def test_a_disk_that_is_full_halfway_leaves_the_model_as_it_was(tmp_path, nearly
     model = nn.Sequential(*(Holder(torch.full((512, 1024), float(n))) for n in range(3)))
     params = list(model.parameters())
     params[0].grad, params[0].tag = torch.ones(512, 1024), "mine"
-    met(TierFull, "no tier has 2.00 MiB left for '1.w' host: .* disk: 4.00 MiB used of .* to fit: "
+    met(
+        TierFull,
+        "no tier has 2.00 MiB left for '1.w' host: .* disk: 4.00 MiB used of .* to fit: "
         "raise host_memory, give a directory as disk, or free space on it",
-        lambda: on_disk(model, tmp_path))  # fmt: skip
+        lambda: on_disk(model, tmp_path),
+    )
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert [type(p) for p in params] == [nn.Parameter] * 3
     assert [p.unique().tolist() for p in params] == [[0.0], [1.0], [2.0]]
@@ -118,16 +131,25 @@ def test_a_disk_that_is_full_halfway_leaves_the_model_as_it_was(tmp_path, nearly
 def test_a_disk_that_is_full_in_the_step_leaves_the_parameters(tmp_path, nearly_full):
     model = on_disk(Holder(torch.zeros(512, 1024)), tmp_path)
     model.w.grad = torch.ones(512, 1024)
-    met(TierFull, "no tier has 2.00 MiB left for 'w.*'",
-        torch.optim.Adam(model.parameters()).step)  # fmt: skip
+    met(TierFull, "no tier has 2.00 MiB left for 'w.*'", torch.optim.Adam(model.parameters()).step)
     assert not model.w.detach().cpu().any()
 
 
-@pytest.mark.parametrize(("prepare", "sentence"), [
-    (lambda path: path.rmdir(), r"disk='.*/here' does not exist, and neither does the "
-     "directory that it would be made in; create that or give another directory"),
-    (lambda path: (path / "here").touch(), r"disk='.*/here' is not a directory; give a directory"),
-], ids=["missing", "a file"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prepare", "sentence"),
+    [
+        (
+            lambda path: path.rmdir(),
+            r"disk='.*/here' does not exist, and neither does the "
+            "directory that it would be made in; create that or give another directory",
+        ),
+        (
+            lambda path: (path / "here").touch(),
+            r"disk='.*/here' is not a directory; give a directory",
+        ),
+    ],
+    ids=["missing", "a file"],
+)
 def test_a_disk_that_is_no_directory(prepare, sentence, tmp_path):
     (parent := tmp_path / "parent").mkdir()
     prepare(parent)
@@ -136,36 +158,68 @@ def test_a_disk_that_is_no_directory(prepare, sentence, tmp_path):
 
 def test_a_disk_one_may_not_write_to(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    met(DiskUnusable, "is not writable; give a directory one may write to",
-        lambda: zcompile.offload(mlp(), **ON_DISK, disk=tmp_path))  # fmt: skip
+    met(
+        DiskUnusable,
+        "is not writable; give a directory one may write to",
+        lambda: zcompile.offload(mlp(), **ON_DISK, disk=tmp_path),
+    )
 
 
 def test_a_disk_given_twice(tmp_path):
-    met(ConfigInvalid, "names a directory twice",
-        lambda: zcompile.offload(mlp(), **ON_DISK, disk=(tmp_path, tmp_path)))  # fmt: skip
+    met(
+        ConfigInvalid,
+        "names a directory twice",
+        lambda: zcompile.offload(mlp(), **ON_DISK, disk=(tmp_path, tmp_path)),
+    )
 
 
 def test_a_second_model_over_the_same_directory(tmp_path):
     first = zcompile.offload(mlp(), **ON_DISK, disk=tmp_path)
-    met(DiskOwned, "is in use by another model of this process; give each model a directory",
-        lambda: zcompile.offload(mlp(), **ON_DISK, disk=tmp_path))  # fmt: skip
+    met(
+        DiskOwned,
+        "is in use by another model of this process; give each model a directory",
+        lambda: zcompile.offload(mlp(), **ON_DISK, disk=tmp_path),
+    )
     assert_same(mlp(), first)
 
 
 def test_a_device_without_the_memory_that_is_asked_for(tmp_path):
-    met(DeviceTooSmall, "device_memory asks for 900 TiB on cpu, which has .* free; lower device_m",
-        lambda: on_disk(mlp(), tmp_path, device_memory="900TiB"))  # fmt: skip
+    met(
+        DeviceTooSmall,
+        "device_memory asks for 900 TiB on cpu, which has .* free; lower device_m",
+        lambda: on_disk(mlp(), tmp_path, device_memory="900TiB"),
+    )
 
 
-@pytest.mark.parametrize(("fields", "kind", "sentence"), [
-    ({"device_memmory": 1}, UnknownOption, "zcompile.offload does not know 'device_memmory'; did "
-     r"you mean 'device_memory'\? \(known: activations, .*tile_bytes\)"),
-    ({"device_memory": "20 apples"}, ConfigInvalid, "device_memory='20 apples' cannot be used"),
-    ({"host_memory": "1KiB"}, ConfigInvalid, "host_memory=1024 is too small: .* at least 256 KiB"),
-    ({"device": "tpu"}, ConfigInvalid, "device='tpu' is not a torch device; use 'cuda' or 'cpu'"),
-    ({"throttle": {"disk": 1}}, UnknownOption, "throttle does not know 'disk'; did you mean"),
-    ({"config": {"device": "cpu"}}, ConfigInvalid, "is not a zcompile.Config; pass fields by name"),
-], ids=["unknown", "size", "host", "device", "throttle", "config"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "kind", "sentence"),
+    [
+        (
+            {"device_memmory": 1},
+            UnknownOption,
+            "zcompile.offload does not know 'device_memmory'; did "
+            r"you mean 'device_memory'\? \(known: activations, .*tile_bytes\)",
+        ),
+        ({"device_memory": "20 apples"}, ConfigInvalid, "device_memory='20 apples' cannot be used"),
+        (
+            {"host_memory": "1KiB"},
+            ConfigInvalid,
+            "host_memory=1024 is too small: .* at least 256 KiB",
+        ),
+        (
+            {"device": "tpu"},
+            ConfigInvalid,
+            "device='tpu' is not a torch device; use 'cuda' or 'cpu'",
+        ),
+        ({"throttle": {"disk": 1}}, UnknownOption, "throttle does not know 'disk'; did you mean"),
+        (
+            {"config": {"device": "cpu"}},
+            ConfigInvalid,
+            "is not a zcompile.Config; pass fields by name",
+        ),
+    ],
+    ids=["unknown", "size", "host", "device", "throttle", "config"],
+)
 def test_a_field_that_cannot_be_used(fields, kind, sentence, tmp_path):
     model = mlp()
     met(kind, sentence, lambda: zcompile.offload(model, **{**ON_DISK, "disk": tmp_path, **fields}))
@@ -173,29 +227,42 @@ def test_a_field_that_cannot_be_used(fields, kind, sentence, tmp_path):
 
 
 def test_a_wrapped_model():
-    met(ModelWrapped, "is wrapped in DataParallel; remove the wrapper and give zcompile.offload",
-        lambda: zcompile.offload(nn.DataParallel(mlp())))  # fmt: skip
+    met(
+        ModelWrapped,
+        "is wrapped in DataParallel; remove the wrapper and give zcompile.offload",
+        lambda: zcompile.offload(nn.DataParallel(mlp())),
+    )
 
     class Replicated(DistributedDataParallel):
         def __init__(self):
             nn.Module.__init__(self)
 
-    met(ModelWrapped, "is wrapped in DistributedDataParallel; .* sharding parameters is done here",
-        lambda: zcompile.offload(Replicated()))  # fmt: skip
+    met(
+        ModelWrapped,
+        "is wrapped in DistributedDataParallel; .* sharding parameters is done here",
+        lambda: zcompile.offload(Replicated()),
+    )
 
 
 def test_what_is_not_a_module():
-    met(Unsupported, "dict is not a torch.nn.Module; give zcompile.offload the model itself",
-        lambda: zcompile.offload({}))  # fmt: skip
+    met(
+        Unsupported,
+        "dict is not a torch.nn.Module; give zcompile.offload the model itself",
+        lambda: zcompile.offload({}),
+    )
 
 
-@pytest.mark.parametrize("act", [lambda: zcompile.offload(mlp()),
-                                 lambda: zcompile.init().__enter__()])  # fmt: skip
+@pytest.mark.parametrize(
+    "act", [lambda: zcompile.offload(mlp()), lambda: zcompile.init().__enter__()]
+)
 def test_a_torch_that_was_not_tested(act, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     assert torch_compat.TESTED[0] > (2, 9)
-    met(TorchUnsupported, "torch 2.9.1 is installed, zcompile is tested with 2.11 to .* install a",
-        act)  # fmt: skip
+    met(
+        TorchUnsupported,
+        "torch 2.9.1 is installed, zcompile is tested with 2.11 to .* install a",
+        act,
+    )
 
 
 def test_a_parameter_changed_behind_our_back(tmp_path):
@@ -204,9 +271,12 @@ def test_a_parameter_changed_behind_our_back(tmp_path):
     def change():
         model[0].weight.data = torch.zeros(3)
 
-    met(ParameterChanged, r"parameter '0.weight' was given .data of torch.float32 \(3,\) .* in "
+    met(
+        ParameterChanged,
+        r"parameter '0.weight' was given .data of torch.float32 \(3,\) .* in "
         r"place of torch.float32 \(32, 16\) .*; change shape, dtype or strides before zcompile.off",
-        change)  # fmt: skip
+        change,
+    )
     assert_same(mlp(), model)
 
 
@@ -236,12 +306,18 @@ def test_a_compiled_meta_model_without_values(tmp_path):
     with torch.device("meta"):
         model = mlp()
     call = compiled(on_disk(model, tmp_path))
-    met(ValueUnset, "'0.(bias|weight)' has no value yet: .* with model.load_state_dict",
-        lambda: call(torch.ones(1, 16)))  # fmt: skip
+    met(
+        ValueUnset,
+        "'0.(bias|weight)' has no value yet: .* with model.load_state_dict",
+        lambda: call(torch.ones(1, 16)),
+    )
     model.load_state_dict(mlp().state_dict())
     assert torch.equal(call(torch.ones(1, 16)), mlp()(torch.ones(1, 16)))
 
 
 def test_a_model_that_was_not_offloaded_has_no_stats():
-    met(Unsupported, r"has no tiered parameters; call zcompile.offload\(model\) first",
-        lambda: zcompile.stats(mlp()))  # fmt: skip
+    met(
+        Unsupported,
+        r"has no tiered parameters; call zcompile.offload\(model\) first",
+        lambda: zcompile.stats(mlp()),
+    )

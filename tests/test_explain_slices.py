@@ -16,8 +16,10 @@ from zcompile.ir.units import KiB, MiB
 
 UP = SlicedRegion("blocks.0.up", 4, 192, 24 * KiB, 72 * KiB, 18 * KiB)
 GATE = SlicedRegion("blocks.1.gate", 2, 192, 48 * KiB, 96 * KiB, 48 * KiB)
-WHY = "24.0 KiB of drop are not cut into slices of tokens: %dropout draws random numbers, which " \
-      "is not repeated"  # fmt: skip
+WHY = (
+    "24.0 KiB of drop are not cut into slices of tokens: %dropout draws random numbers, which "
+    "is not repeated"
+)
 
 
 class Run:
@@ -31,8 +33,10 @@ class Run:
 
     def passes(self):
         said = (*(region.told() for region in self.regions), *self.notes)
-        return (PassRecord(0, form.CAPTURED, {}, 1, 1, ("a note of another pass",)),
-                PassRecord(1, "tile-tokens", {}, 1, 1, said))  # fmt: skip
+        return (
+            PassRecord(0, form.CAPTURED, {}, 1, 1, ("a note of another pass",)),
+            PassRecord(1, "tile-tokens", {}, 1, 1, said),
+        )
 
 
 def text_of(*graphs, asked=SLICES):
@@ -43,8 +47,11 @@ def test_each_region_is_told_with_its_slices_and_its_bytes_whole_and_sliced():
     title, first, second = text_of(Run(UP), Run(GATE, index=1)).splitlines()
     assert "slices of tokens" in title
     assert first.split("  ")[1:3] == ["graph0", "blocks.0.up"]
-    for told in ("4 slices of 192 tokens", "72.0 KiB inside become 18.0 KiB",
-                 "beside 24.0 KiB whole"):  # fmt: skip
+    for told in (
+        "4 slices of 192 tokens",
+        "72.0 KiB inside become 18.0 KiB",
+        "beside 24.0 KiB whole",
+    ):
         assert told in first
     assert "graph1" in second
     assert "96.0 KiB inside become 48.0 KiB" in second
@@ -78,9 +85,20 @@ def test_the_command_tells_it_to_people_and_to_programs(zinf, tmp_path):
     assert code == 0
     assert "blocks.0.up" in out
     (told,) = json.loads(zinf("explain", tmp_path, "slices", "--json")[1])
-    assert told == {"graph": 0, "notes": [], "regions": [
-        {"name": "blocks.0.up", "slices": 4, "tokens": 192, "whole_bytes": 24 * KiB,
-         "inside_bytes": 72 * KiB, "sliced_bytes": 18 * KiB}]}  # fmt: skip
+    assert told == {
+        "graph": 0,
+        "notes": [],
+        "regions": [
+            {
+                "name": "blocks.0.up",
+                "slices": 4,
+                "tokens": 192,
+                "whole_bytes": 24 * KiB,
+                "inside_bytes": 72 * KiB,
+                "sliced_bytes": 18 * KiB,
+            }
+        ],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +108,9 @@ def sliced(tmp_path_factory):
     dump, tokens, hidden = tmp_path_factory.mktemp("sliced"), 2048, 256
     block = nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
     one = tokens * hidden * 4
-    model = zcompile.offload(block, device="cpu", device_memory=2 * one, host_memory=64 * MiB,
-                             dump=dump)  # fmt: skip
+    model = zcompile.offload(
+        block, device="cpu", device_memory=2 * one, host_memory=64 * MiB, dump=dump
+    )
     torch.compile(model, backend="zinf")(torch.randn(tokens, 16)).sum().backward()
     zcompile.close(model)
     return dump, one

@@ -80,9 +80,10 @@ def test_ops_of_every_kind_are_counted_as_they_take_memory(build):
     x = torch.randn(6, 6)
     gm, held = plainly(build, x)
     curve = [
-        n for node, n in zip(held.nodes, held.curve(), strict=True)
+        n
+        for node, n in zip(held.nodes, held.curve(), strict=True)
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    ]  # fmt: skip
+    ]
     seen: list[int] = []
     with Meter() as meter:
         meter.after_op = lambda: seen.append(meter.live)
@@ -158,9 +159,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         found.phases[schedule.serial] = phase
         results = output_of(gm.graph).args[0]
         callers[schedule.serial] = [
-            i for i, n in enumerate(results)
+            i
+            for i, n in enumerate(results)
             if isinstance(n, fx.Node) and n.name not in saved.get(id(plan), ())
-        ]  # fmt: skip
+        ]
         found.regions[schedule.serial] = regions_of(held)
         runs = sum(isinstance(x, Run) for x in schedule.instructions)
         assert len(found.regions[schedule.serial]) == runs

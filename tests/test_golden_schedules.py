@@ -79,15 +79,23 @@ CASES = {
     "gpt with room": Case(gpt(2, 32), ids(2, 8), {"device_memory": "8MiB", "throttle": THROTTLE}),
     "gpt in little": Case(gpt(2, 32), ids(2, 8), {"device_memory": "160KiB", "throttle": THROTTLE}),
     "gpt of four layers": Case(gpt(4, 32), ids(2, 8), {"device_memory": "260KiB"}, batches=2),
-    "gpt on disk": Case(gpt(2, 32), ids(2, 8), {"device_memory": "160KiB", "host_memory": "512KiB"},
-                        disk=True),
-    "wide mlp in tiles": Case(lambda: mlp(64), lambda: (torch.randn(4, 64),),
-                              {"device_memory": "72KiB", "throttle": THROTTLE}),
-    "activations elsewhere": Case(gpt(2, 32), ids(8, 32),
-                                  {"device_memory": "500KiB", "throttle": THROTTLE}),
-    "large vocabulary": Case(lambda: WithLoss(1, 16, 1024), ids(2, 17, 1024),
-                             {"device_memory": "128KiB", "throttle": THROTTLE}),
-}  # fmt: skip
+    "gpt on disk": Case(
+        gpt(2, 32), ids(2, 8), {"device_memory": "160KiB", "host_memory": "512KiB"}, disk=True
+    ),
+    "wide mlp in tiles": Case(
+        lambda: mlp(64),
+        lambda: (torch.randn(4, 64),),
+        {"device_memory": "72KiB", "throttle": THROTTLE},
+    ),
+    "activations elsewhere": Case(
+        gpt(2, 32), ids(8, 32), {"device_memory": "500KiB", "throttle": THROTTLE}
+    ),
+    "large vocabulary": Case(
+        lambda: WithLoss(1, 16, 1024),
+        ids(2, 17, 1024),
+        {"device_memory": "128KiB", "throttle": THROTTLE},
+    ),
+}
 
 
 class Walked(dict[str, Any]):

@@ -28,17 +28,20 @@ from zcompile.ir.types import Phase
 aten = torch.ops.aten
 
 
-@pytest.mark.parametrize(("target", "args", "shares"), [
-    (aten.t.default, (), True),
-    (aten.view.default, ([4],), True),
-    (aten.slice.Tensor, (0, 0, 1), True),
-    (aten._unsafe_view.default, ([4],), True),      # its schema does not say so
-    (aten.detach.default, (), True),
-    (ops.wait, (), True),
-    (aten.clone.default, (), False),
-    (aten.neg.default, (), False),
-    (aten._to_copy.default, (), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "args", "shares"),
+    [
+        (aten.t.default, (), True),
+        (aten.view.default, ([4],), True),
+        (aten.slice.Tensor, (0, 0, 1), True),
+        (aten._unsafe_view.default, ([4],), True),  # its schema does not say so
+        (aten.detach.default, (), True),
+        (ops.wait, (), True),
+        (aten.clone.default, (), False),
+        (aten.neg.default, (), False),
+        (aten._to_copy.default, (), False),
+    ],
+)
 def test_what_shares_storage_is_read_from_the_schema(target, args, shares):
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -89,8 +92,12 @@ def test_all_of_inference_is_forward():
 def test_random_numbers_are_drawn_in_forward_and_in_order():
     torch.manual_seed(0)
     graph = catch(dropout(), torch.randn(4, 8)).graph
-    drawn = [n for n in graph.nodes if n.op == "call_function"
-             and torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]  # fmt: skip
+    drawn = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function"
+        and torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+    ]
     assert len(drawn) == 2
     assert {phase_of(n) for n in drawn} == {Phase.FORWARD}
 
@@ -112,8 +119,15 @@ def test_an_inserted_node_knows_where_it_came_from():
     graph = captured("mlp").copy().graph
     relu = find(graph, aten.relu.default)[0]
     with graph.inserting_after(relu):
-        made = insert(graph, aten.neg.default, relu, like=relu, phase=Phase.FORWARD,
-                      val=relu.meta["val"], name="negated")  # fmt: skip
+        made = insert(
+            graph,
+            aten.neg.default,
+            relu,
+            like=relu,
+            phase=Phase.FORWARD,
+            val=relu.meta["val"],
+            name="negated",
+        )
     assert made.name == "negated"
     assert made.meta["val"] is relu.meta["val"]
     assert module_of(made) == module_of(relu)

@@ -40,11 +40,14 @@ class Closure:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("compute"), st.none() | st.integers(0, 20), st.just(())),
-        st.tuples(st.just("transfer"), st.lists(st.integers(0, 20), max_size=2).map(tuple),
-                  st.lists(st.integers(0, 20), max_size=2).map(tuple)),
+        st.tuples(
+            st.just("transfer"),
+            st.lists(st.integers(0, 20), max_size=2).map(tuple),
+            st.lists(st.integers(0, 20), max_size=2).map(tuple),
+        ),
     ),
     max_size=40,
-)  # fmt: skip
+)
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

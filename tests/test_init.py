@@ -35,9 +35,17 @@ class Aliased(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16,
-        bos_token_id=0, eos_token_id=0))  # fmt: skip
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=2,
+            n_embd=16,
+            n_head=2,
+            vocab_size=50,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 BUILDS = {

@@ -116,9 +116,23 @@ def uses_the_store(model):
     del handle
 
 
-OPERATIONS = {f.__name__: f for f in (makes_and_frees, clones, deep_copies, gathers, reads, writes,
-                                      blanks, streams, uses_the_store, takes_gradients,
-                                      adds_gradients, steps)}  # fmt: skip
+OPERATIONS = {
+    f.__name__: f
+    for f in (
+        makes_and_frees,
+        clones,
+        deep_copies,
+        gathers,
+        reads,
+        writes,
+        blanks,
+        streams,
+        uses_the_store,
+        takes_gradients,
+        adds_gradients,
+        steps,
+    )
+}
 MOST = 24
 """Of thousands of bytecodes; all of them where slow tests run."""
 

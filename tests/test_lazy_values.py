@@ -133,8 +133,14 @@ def holder_of(param):
     return model
 
 
-NOT_SO = {("zeros", "state"), ("transposed zeros", "state"), ("expanded", "state"),
-          ("transposed zeros", "data"), ("expanded", "data"), ("negative", "data")}  # fmt: skip
+NOT_SO = {
+    ("zeros", "state"),
+    ("transposed zeros", "state"),
+    ("expanded", "state"),
+    ("transposed zeros", "data"),
+    ("expanded", "data"),
+    ("negative", "data"),
+}
 """What plain torch refuses to write to, and data of other strides, which is refused here."""
 
 
@@ -182,12 +188,16 @@ def test_an_output_of_the_shape_is_written(tmp_path):
     assert_equal(plain, tiered)
 
 
-@pytest.mark.parametrize("wrong", [
-    lambda: ZEROS((8,)),
-    lambda: torch.empty(8, device="meta"),
-    lambda: torch.ones(7),
-    lambda: torch.ones(9)[2:],
-], ids=["zeros without memory", "meta", "too short", "not so much left"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ZEROS((8,)),
+        lambda: torch.empty(8, device="meta"),
+        lambda: torch.ones(7),
+        lambda: torch.ones(9)[2:],
+    ],
+    ids=["zeros without memory", "meta", "too short", "not so much left"],
+)
 def test_a_copy_by_address_looks_where_it_goes(wrong):
     right = torch.ones(8)
     for copy in (
@@ -202,8 +212,11 @@ def test_a_copy_by_address_looks_where_it_goes(wrong):
     assert ctypes.c_float.from_address(address_of(right, 32)).value == 1
 
 
-@pytest.mark.parametrize("wrong", [lambda: ZEROS((96,)), lambda: torch.ones(192)[::2]],
-                         ids=["zeros without memory", "gaps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: ZEROS((96,)), lambda: torch.ones(192)[::2]],
+    ids=["zeros without memory", "gaps"],
+)
 def test_the_doors_of_the_store_look_too(wrong, tmp_path):
     plain, tiered = parameter_pair(rows, tmp_path)
     entry, value = tiered.entry, wrong()

@@ -130,6 +130,7 @@ def test_tiles_are_as_near_to_the_truth_as_stock_code(smoothing):
     ours = results(tiled(joint, 32 * 1024))
     for key, exact in found[torch.float64].items():
         if isinstance(exact, Tensor) and exact.is_floating_point():
-            stock, tiles = ((made[key].double() - exact).abs().max()
-                            for made in (found[torch.float32], ours))  # fmt: skip
+            stock, tiles = (
+                (made[key].double() - exact).abs().max() for made in (found[torch.float32], ours)
+            )
             assert tiles <= 4 * stock + 1e-7 * exact.abs().max(), key

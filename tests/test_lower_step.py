@@ -29,8 +29,10 @@ def nothing(first: int, last: int, values: Any) -> None:
 
 def row(numel: int, *columns: tuple[torch.dtype, bool], first: int = 0, begin: int = 0) -> Row:
     """Columns as (dtype, whether it is written), of entries from `first` on."""
-    made = (Column(EntryIndex(first + i), begin, dtype, writes, True, f"e{first + i}")
-            for i, (dtype, writes) in enumerate(columns))  # fmt: skip
+    made = (
+        Column(EntryIndex(first + i), begin, dtype, writes, True, f"e{first + i}")
+        for i, (dtype, writes) in enumerate(columns)
+    )
     return Row(numel, tuple(made), (), nothing)
 
 
@@ -55,11 +57,18 @@ def chunks(schedule: Schedule) -> list[tuple[int, int]]:
 def some_rows(draw: st.DrawFn) -> list[Row]:
     rows: list[Row] = []
     for _ in range(draw(st.integers(1, 4))):
-        columns = draw(st.lists(st.sampled_from([F32, BF16, (torch.float64, True)]),
-                                min_size=1, max_size=4))  # fmt: skip
+        columns = draw(
+            st.lists(st.sampled_from([F32, BF16, (torch.float64, True)]), min_size=1, max_size=4)
+        )
         first = sum(len(r.columns) for r in rows)
-        rows.append(row(draw(st.integers(0, 12 * CHUNK_ELEMENTS)), *columns, first=first,
-                        begin=8 * draw(st.integers(0, 3))))  # fmt: skip
+        rows.append(
+            row(
+                draw(st.integers(0, 12 * CHUNK_ELEMENTS)),
+                *columns,
+                first=first,
+                begin=8 * draw(st.integers(0, 3)),
+            )
+        )
     return rows
 
 
@@ -88,8 +97,11 @@ def test_every_byte_is_fetched_once_and_stored_once_if_it_is_written(rows, budge
             width = column.dtype.itemsize
             whole = [(column.begin, column.begin + one.numel * width)] if one.numel else []
             for kind, wanted in ((Fetch, whole), (Store, whole if column.writes else [])):
-                moved = [(x.begin, x.begin + x.nbytes) for x in schedule.instructions
-                         if isinstance(x, kind) and x.entry == column.entry]  # fmt: skip
+                moved = [
+                    (x.begin, x.begin + x.nbytes)
+                    for x in schedule.instructions
+                    if isinstance(x, kind) and x.entry == column.entry
+                ]
                 assert joined(moved) == wanted
 
 
@@ -138,11 +150,14 @@ def test_while_one_chunk_computes_the_next_is_under_way():
             assert started >= 2, "the two operands of the next chunk"
 
 
-@pytest.mark.parametrize("rows", [
-    [row(10_000, F32, F32)],
-    [row(10_000, BF16, BF16, BF16), row(10_000, F32, F32, first=3)],   # widest, not most columns
-    [row(3, F32), row(900, (torch.float64, True), F32, first=1)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(10_000, F32, F32)],
+        [row(10_000, BF16, BF16, BF16), row(10_000, F32, F32, first=3)],  # widest, not most columns
+        [row(3, F32), row(900, (torch.float64, True), F32, first=1)],
+    ],
+)
 def test_a_budget_too_small_says_which_bytes_do(rows):
     with pytest.raises(BudgetExceeded, match="one chunk of step needs") as caught:
         step(rows, 100)
@@ -179,8 +194,11 @@ def test_chunks_from_afar_are_spread_among_the_others():
     far = replace(far, columns=(far.columns[0], replace(far.columns[1], far=True)))
     made = lower_step("step", [far, near], 0, 4, StepRoom(0, 3 * 2 * CHUNK_ELEMENTS * 4))
     verify_schedule(made)
-    order = ["far" if s.name == "e2" else "near" for s in made.instructions
-             if isinstance(s, Store) and s.name in ("e0", "e2")]  # fmt: skip
+    order = [
+        "far" if s.name == "e2" else "near"
+        for s in made.instructions
+        if isinstance(s, Store) and s.name in ("e0", "e2")
+    ]
     assert order == ["near", "far", "near"] * 4
     assert [c[0] for c, kind in zip(chunks(made), order, strict=True) if kind == "far"] == [
         n * CHUNK_ELEMENTS for n in range(4)

@@ -37,8 +37,13 @@ def small(**fields: object) -> Machine:
         "disk_read": Link("disk_read", 2e9, 1e-4, shares="disk_write"),
         "disk_write": Link("disk_write", 1e9, 1e-4, shares="disk_read"),
     }
-    given = {"name": "small", "tiers": {"device": 8 * GiB, "host": 32 * GiB}, "links": links,
-             "compute": Compute({"float32": 1e12}, 100e9, 1e-6), **fields}  # fmt: skip
+    given = {
+        "name": "small",
+        "tiers": {"device": 8 * GiB, "host": 32 * GiB},
+        "links": links,
+        "compute": Compute({"float32": 1e12}, 100e9, 1e-6),
+        **fields,
+    }
     return Machine(**given)
 
 
@@ -74,37 +79,42 @@ def test_a_machine_does_not_follow_the_mapping_it_was_made_from():
 
 
 def test_a_machine_can_be_copied_and_sent_to_another_process():
-    machine = small(ranks=2, ranks_per_node=2,
-                    links={"rank_to_rank": Link("rank_to_rank", 1e9)})  # fmt: skip
+    machine = small(ranks=2, ranks_per_node=2, links={"rank_to_rank": Link("rank_to_rank", 1e9)})
     assert pickle.loads(pickle.dumps(machine)) == machine
     assert copy.deepcopy(machine) == machine
 
 
-@pytest.mark.parametrize(("make", "sentence"), [
-    (lambda: Link("h2e", 1.0), "links: 'h2e' is no link; did you mean 'h2d'"),
-    (lambda: Link("h2d", 0.0), "links.h2d: bytes_per_s=0.0 is no rate; give a finite number"),
-    (lambda: Link("h2d", float("inf")), "bytes_per_s=inf is no rate"),
-    (lambda: Link("h2d", float("nan")), "bytes_per_s=nan is no rate"),
-    (lambda: Link("h2d", "3GB/s"), "bytes_per_s='3GB/s' is no rate"),
-    (lambda: Link("h2d", 1.0, -1.0), "latency_s=-1.0 is no time"),
-    (lambda: Link("h2d", 1.0, True), "latency_s=True is no time"),
-    (lambda: Link("h2d", 1.0, shares="h2d"), "shares='h2d' is the link itself"),
-    (lambda: Link("h2d", 1.0, shares="d2d"), "shares='d2d' is no link; did you mean"),
-    (lambda: Compute({"float33": 1.0}, 1.0), "'float33' is no dtype; did you mean 'float32'"),
-    (lambda: Compute({"float32": -1.0}, 1.0), "float32=-1.0 is no rate"),
-    (lambda: Compute({}, 0.0), "memory_bytes_per_s=0.0 is no rate"),
-    (lambda: small(name=""), "machine: name='' is no name"),
-    (lambda: small(name="a\nb"), "is no name; give it one of printable characters"),
-    (lambda: small(tiers={"gpu": 1}), "small: 'gpu' is no tier; known are device, host, disk"),
-    (lambda: small(tiers={"host": 0}), "tiers.host=0 is no capacity"),
-    (lambda: small(tiers={"host": 1.5}), "tiers.host=1.5 is no capacity"),
-    (lambda: small(links={"h2d": Link("d2h", 1.0)}), "links.'h2d'. is called 'd2h'"),
-    (lambda: small(links={"h2d": Link("h2d", 1.0, shares="d2h")}), "does not share in turn; let"),
-    (lambda: small(ranks=0), "ranks=0 is no number of ranks"),
-    (lambda: small(ranks=6, ranks_per_node=4), "ranks=6 do not fill nodes of ranks_per_node=4"),
-    (lambda: small(ranks=4, ranks_per_node=4), "no way between them; add links.rank_to_rank"),
-    (lambda: small(ranks=4), "no way between them; add links.node_to_node"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Link("h2e", 1.0), "links: 'h2e' is no link; did you mean 'h2d'"),
+        (lambda: Link("h2d", 0.0), "links.h2d: bytes_per_s=0.0 is no rate; give a finite number"),
+        (lambda: Link("h2d", float("inf")), "bytes_per_s=inf is no rate"),
+        (lambda: Link("h2d", float("nan")), "bytes_per_s=nan is no rate"),
+        (lambda: Link("h2d", "3GB/s"), "bytes_per_s='3GB/s' is no rate"),
+        (lambda: Link("h2d", 1.0, -1.0), "latency_s=-1.0 is no time"),
+        (lambda: Link("h2d", 1.0, True), "latency_s=True is no time"),
+        (lambda: Link("h2d", 1.0, shares="h2d"), "shares='h2d' is the link itself"),
+        (lambda: Link("h2d", 1.0, shares="d2d"), "shares='d2d' is no link; did you mean"),
+        (lambda: Compute({"float33": 1.0}, 1.0), "'float33' is no dtype; did you mean 'float32'"),
+        (lambda: Compute({"float32": -1.0}, 1.0), "float32=-1.0 is no rate"),
+        (lambda: Compute({}, 0.0), "memory_bytes_per_s=0.0 is no rate"),
+        (lambda: small(name=""), "machine: name='' is no name"),
+        (lambda: small(name="a\nb"), "is no name; give it one of printable characters"),
+        (lambda: small(tiers={"gpu": 1}), "small: 'gpu' is no tier; known are device, host, disk"),
+        (lambda: small(tiers={"host": 0}), "tiers.host=0 is no capacity"),
+        (lambda: small(tiers={"host": 1.5}), "tiers.host=1.5 is no capacity"),
+        (lambda: small(links={"h2d": Link("d2h", 1.0)}), "links.'h2d'. is called 'd2h'"),
+        (
+            lambda: small(links={"h2d": Link("h2d", 1.0, shares="d2h")}),
+            "does not share in turn; let",
+        ),
+        (lambda: small(ranks=0), "ranks=0 is no number of ranks"),
+        (lambda: small(ranks=6, ranks_per_node=4), "ranks=6 do not fill nodes of ranks_per_node=4"),
+        (lambda: small(ranks=4, ranks_per_node=4), "no way between them; add links.rank_to_rank"),
+        (lambda: small(ranks=4), "no way between them; add links.node_to_node"),
+    ],
+)
 def test_what_cannot_be_a_machine_says_why(make, sentence):
     with pytest.raises(MachineInvalid, match=sentence):
         make()
@@ -139,12 +149,15 @@ def test_a_throttle_slows_what_is_faster_and_nothing_else():
     assert throttled(small(tiers={}, links={}), {"h2d": 1e9}).links == {}
 
 
-@pytest.mark.parametrize(("rates", "taking_turns"), [
-    ({}, True),
-    ({"disk_read": 1e9, "disk_write": 0.4e9}, False),  # 0.5 + 0.4 of the disk's time
-    ({"disk_read": 0.2e9}, False),  # 0.1 + 1
-    ({"disk_read": 1.9e9, "disk_write": 0.9e9}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rates", "taking_turns"),
+    [
+        ({}, True),
+        ({"disk_read": 1e9, "disk_write": 0.4e9}, False),  # 0.5 + 0.4 of the disk's time
+        ({"disk_read": 0.2e9}, False),  # 0.1 + 1
+        ({"disk_read": 1.9e9, "disk_write": 0.9e9}, True),
+    ],
+)
 def test_throttled_links_take_turns_only_where_the_disk_below_is_short(rates, taking_turns):
     links = throttled(small(), rates).links
     assert (links["disk_read"].shares == "disk_write") is taking_turns
@@ -157,25 +170,48 @@ def test_a_text_becomes_a_machine():
     )
 
 
-@pytest.mark.parametrize(("old", "new", "sentence"), [
-    ("name = ", "name : ", "f.toml: the text is not TOML: .*line 2.*; mend it"),
-    ('name = "small"', "", "f.toml: 'name' is missing; add it"),
-    ("[tiers]", "[tears]", "f.toml: 'tears' is not known here; did you mean 'tiers'"),
-    ('"small"', "3", "f.toml: name=3 is no text; put it in quotes"),
-    ('device = "8GiB"', 'device = "8 apples"', "f.toml: tiers: device='8 apples' cannot be used"),
-    ("device", "divice", "f.toml: small: 'divice' is no tier; did you mean 'device'"),
-    ("bytes_per_s =", "bytes_per_sec =", "f.toml: links.h2d: 'bytes_per_sec' is not known here"),
-    ('bytes_per_s = "10GB/s"', "", "f.toml: links.h2d: 'bytes_per_s' is missing"),
-    ('"10GB/s"', '"10GB"', "f.toml: links.h2d: bytes_per_s='10GB' cannot be used; .*'300MB/s'"),
-    ('"10GB/s"', "inf", "f.toml: links.h2d: bytes_per_s=inf is no rate"),
-    ('"10GB/s"', f'"{"9" * 400}GB/s"', "f.toml: links.h2d: bytes_per_s='9+GB/s' cannot be used"),
-    ("[links.h2d]", "[links.h2h]", "f.toml: links: 'h2h' is no link"),
-    ("[links.h2d]\n", "[links]\nh2d = 3\nd2h.", "links.h2d=3 is no table; begin it by .links.h2d"),
-    ("memory_bytes_per_s", "memory_byte_per_s", "did you mean 'memory_bytes_per_s'"),
-    ('"1TFLOP/s"', '"1TB/s"', "compute.flops_per_s: float32='1TB/s' cannot be used; .*TFLOP/s"),
-    ("float32 =", "flaot32 =", "f.toml: compute.flops_per_s: 'flaot32' is no dtype; did you mean"),
-    ("[tiers]", "ranks = 2.5\n[tiers]", "f.toml: small: ranks=2.5 is no number of ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("name = ", "name : ", "f.toml: the text is not TOML: .*line 2.*; mend it"),
+        ('name = "small"', "", "f.toml: 'name' is missing; add it"),
+        ("[tiers]", "[tears]", "f.toml: 'tears' is not known here; did you mean 'tiers'"),
+        ('"small"', "3", "f.toml: name=3 is no text; put it in quotes"),
+        (
+            'device = "8GiB"',
+            'device = "8 apples"',
+            "f.toml: tiers: device='8 apples' cannot be used",
+        ),
+        ("device", "divice", "f.toml: small: 'divice' is no tier; did you mean 'device'"),
+        (
+            "bytes_per_s =",
+            "bytes_per_sec =",
+            "f.toml: links.h2d: 'bytes_per_sec' is not known here",
+        ),
+        ('bytes_per_s = "10GB/s"', "", "f.toml: links.h2d: 'bytes_per_s' is missing"),
+        ('"10GB/s"', '"10GB"', "f.toml: links.h2d: bytes_per_s='10GB' cannot be used; .*'300MB/s'"),
+        ('"10GB/s"', "inf", "f.toml: links.h2d: bytes_per_s=inf is no rate"),
+        (
+            '"10GB/s"',
+            f'"{"9" * 400}GB/s"',
+            "f.toml: links.h2d: bytes_per_s='9+GB/s' cannot be used",
+        ),
+        ("[links.h2d]", "[links.h2h]", "f.toml: links: 'h2h' is no link"),
+        (
+            "[links.h2d]\n",
+            "[links]\nh2d = 3\nd2h.",
+            "links.h2d=3 is no table; begin it by .links.h2d",
+        ),
+        ("memory_bytes_per_s", "memory_byte_per_s", "did you mean 'memory_bytes_per_s'"),
+        ('"1TFLOP/s"', '"1TB/s"', "compute.flops_per_s: float32='1TB/s' cannot be used; .*TFLOP/s"),
+        (
+            "float32 =",
+            "flaot32 =",
+            "f.toml: compute.flops_per_s: 'flaot32' is no dtype; did you mean",
+        ),
+        ("[tiers]", "ranks = 2.5\n[tiers]", "f.toml: small: ranks=2.5 is no number of ranks"),
+    ],
+)
 def test_a_text_that_is_no_machine_says_where_and_why(old, new, sentence):
     assert old in TEXT
     with pytest.raises(MachineInvalid, match=sentence):
@@ -191,8 +227,10 @@ texts = st.text(min_size=1, max_size=12).filter(str.isprintable)
 def machines(draw: st.DrawFn) -> Machine:
     per_node, nodes = draw(st.integers(1, 16)), draw(st.integers(1, 9))
     needed = [link for link, it in zip(RANK_LINKS, (per_node > 1, nodes > 1), strict=True) if it]
-    links = {name: Link(name, draw(positive), draw(seconds))
-             for name in [*draw(st.sets(st.sampled_from(TIER_LINKS))), *needed]}  # fmt: skip
+    links = {
+        name: Link(name, draw(positive), draw(seconds))
+        for name in [*draw(st.sets(st.sampled_from(TIER_LINKS))), *needed]
+    }
     if {"h2d", "d2h"} <= links.keys() and draw(st.booleans()):
         links["h2d"] = replace(links["h2d"], shares="d2h")
         links["d2h"] = replace(links["d2h"], shares="h2d")
@@ -200,11 +238,12 @@ def machines(draw: st.DrawFn) -> Machine:
         draw(texts),
         draw(st.dictionaries(st.sampled_from(TIERS), st.integers(1, 1 << 60))),
         links,
-        Compute(draw(st.dictionaries(st.sampled_from(DTYPES), positive)), draw(positive),
-                draw(seconds)),
+        Compute(
+            draw(st.dictionaries(st.sampled_from(DTYPES), positive)), draw(positive), draw(seconds)
+        ),
         per_node * nodes,
         per_node,
-    )  # fmt: skip
+    )
 
 
 @given(machines())

@@ -121,8 +121,9 @@ def test_explain_tells_the_curves_to_a_program(runs, capsys):
 
 def test_a_graph_of_inference_keeps_everything(tmp_path, capsys):
     torch._dynamo.reset()
-    model = zcompile.offload(torch.nn.Linear(4, 4), device="cpu", device_memory="1MiB",
-                             host_memory="1MiB", dump=tmp_path)  # fmt: skip
+    model = zcompile.offload(
+        torch.nn.Linear(4, 4), device="cpu", device_memory="1MiB", host_memory="1MiB", dump=tmp_path
+    )
     with torch.no_grad():
         torch.compile(model, backend="zinf")(torch.ones(2, 4))
     (graph,) = open_run(tmp_path, None).graphs

@@ -74,8 +74,10 @@ PARAMETRIZATIONS = {
 def test_parametrizations_before_and_after_offload(name, when, mode, tmp_path):
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     tiered = copy.deepcopy(plain)
-    steps = [lambda model: PARAMETRIZATIONS[name](model[0]),
-             lambda model: zcompile.offload(model, **ON_DISK, disk=tmp_path)]  # fmt: skip
+    steps = [
+        lambda model: PARAMETRIZATIONS[name](model[0]),
+        lambda model: zcompile.offload(model, **ON_DISK, disk=tmp_path),
+    ]
     torch.manual_seed(1)
     steps[0](plain)
     torch.manual_seed(1)

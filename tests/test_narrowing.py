@@ -140,8 +140,9 @@ def disk_bytes(tmp_path, **fields):
     """Bytes read and written per parameter and step, everything on disk."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(),
-                          nn.Linear(512, 512, bias=False))  # fmt: skip
+    model = nn.Sequential(
+        nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False)
+    )
     model = on_disk(model, tmp_path, device_memory="8MiB", residency=False, **fields)
     optimizer = optim.AdamW(model.parameters(), fused=True)
     call = torch.compile(model, backend="zinf")

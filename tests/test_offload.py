@@ -98,12 +98,16 @@ def test_offloading_twice_is_refused(tmp_path):
         zcompile.offload(nn.Sequential(model, nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("spoil", [
-    lambda m: m[0].weight.register_hook(lambda g: g),
-    lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None),
-    lambda m: setattr(m, "refs", [weakref.ref(m[0].weight)]),
-    lambda m: m.append(nn.LazyLinear(3)),
-], ids=["hook", "post hook", "weak", "lazy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: m[0].weight.register_hook(lambda g: g),
+        lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+        lambda m: setattr(m, "refs", [weakref.ref(m[0].weight)]),
+        lambda m: m.append(nn.LazyLinear(3)),
+    ],
+    ids=["hook", "post hook", "weak", "lazy"],
+)
 def test_what_would_be_lost_on_the_way_is_refused_and_nothing_moves(spoil, tmp_path):
     model = mlp()
     spoil(model)
@@ -128,14 +132,18 @@ def meta(tmp_path):
     return on_disk(model, tmp_path)
 
 
-@pytest.mark.parametrize("use", [
-    lambda m: m(torch.ones(1, 16)),
-    lambda m: repr(m[0].weight),
-    lambda m: torch.save(m.state_dict(), io.BytesIO()),
-    lambda m: copy.deepcopy(m),
-    lambda m: m[0].weight.detach().mul_(2),
-    lambda m: m[0].weight.sum(),
-], ids=["call", "print", "save", "copy", "write", "sum"])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m(torch.ones(1, 16)),
+        lambda m: repr(m[0].weight),
+        lambda m: torch.save(m.state_dict(), io.BytesIO()),
+        lambda m: copy.deepcopy(m),
+        lambda m: m[0].weight.detach().mul_(2),
+        lambda m: m[0].weight.sum(),
+    ],
+    ids=["call", "print", "save", "copy", "write", "sum"],
+)
 def test_a_meta_model_has_no_values_until_it_is_given_some(use, tmp_path):
     model = meta(tmp_path)
     with pytest.raises(
@@ -208,8 +216,11 @@ def test_a_plain_model_beside_an_offloaded_one_is_left_alone(tmp_path):
 
 def test_batches_are_the_same_each_time():
     first, second = list(batches(2)), list(batches(2))
-    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True)
-               for a, b in zip(x, y, strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(first, second, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 def test_a_closed_model_gives_its_directory_back(tmp_path):

@@ -63,17 +63,25 @@ def test_a_stock_optimizer_gives_the_same_bits(name, form, tmp_path):
     *_, optimizer = both(
         tmp_path, lambda m: kind(m.parameters(), lr=1e-2, **options, **FORMS[form])
     )
-    wide = [v for s in optimizer.state.values() for v in s.values()
-            if isinstance(v, torch.Tensor) and v.dim()]  # fmt: skip
+    wide = [
+        v
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, torch.Tensor) and v.dim()
+    ]
     assert all(hasattr(value, "entry") for value in wide), "the state rests in the store"
 
 
-@pytest.mark.parametrize("make", [
-    lambda m: optim.Adafactor(m.parameters()),
-    lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2)),
-    lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True),
-    lambda m: optim.Adam(m.parameters(), weight_decay=0.1, decoupled_weight_decay=True),
-], ids=["adafactor", "tensor lr", "fused tensor lr", "decoupled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: optim.Adafactor(m.parameters()),
+        lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2)),
+        lambda m: optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), fused=True),
+        lambda m: optim.Adam(m.parameters(), weight_decay=0.1, decoupled_weight_decay=True),
+    ],
+    ids=["adafactor", "tensor lr", "fused tensor lr", "decoupled"],
+)
 def test_other_ways_of_asking_give_the_same_bits(make, tmp_path):
     both(tmp_path, make)
 
@@ -112,18 +120,29 @@ def test_sparse_gradients_stay_sparse(tmp_path):
 
 
 def test_groups_keep_their_options(tmp_path):
-    both(tmp_path, lambda m: optim.AdamW([
-        {"params": [m[0].weight, m[2].weight], "weight_decay": 0.1},
-        {"params": [m[0].bias, m[2].bias], "weight_decay": 0.0, "lr": 1e-3},
-    ], lr=1e-2, fused=True))  # fmt: skip
+    both(
+        tmp_path,
+        lambda m: optim.AdamW(
+            [
+                {"params": [m[0].weight, m[2].weight], "weight_decay": 0.1},
+                {"params": [m[0].bias, m[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+            ],
+            lr=1e-2,
+            fused=True,
+        ),
+    )
 
 
-@pytest.mark.parametrize("make", [
-    lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
-    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
-], ids=["cosine", "one cycle", "lambda", "plateau"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=6),
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    ],
+    ids=["cosine", "one cycle", "lambda", "plateau"],
+)
 def test_a_scheduler_changes_both_alike(make, tmp_path):
     def run(model, call):
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -300,11 +319,14 @@ def test_a_backward_after_the_step_of_its_weights_is_refused_as_by_torch(options
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("write", [
-    lambda ts: torch._foreach_add_(ts, 1.0),
-    lambda ts: torch._foreach_mul_(ts, torch._foreach_norm(ts)),
-    lambda ts: torch._foreach_copy_(ts, [torch.zeros_like(t) for t in ts]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda ts: torch._foreach_add_(ts, 1.0),
+        lambda ts: torch._foreach_mul_(ts, torch._foreach_norm(ts)),
+        lambda ts: torch._foreach_copy_(ts, [torch.zeros_like(t) for t in ts]),
+    ],
+)
 def test_list_ops_count_what_they_write_as_torch_does(write, tmp_path):
     for model in (mlp(), on_disk(mlp(), tmp_path)):
         tensors = [param.detach() for param in model.parameters()]

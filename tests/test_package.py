@@ -23,8 +23,14 @@ from zcompile.ir.types import VERSION
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
-GIVEN_FILES = ("pyproject.toml", "constraints.txt", "Makefile", ".ci/run", "README.md",
-               "CHANGELOG.md")  # fmt: skip
+GIVEN_FILES = (
+    "pyproject.toml",
+    "constraints.txt",
+    "Makefile",
+    ".ci/run",
+    "README.md",
+    "CHANGELOG.md",
+)
 
 
 def constraints() -> dict[str, Requirement]:
@@ -69,8 +75,11 @@ def test_a_tested_torch_is_accepted(monkeypatch, version):
 def test_every_package_is_found_by_the_build():
     found = PROJECT["tool"]["setuptools"]["packages"]["find"]
     assert found == {"include": ["zcompile*", "triton_kernels*"], "namespaces": False}
-    folders = {path.parent for package in ("zcompile", "triton_kernels")
-               for path in (ROOT / package).rglob("*.py")}  # fmt: skip
+    folders = {
+        path.parent
+        for package in ("zcompile", "triton_kernels")
+        for path in (ROOT / package).rglob("*.py")
+    }
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
     assert (ROOT / "zcompile" / "py.typed").exists()
 
@@ -87,8 +96,14 @@ def test_the_readme_has_a_row_for_every_field_of_the_config():
 
 
 def test_the_readme_names_every_command():
-    told = subprocess.run([sys.executable, "-m", "zcompile.cli", "--help"], cwd=ROOT,
-                          capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-m", "zcompile.cli", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     commands = re.findall(r"^    (\w+) ", told.stdout, re.MULTILINE)
     assert commands == ["doctor", "show", "diff", "schedule", "timeline", "explain", "plan", "disk"]
     for command in commands:

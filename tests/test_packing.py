@@ -27,8 +27,11 @@ KB = 2 * ALIGNMENT
 
 @st.composite
 def some_blocks(draw) -> list[Block]:
-    spans = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12),
-                                    st.integers(0, 20_000)), max_size=25))  # fmt: skip
+    spans = draw(
+        st.lists(
+            st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(0, 20_000)), max_size=25
+        )
+    )
     return [Block(first, first + length, nbytes) for first, length, nbytes in spans]
 
 
@@ -113,14 +116,17 @@ def test_a_quick_packing_lies_apart_between_what_pack_needs_and_first_fit(blocks
     assert pack_quickly(list(blocks)) == addresses
 
 
-@pytest.mark.parametrize(("blocks", "addresses"), [
-    ([], ()),
-    ([Block(0, 0, 1)], (0,)),
-    ([Block(0, 1, 512), Block(1, 2, 512)], (0, 512)),            # they meet at time 1
-    ([Block(0, 1, 512), Block(2, 3, 512)], (0, 0)),
-    ([Block(0, 3, 512), Block(0, 1, 1024)], (1024, 0)),          # the largest lies lowest
-    ([Block(0, 9, 1024), Block(0, 2, 600), Block(3, 5, 1000)], (0, 1024, 1024)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("blocks", "addresses"),
+    [
+        ([], ()),
+        ([Block(0, 0, 1)], (0,)),
+        ([Block(0, 1, 512), Block(1, 2, 512)], (0, 512)),  # they meet at time 1
+        ([Block(0, 1, 512), Block(2, 3, 512)], (0, 0)),
+        ([Block(0, 3, 512), Block(0, 1, 1024)], (1024, 0)),  # the largest lies lowest
+        ([Block(0, 9, 1024), Block(0, 2, 600), Block(3, 5, 1000)], (0, 1024, 1024)),
+    ],
+)
 def test_pack(blocks, addresses):
     assert pack(blocks) == addresses
 
@@ -197,10 +203,26 @@ def test_a_deep_stream_needs_at_most_two_percent_more_than_what_is_alive(layers,
 
 
 STREAM = (
-    (0, 0, 4), (0, 0, 1), (0, 0, 1), (0, 1, 8), (0, 3, 1), (1, 2, 8), (2, 3, 1), (2, 3, 2),
-    (2, 4, 1), (2, 4, 1), (2, 7, 1), (3, 4, 6), (4, 5, 8), (5, 6, 8), (6, 7, 1), (6, 7, 2),
-    (6, 7, 1), (6, 7, 1), (7, 7, 6),
-)  # fmt: skip
+    (0, 0, 4),
+    (0, 0, 1),
+    (0, 0, 1),
+    (0, 1, 8),
+    (0, 3, 1),
+    (1, 2, 8),
+    (2, 3, 1),
+    (2, 3, 2),
+    (2, 4, 1),
+    (2, 4, 1),
+    (2, 7, 1),
+    (3, 4, 6),
+    (4, 5, 8),
+    (5, 6, 8),
+    (6, 7, 1),
+    (6, 7, 2),
+    (6, 7, 1),
+    (6, 7, 1),
+    (7, 7, 6),
+)
 """A small GPT that may fetch 30 regions ahead, at twice the least budget; in units of ALIGNMENT."""
 
 
@@ -230,8 +252,9 @@ def test_some_streams_do_not_fit_into_what_is_alive_and_get_the_least_there_is()
 def random_blocks(count: int, span: int) -> list[Block]:
     source = Random(count + span)
     firsts = [source.randrange(count) for _ in range(count)]
-    return [Block(f, f + source.randrange(span), 1 + int(source.random() ** 3 * 9e6))
-            for f in firsts]  # fmt: skip
+    return [
+        Block(f, f + source.randrange(span), 1 + int(source.random() ** 3 * 9e6)) for f in firsts
+    ]
 
 
 @pytest.mark.parametrize("span", [30, 2000])

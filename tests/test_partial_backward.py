@@ -94,11 +94,15 @@ def test_gradients_of_inputs_and_then_of_all(mode, tmp_path):
 
 
 @MODES
-@pytest.mark.parametrize("wanted", [
-    lambda model, x: [x],
-    lambda model, x: [model[0].weight],
-    lambda model, x: [x, model[2].bias, model[2].weight],
-], ids=["input", "a weight", "some of both"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        lambda model, x: [x],
+        lambda model, x: [model[0].weight],
+        lambda model, x: [x, model[2].bias, model[2].weight],
+    ],
+    ids=["input", "a weight", "some of both"],
+)
 def test_backward_of_some_leaves_gives_these_and_no_others(mode, wanted, tmp_path):
     pair = Pair(tmp_path, mode)
     for _ in range(2):
@@ -150,10 +154,14 @@ def test_where_gradients_rest_on_the_device_those_of_inputs_come_without_them(tm
     pair.assert_same()
 
 
-@pytest.mark.parametrize("ask", [
-    lambda model, loss, x: torch.autograd.grad(loss, list(model.parameters())),
-    lambda model, loss, x: torch.autograd.grad(loss, [x, model[0].weight]),
-], ids=["all", "one"])  # fmt: skip
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, loss, x: torch.autograd.grad(loss, list(model.parameters())),
+        lambda model, loss, x: torch.autograd.grad(loss, [x, model[0].weight]),
+    ],
+    ids=["all", "one"],
+)
 def test_gradients_of_parameters_cannot_be_returned_by_a_compiled_model(ask, tmp_path):
     pair = Pair(tmp_path, "compiled")
     _, call, x = pair.sides[1]

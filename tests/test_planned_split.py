@@ -44,8 +44,13 @@ def given(number):
 
 
 def asked(choice):
-    return {"device": "cpu", "device_memory": BUDGETS[choice], "host_memory": "64MiB",
-            "machine": MACHINE, "activations": choice}  # fmt: skip
+    return {
+        "device": "cpu",
+        "device_memory": BUDGETS[choice],
+        "host_memory": "64MiB",
+        "machine": MACHINE,
+        "activations": choice,
+    }
 
 
 def planned(choice, micro_batches=1):

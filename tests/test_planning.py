@@ -179,13 +179,16 @@ def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, term
     assert fast.suggested_samples == 1
 
 
-@pytest.mark.parametrize(("room", "most", "suggested", "says"), [
-    (None, None, 7, "batch 2 is small: from 7 on, compute hides"),
-    (8.0, 16, 7, "batch 2 is small: from 7 on, compute hides"),
-    (2.6, 5, 5, "batch 2 is small, but activations of at most 5 fit; only from 7 on"),
-    (0.5, 1, 1, "activations of batch 2 do not fit, those of 1 fit: recompute some"),
-    (0.4, 0, 0, "activations of batch 2 do not fit, those of a single sample do not either"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "most", "suggested", "says"),
+    [
+        (None, None, 7, "batch 2 is small: from 7 on, compute hides"),
+        (8.0, 16, 7, "batch 2 is small: from 7 on, compute hides"),
+        (2.6, 5, 5, "batch 2 is small, but activations of at most 5 fit; only from 7 on"),
+        (0.5, 1, 1, "activations of batch 2 do not fit, those of 1 fit: recompute some"),
+        (0.4, 0, 0, "activations of batch 2 do not fit, those of a single sample do not either"),
+    ],
+)
 def test_no_batch_is_suggested_whose_activations_do_not_fit(
     traced, terms, room, most, suggested, says
 ):
@@ -199,8 +202,9 @@ def test_no_batch_is_suggested_whose_activations_do_not_fit(
 def test_the_capacity_of_a_device_is_explained(traced, terms):
     def told(activations, **given):
         device = SMALL.tiers["device"] if "bounded" in given else None
-        found = replace(traced, activation_bytes=activations, held_bytes=activations,
-                        device_bytes=device)  # fmt: skip
+        found = replace(
+            traced, activation_bytes=activations, held_bytes=activations, device_bytes=device
+        )
         return str(plan.report_of(found, replace(terms, **given), prices=False))
 
     assert "above is what 1.00 MiB of activations leave of its 4.00 MiB" in told(MiB)

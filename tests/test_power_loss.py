@@ -84,8 +84,9 @@ class Recorded:
     indexes: list[bytes | None]
 
 
-def recorded(base: Path, mutate: Callable[..., Any] = lambda call, go: go(),
-             names: Sequence[str] = ("disk",)) -> Recorded:  # fmt: skip
+def recorded(
+    base: Path, mutate: Callable[..., Any] = lambda call, go: go(), names: Sequence[str] = ("disk",)
+) -> Recorded:
     base.mkdir()
     recording = Recording(base, mutate)
     disks = tuple(base / name for name in names)
@@ -219,13 +220,18 @@ def test_no_power_loss_loses_a_commit_in_a_directory_with_a_long_path(tmp_path, 
     deep.mkdir(parents=True)
     found = calm(deep, 1)
     torn = {
-        str(sorted((name, file and bytes(file.content)) for name, file in tree.items())):
-            (crash, judged(found, tree))
+        str(sorted((name, file and bytes(file.content)) for name, file in tree.items())): (
+            crash,
+            judged(found, tree),
+        )
         for crash in crashes(found.recording, weak=False, seed=1, most=40)
-        if any(found.recording.events[at].data.startswith(b"zinf-tier")
-               for at, how in crash.choice[1] if how not in ("all", "size"))
+        if any(
+            found.recording.events[at].data.startswith(b"zinf-tier")
+            for at, how in crash.choice[1]
+            if how not in ("all", "size")
+        )
         for tree in [crash.tree()]
-    }.values()  # fmt: skip
+    }.values()
     assert not [told for crash, number in torn if (told := lost(crash, number))]
     made = [one for one in torn if "disk/zinf.index" not in one[0].tree()]
     marked = [one for one in torn if "disk/zinf.index" in one[0].tree()]
@@ -414,13 +420,17 @@ def without_exchange(call: Call, go: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("most", "tried"), [
-    (8, 60),
-    pytest.param(64, 1800, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [
+        (8, 60),
+        pytest.param(64, 1800, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("weak", [False, True], ids=["ordered", "weak"])
-@pytest.mark.parametrize("mutate", [lambda call, go: go(), without_exchange],
-                         ids=["exchanged", "renamed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "mutate", [lambda call, go: go(), without_exchange], ids=["exchanged", "renamed"]
+)
 def test_no_power_loss_loses_a_checkpoint(tmp_path, weak, mutate, most, tried):
     recording = saved(tmp_path / "base", mutate)
     assert not fallen(recording, weak, seed=1, most=most, tried=tried)

@@ -39,9 +39,14 @@ def trained(tmp_path, throttle, host, residency=False):
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = zcompile.offload(
-        nn.Sequential(*layers), device="cpu", device_memory=DEVICE[residency], host_memory=host,
-        disk=tmp_path, throttle=dict.fromkeys(throttle, rate_of(throttle)), residency=residency,
-    )  # fmt: skip
+        nn.Sequential(*layers),
+        device="cpu",
+        device_memory=DEVICE[residency],
+        host_memory=host,
+        disk=tmp_path,
+        throttle=dict.fromkeys(throttle, rate_of(throttle)),
+        residency=residency,
+    )
     session = session_behind(model)
     session.executor.clocks.record = True
     compiled = torch.compile(model, backend="zinf")
@@ -62,8 +67,10 @@ def trained(tmp_path, throttle, host, residency=False):
 
 def costs_of(session, throttle):
     """Of this run: links that nobody throttled are as fast as memory."""
-    rates = {link: rate_of(throttle) if link in throttle else 4e9
-             for link in ("h2d", "d2h", "disk_read", "disk_write")}  # fmt: skip
+    rates = {
+        link: rate_of(throttle) if link in throttle else 4e9
+        for link in ("h2d", "d2h", "disk_read", "disk_write")
+    }
     links = {name: Link(name, rate) for name, rate in rates.items()}
     machine = Machine("here", {}, links, Compute({"float32": 1e10}, 4e9))
     return session.executor.clocks.costs(machine, session.ways())

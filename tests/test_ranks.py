@@ -151,7 +151,16 @@ def test_a_plan_says_that_it_is_of_one_rank():
 
 @pytest.mark.parametrize("sweep", [(), ("--sweep", "host=8GiB..9GiB:2")], ids=["one", "sweep"])
 def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
-    code, out, _ = zinf("plan", "small_models:mlp", "--machine", "h200-node", "--shape", "8",
-                        "--host", "8GiB", *sweep)  # fmt: skip
+    code, out, _ = zinf(
+        "plan",
+        "small_models:mlp",
+        "--machine",
+        "h200-node",
+        "--shape",
+        "8",
+        "--host",
+        "8GiB",
+        *sweep,
+    )
     assert code == 0
     assert "the machine has 8 ranks, of which one" in out

@@ -45,11 +45,14 @@ def test_names_do_not_count():
     assert structure(one) == structure(other)
 
 
-@pytest.mark.parametrize(("x", "w"), [
-    (torch.ones(5, 3), W),                           # shape
-    (X.double(), W.double()),                        # dtype
-    (torch.ones(3, 2).t(), W),                       # stride
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (torch.ones(5, 3), W),  # shape
+        (X.double(), W.double()),  # dtype
+        (torch.ones(3, 2).t(), W),  # stride
+    ],
+)
 def test_shapes_strides_and_dtypes_count(x, w):
     assert structure(traced(linear, X, W)) != structure(traced(linear, x, w))
 
@@ -62,8 +65,10 @@ def test_arguments_wiring_and_results_count():
         return lambda g, *xs: [g.call_function(aten.sub.Tensor, (xs[a], xs[b]))]
 
     def both(g, x):
-        return [(y := g.call_function(aten.neg.default, (x,))),
-                g.call_function(aten.exp.default, (y,))]  # fmt: skip
+        return [
+            (y := g.call_function(aten.neg.default, (x,))),
+            g.call_function(aten.exp.default, (y,)),
+        ]
 
     square = torch.ones(2, 2)
     assert structure(traced(summed(0), square)) != structure(traced(summed(1), square))

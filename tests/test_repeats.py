@@ -118,8 +118,12 @@ def test_two_groups_of_one_shape_take_turns(tmp_path):
 
     def run(model, call):
         optimizer = optim.AdamW(
-            [{"params": model[0].parameters(), "lr": 1e-2},
-             {"params": model[1].parameters(), "lr": 1e-1}], fused=True)  # fmt: skip
+            [
+                {"params": model[0].parameters(), "lr": 1e-2},
+                {"params": model[1].parameters(), "lr": 1e-1},
+            ],
+            fused=True,
+        )
         for step in range(4):
             call(torch.full((2, 16), 0.1 * step)).square().sum().backward()
             optimizer.step()
@@ -212,9 +216,11 @@ def test_what_rests_on_the_device_is_updated_in_one_call():
     assert same(model, expected(adamw, end=5))
     session = session_behind(model)
     (schedule,) = {
-        r.schedule.serial: r.schedule for known in session.repeats.values() for r in known
+        r.schedule.serial: r.schedule
+        for known in session.repeats.values()
+        for r in known
         if r.schedule.name == "_fused_adamw_"
-    }.values()  # fmt: skip
+    }.values()
     assert sum(isinstance(x, Run) for x in schedule.instructions) == 1
     assert sum(isinstance(x, Borrow) for x in schedule.instructions) == 4 * len(
         list(model.parameters())

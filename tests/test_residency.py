@@ -36,14 +36,21 @@ from zcompile.runtime.device.arena import Arena
 
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
 """So that all that moves shows: else what rests on the host is updated in place."""
-ARENAS = {"everything": 8 * WEIGHT_BYTES, "half": 2 * WEIGHT_BYTES, "a third of the weights":
-          WEIGHT_BYTES // 3 + 64 * KiB}  # fmt: skip
+ARENAS = {
+    "everything": 8 * WEIGHT_BYTES,
+    "half": 2 * WEIGHT_BYTES,
+    "a third of the weights": WEIGHT_BYTES // 3 + 64 * KiB,
+}
 """What entries may take of the device; what graphs hold comes on top."""
 
 
 # Throttled, all that moves shows; elsewhere one batch is what every other test trains.
-RUNS = {"disk": ("disk", 2), "throttled": ("throttled", 2), "host": ("host", 2),
-        "throttled, one batch": ("throttled", 1)}  # fmt: skip
+RUNS = {
+    "disk": ("disk", 2),
+    "throttled": ("throttled", 2),
+    "host": ("host", 2),
+    "throttled, one batch": ("throttled", 1),
+}
 
 
 @pytest.mark.parametrize(("run", "share"), crossed(RUNS, ARENAS))
@@ -256,8 +263,11 @@ def steps_planned(monkeypatch, caplog, first_window):
     monkeypatch.setattr(replan.Residency, "costs", costs)
     monkeypatch.setattr(replan, "perf_counter", lambda: 0.0)  # planning takes no time
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
-        model, _, _ = begun(9, device_memory=2 * WEIGHT_BYTES + held_bytes(),
-                            throttle={"h2d": "10MB/s", "d2h": "10MB/s"})  # fmt: skip
+        model, _, _ = begun(
+            9,
+            device_memory=2 * WEIGHT_BYTES + held_bytes(),
+            throttle={"h2d": "10MB/s", "d2h": "10MB/s"},
+        )
     return model, windows, [r.message for r in caplog.records if "costs have changed" in r.message]
 
 

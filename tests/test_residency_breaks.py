@@ -221,9 +221,11 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
             others.append(session.create("another's", Kind.GRAD, free))
 
     trains_as_predicted(
-        crowded(monkeypatch, fill), device_memory=WEIGHT_BYTES // 2 + held_bytes(),
-        host_memory="600KiB", disk=tmp_path,
-    )  # fmt: skip
+        crowded(monkeypatch, fill),
+        device_memory=WEIGHT_BYTES // 2 + held_bytes(),
+        host_memory="600KiB",
+        disk=tmp_path,
+    )
     assert others[0].home == "host"
 
 
@@ -235,9 +237,11 @@ def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp
         monkeypatch.setattr(Homes, "compact", lambda homes, places: False)
     made = crowded(monkeypatch, lambda session: None)
     model, compiled = offloaded(
-        throttle=THROTTLE, device_memory=WEIGHT_BYTES // 2 + held_bytes(), host_memory="650KiB",
+        throttle=THROTTLE,
+        device_memory=WEIGHT_BYTES // 2 + held_bytes(),
+        host_memory="650KiB",
         disk=tmp_path,
-    )  # fmt: skip
+    )
     optimizer = adamw(model)
     train(model, compiled, optimizer, 0, 4, clip=False)
     plan = session_behind(model).planner.plan

@@ -72,12 +72,15 @@ def test_a_run_without_graphs_is_not_ready(tmp_path):
         open_run(tmp_path)
 
 
-@pytest.mark.parametrize(("broken", "why"), [
-    ("{", "is not what a dump writes"),
-    ('[{"step": 1}]', r"the top\[0\] lacks 'name'"),
-    ('[{"step": "1"}]', r"the top\[0\].step should be int, and is '1'"),
-    ('{"step": 1}', "the top should be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ("{", "is not what a dump writes"),
+        ('[{"step": 1}]', r"the top\[0\] lacks 'name'"),
+        ('[{"step": "1"}]', r"the top\[0\].step should be int, and is '1'"),
+        ('{"step": 1}', "the top should be"),
+    ],
+)
 def test_a_broken_file_says_which_and_where(root, broken, why):
     graph = open_run(root).graphs[0]
     rf.passes_file(graph.path).write_text(broken)

@@ -69,9 +69,10 @@ def test_we_read_what_the_library_writes(dtype, tmp_path):
 
 SIZES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 FACTS = st.dictionaries(
-    st.text(min_size=1, max_size=8), st.tuples(st.sampled_from(list(DTYPES.values())), SIZES),
+    st.text(min_size=1, max_size=8),
+    st.tuples(st.sampled_from(list(DTYPES.values())), SIZES),
     max_size=8,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,36 +99,67 @@ def one(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -
     return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
-@pytest.mark.parametrize(("told", "data", "why"), [
-    (b"[1]", b"", "has a header that is no object"),
-    (b"{]", b"", "has a header that is not sound"),
-    (b"{\xff}", b"", "has a header that is not sound"),
-    (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", b"", "has a .* it nests more than 8 deep"),
-    (b'{"a":' * 200_000, b"", "has a header that is not sound: it nests more than 8 deep"),
-    (b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}', b"", "has a .* NaN in it is no"),
-    (b'{"w":{"dtype":"F32","shape":[-Infinity],"data_offsets":[0,0]}}', b"", "has a .* no number"),
-    (b'{"w":{"shape":[' + b"9" * 5000 + b"]}}", b"", "has a .* a number in it has 5000 digits"),
-    (b'{"w":{"shape":[-' + b"9" * 4000 + b"]}}", b"", "has a .* a number in it has 4001 digits"),
-    (one(shape=[2**62, 4], offsets=[0, 0]), b"", "gives 'w' 0 bytes, which F32.* does not fill"),
-    (one(shape=[9 * 10**18, 2**62, 0], offsets=[0, 8]), b"8" * 8, "gives 'w' 8 bytes, which F32"),
-    (one(shape=[2**63, 0], offsets=[0, 0]), b"", r"has 'w' with shape \[9223372036854775808, 0\]"),
-    (one(shape=[1] * 65, offsets=[0, 4]), b"4" * 4, "has 'w' with 65 dimensions"),
-    (one(shape=[2.0]), b"8" * 8, r"has 'w' with shape \[2.0\]"),
-    (one(shape=[True, 2]), b"8" * 8, r"has 'w' with shape \[True, 2\]"),
-    (one(offsets=[0, -8]), b"8" * 8, r"has 'w' with .* data_offsets \[0, -8\]"),
-    (one(dtype=["F32"]), b"8" * 8, r"has 'w' of dtype \['F32'\], which is not one of"),
-    ({"__metadata__": {"a": 1}}, b"", "has __metadata__ with 'a' that is no text"),
-    (b'{"a":1,"a":2}', b"", "has a header that is not sound: a name stands in it twice"),
-    ({"w": 3}, b"", "has 'w' without dtype, shape and two data_offsets"),
-    ({"__metadata__": 3}, b"", "has __metadata__ that is no object"),
-    (one("F31"), b"8" * 8, "has 'w' of dtype 'F31', which is not one of F64, F32"),
-    (one(shape=[-2]), b"8" * 8, r"has 'w' with shape \[-2\]"),
-    (one(shape="2"), b"8" * 8, r"has 'w' with shape 2"),
-    (one(offsets=[0, 4]), b"8" * 4, "gives 'w' 4 bytes, which F32.2. does not fill"),
-    (one(offsets=[4, 12]), b"8" * 12, "has 'w' begin at byte 4 of the data, and .* ends at 0"),
-    (one(), b"8" * 7, r"ends after \d+ bytes, and 'w' needs"),
-    (one(), b"8" * 9, "has 1 bytes more than its header tells"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("told", "data", "why"),
+    [
+        (b"[1]", b"", "has a header that is no object"),
+        (b"{]", b"", "has a header that is not sound"),
+        (b"{\xff}", b"", "has a header that is not sound"),
+        (
+            b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+            b"",
+            "has a .* it nests more than 8 deep",
+        ),
+        (b'{"a":' * 200_000, b"", "has a header that is not sound: it nests more than 8 deep"),
+        (
+            b'{"w":{"dtype":"F32","shape":[NaN],"data_offsets":[0,0]}}',
+            b"",
+            "has a .* NaN in it is no",
+        ),
+        (
+            b'{"w":{"dtype":"F32","shape":[-Infinity],"data_offsets":[0,0]}}',
+            b"",
+            "has a .* no number",
+        ),
+        (b'{"w":{"shape":[' + b"9" * 5000 + b"]}}", b"", "has a .* a number in it has 5000 digits"),
+        (
+            b'{"w":{"shape":[-' + b"9" * 4000 + b"]}}",
+            b"",
+            "has a .* a number in it has 4001 digits",
+        ),
+        (
+            one(shape=[2**62, 4], offsets=[0, 0]),
+            b"",
+            "gives 'w' 0 bytes, which F32.* does not fill",
+        ),
+        (
+            one(shape=[9 * 10**18, 2**62, 0], offsets=[0, 8]),
+            b"8" * 8,
+            "gives 'w' 8 bytes, which F32",
+        ),
+        (
+            one(shape=[2**63, 0], offsets=[0, 0]),
+            b"",
+            r"has 'w' with shape \[9223372036854775808, 0\]",
+        ),
+        (one(shape=[1] * 65, offsets=[0, 4]), b"4" * 4, "has 'w' with 65 dimensions"),
+        (one(shape=[2.0]), b"8" * 8, r"has 'w' with shape \[2.0\]"),
+        (one(shape=[True, 2]), b"8" * 8, r"has 'w' with shape \[True, 2\]"),
+        (one(offsets=[0, -8]), b"8" * 8, r"has 'w' with .* data_offsets \[0, -8\]"),
+        (one(dtype=["F32"]), b"8" * 8, r"has 'w' of dtype \['F32'\], which is not one of"),
+        ({"__metadata__": {"a": 1}}, b"", "has __metadata__ with 'a' that is no text"),
+        (b'{"a":1,"a":2}', b"", "has a header that is not sound: a name stands in it twice"),
+        ({"w": 3}, b"", "has 'w' without dtype, shape and two data_offsets"),
+        ({"__metadata__": 3}, b"", "has __metadata__ that is no object"),
+        (one("F31"), b"8" * 8, "has 'w' of dtype 'F31', which is not one of F64, F32"),
+        (one(shape=[-2]), b"8" * 8, r"has 'w' with shape \[-2\]"),
+        (one(shape="2"), b"8" * 8, r"has 'w' with shape 2"),
+        (one(offsets=[0, 4]), b"8" * 4, "gives 'w' 4 bytes, which F32.2. does not fill"),
+        (one(offsets=[4, 12]), b"8" * 12, "has 'w' begin at byte 4 of the data, and .* ends at 0"),
+        (one(), b"8" * 7, r"ends after \d+ bytes, and 'w' needs"),
+        (one(), b"8" * 9, "has 1 bytes more than its header tells"),
+    ],
+)
 def test_each_damage_is_told_with_the_file_and_the_tensor(told, data, why, tmp_path):
     path = broken(tmp_path / "x.safetensors", told, data)
     with pytest.raises(CheckpointInvalid, match=f"x.safetensors {why}"):

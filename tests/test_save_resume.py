@@ -54,8 +54,11 @@ def test_every_layout_comes_back_where_it_was(tiered, size, tmp_path):
     def placed(model):
         if tiered == "disk":
             return on_disk(model, tmp_path)
-        return zcompile.offload(model, **{**SMALL, "host_memory": "256MiB"}) if tiered == "host" \
-            else model  # fmt: skip
+        return (
+            zcompile.offload(model, **{**SMALL, "host_memory": "256MiB"})
+            if tiered == "host"
+            else model
+        )
 
     torch.manual_seed(0)
     model = placed(Layouts(size))
@@ -76,8 +79,11 @@ def test_the_optimizer_is_readable_by_safetensors_alone(tmp_path):
     train(model, optimizer)
     zcompile.save(tmp_path / "c", model, optimizer, done=True)
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
-        "model.safetensors", "optimizer.safetensors", "training.json", "training.safetensors",
-    ]  # fmt: skip
+        "model.safetensors",
+        "optimizer.safetensors",
+        "training.json",
+        "training.safetensors",
+    ]
     script = (
         "import sys, safetensors.torch\n"
         "found = safetensors.torch.load_file('optimizer.safetensors')\n"
@@ -210,12 +216,15 @@ def test_a_filesystem_without_direct_requests_is_written_through_the_cache(tmp_p
     assert_alike(model, twin)
 
 
-@pytest.mark.parametrize(("sizes", "blocks"), [
-    ((), []),
-    ((0, 3), [[Piece(1, 0, 0, 3)]]),
-    ((4, 4), [[Piece(0, 0, 0, 4)], [Piece(1, 0, 0, 4)]]),
-    ((6, 1), [[Piece(0, 0, 0, 4)], [Piece(0, 4, 0, 2), Piece(1, 0, 2, 1)]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [
+        ((), []),
+        ((0, 3), [[Piece(1, 0, 0, 3)]]),
+        ((4, 4), [[Piece(0, 0, 0, 4)], [Piece(1, 0, 0, 4)]]),
+        ((6, 1), [[Piece(0, 0, 0, 4)], [Piece(0, 4, 0, 2), Piece(1, 0, 2, 1)]]),
+    ],
+)
 def test_blocks_are_cut_from_what_lies_end_to_end(sizes, blocks):
     assert list(cut(sizes, 4)) == blocks
 

@@ -74,8 +74,10 @@ def a_call(*rows, phase=Phase.FORWARD, entries=(1, 2, 3, 4)):
 
 
 def step_of(*calls, home="host", kinds=(Kind.PARAM,) * 4):
-    facts = {key: EntryFact(key, f"w{key}", kind, 4096, home)
-             for key, kind in zip((1, 2, 3, 4), kinds, strict=True)}  # fmt: skip
+    facts = {
+        key: EntryFact(key, f"w{key}", kind, 4096, home)
+        for key, kind in zip((1, 2, 3, 4), kinds, strict=True)
+    }
     return Step(calls, facts)
 
 
@@ -205,16 +207,18 @@ def test_a_second_gradient_on_disk_is_added_to_the_first():
     assert (found.nbytes["disk_read"], found.nbytes["disk_write"]) == (1024, 2048)
 
 
-@pytest.mark.parametrize(("home", "begun"), [("disk", [1.0, 2.0, 6.0, 12.0]),
-                                             ("host", [1.0, 2.0, 3.0, 5.0])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("home", "begun"), [("disk", [1.0, 2.0, 6.0, 12.0]), ("host", [1.0, 2.0, 3.0, 5.0])]
+)
 def test_what_is_added_takes_its_bytes_twice_of_the_ring(home, begun):
     """The ring has room for two gradients that leave, or for one that is added."""
     rates = dict.fromkeys(("d2h", "disk_read", "disk_write"), BLOCK)
     ways = Ways(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
     rows = (computing(1, 0), *(reducing(n, BLOCK, (0,)) for n in range(2)))
     once = a_call(*rows, phase=Phase.BACKWARD)
-    found = first(step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways),
-                  {-1: home, -2: home})  # fmt: skip
+    found = first(
+        step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways), {-1: home, -2: home}
+    )
     assert [sent for sent, _ in travelled(found)] == begun
 
 
@@ -251,8 +255,9 @@ def test_the_peak_is_what_is_taken_at_once_and_what_stays():
 
 
 def test_seconds_are_told_by_phase():
-    step = step_of(LOADED, a_call(computing(2), phase=Phase.BACKWARD),
-                   a_call(computing(4), phase=Phase.STEP))  # fmt: skip
+    step = step_of(
+        LOADED, a_call(computing(2), phase=Phase.BACKWARD), a_call(computing(4), phase=Phase.STEP)
+    )
     found = first(step)
     assert found.phases == {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0, Phase.STEP: 4.0}
     assert sum(found.phases.values()) == found.step_s

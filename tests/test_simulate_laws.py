@@ -49,9 +49,11 @@ ways = st.builds(
     backlog_bytes=st.integers(0, 10_000),
 )
 rates = st.fixed_dictionaries(
-    {name: st.sampled_from([250, 500, 1000, 4000])
-     for name in ("h2d", "d2h", "disk_read", "disk_write")}
-)  # fmt: skip
+    {
+        name: st.sampled_from([250, 500, 1000, 4000])
+        for name in ("h2d", "d2h", "disk_read", "disk_write")
+    }
+)
 
 
 HOST = {key: "host" for key in (1, 2, 3, 4, -1, -2, -3, -4)}
@@ -66,8 +68,7 @@ def streamed(chunks, phase=Phase.STEP):
         slot = Slot(lane * 4096, 4096)
         come, done, home = ticket, ticket + 1, ticket + 2
         ticket += 3
-        bringing.append(fetching(entry, come, *busy[lane], nbytes=nbytes, slot=slot,
-                                 lasting=False))  # fmt: skip
+        bringing.append(fetching(entry, come, *busy[lane], nbytes=nbytes, slot=slot, lasting=False))
         part = [waiting(come, slot), computing(seconds, done)]
         part += [storing(entry, home, done, nbytes=nbytes, slot=slot)] if leaves else []
         body.append([*part, freeing(slot)])
@@ -90,8 +91,10 @@ def backward(chunks):
 read_only = rows.map(lambda found: [(*row[:3], False) for row in found])
 steps = st.builds(
     lambda one, two, three: step_of(streamed(one, Phase.FORWARD), backward(two), streamed(three)),
-    read_only, rows, rows,
-)  # fmt: skip
+    read_only,
+    rows,
+    rows,
+)
 links = st.sampled_from(["h2d", "d2h", "disk_read", "disk_write"])
 
 
@@ -123,8 +126,11 @@ def test_compute_goes_on_in_order_and_waits_for_what_it_needs(step, homes, ways,
     found = simulate(step, Costs(machine(**rates), ways), homes)
     work = [m for m in found.moments if m.is_work]
     assert all(a.end_s <= b.begin_s + CLOSE for a, b in pairwise(work))
-    arrived = {(m.call, m.instruction.ticket): m.arrived_s
-               for m in found.moments if isinstance(m.instruction, Fetch)}  # fmt: skip
+    arrived = {
+        (m.call, m.instruction.ticket): m.arrived_s
+        for m in found.moments
+        if isinstance(m.instruction, Fetch)
+    }
     for m in found.moments:
         if isinstance(m.instruction, Wait):
             assert m.end_s >= arrived[m.call, m.instruction.ticket] - CLOSE

@@ -53,8 +53,14 @@ def pair(activations="auto", make=net, budget=BUDGET, **fields):
     torch._dynamo.reset()
     model = make()
     twin = copy.deepcopy(model)
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="64MiB",
-                     activations=activations, **fields)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory="64MiB",
+        activations=activations,
+        **fields,
+    )
     return model, torch.compile(model, backend="zinf"), twin
 
 

@@ -129,8 +129,12 @@ def test_a_report_tells_their_bytes():
 def test_a_listing_says_which_stay():
     model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
     plan = session_behind(model).planner.plan
-    listed = [line.split()[1:4] for call in plan.step.calls if call.phase is Phase.BACKWARD
-              for line in schedule_text(call.schedule).splitlines()[1:]]  # fmt: skip
+    listed = [
+        line.split()[1:4]
+        for call in plan.step.calls
+        if call.phase is Phase.BACKWARD
+        for line in schedule_text(call.schedule).splitlines()[1:]
+    ]
     named = {name for stream, kind, name in listed if (stream, kind) == ("compute", "stay")}
     sent = {name for stream, kind, name in listed if (stream, kind) == ("d2h", "reduce")}
     stay = {plan.step.facts[key].name.removesuffix(".grad") for key in plan.placement.stay}
@@ -144,9 +148,12 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager():
         plain = gpt().cuda()
         train(plain, adamw(plain), 0, STEPS)
         torch._dynamo.reset()
-        model = zcompile.offload(gpt().cpu(), device="cuda", device_memory="64MiB",
-                                 host_memory="64MiB")  # fmt: skip
+        model = zcompile.offload(
+            gpt().cpu(), device="cuda", device_memory="64MiB", host_memory="64MiB"
+        )
         train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
         assert session_behind(model).planner.plan.placement.stay
-        assert all(torch.equal(mine.cpu(), theirs.cpu())
-                   for mine, theirs in zip(values(model), values(plain), strict=True))  # fmt: skip
+        assert all(
+            torch.equal(mine.cpu(), theirs.cpu())
+            for mine, theirs in zip(values(model), values(plain), strict=True)
+        )

@@ -46,8 +46,10 @@ def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp
     assert HELD not in gradients(model)
     assert zcompile.stats(model)["peak"]["together"] <= budget
     assert same(model, values(plain))
-    summed = [torch.equal(p.grad.on_host(), q.grad)
-              for p, q in zip(model.parameters(), plain.parameters(), strict=True)]  # fmt: skip
+    summed = [
+        torch.equal(p.grad.on_host(), q.grad)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
     assert all(summed)
     optimizer.zero_grad()
     loss_of(compiled, many(3)).backward()
@@ -170,8 +172,10 @@ def test_an_optimizer_within_backward_reads_them_where_they_are(drops):
 def test_two_optimizers_that_take_turns_within_a_step():
     def loop(model, forward):
         params = list(model.parameters())
-        both = [torch.optim.AdamW(params[:5], lr=1e-2, fused=True),
-                torch.optim.SGD(params[5:], lr=1e-2, momentum=0.9, foreach=True)]  # fmt: skip
+        both = [
+            torch.optim.AdamW(params[:5], lr=1e-2, fused=True),
+            torch.optim.SGD(params[5:], lr=1e-2, momentum=0.9, foreach=True),
+        ]
         for number in range(STEPS):
             loss_of(forward, many(10 * number)).backward()
             for optimizer in both:
@@ -262,8 +266,9 @@ def test_they_move_where_the_device_has_to_have_the_room_back():
     kept = [p.grad.on_host() for p in model.parameters()]
     with torch.no_grad():
         compiled(torch.zeros(64, 32, dtype=torch.int64))
-    assert all(torch.equal(a, p.grad.on_host())
-               for a, p in zip(kept, model.parameters(), strict=True))  # fmt: skip
+    assert all(
+        torch.equal(a, p.grad.on_host()) for a, p in zip(kept, model.parameters(), strict=True)
+    )
     optimizer.step()
     optimizer.zero_grad()
     train(compiled, optimizer, 5, STEPS)

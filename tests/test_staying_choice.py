@@ -30,11 +30,15 @@ def in_two():
     made, small = Run(NOTHING, (), (), (), None), Level(2, 2, 2, 2, True)
     one = Holds((Level(0, 4, 4), Level(4, 4, 4, 4, True)))
     two = Holds((Level(0, 2, 2), small, small, Level(2, 10, 2), small))
-    reduces = [Reduce(Register(0), EntryIndex(n), (), True, "w", nbytes)
-               for n, nbytes in enumerate((2, 2, 2, 4))]  # fmt: skip
+    reduces = [
+        Reduce(Register(0), EntryIndex(n), (), True, "w", nbytes)
+        for n, nbytes in enumerate((2, 2, 2, 4))
+    ]
     rows = (made, reduces[3]), (made, *reduces[:2], made, reduces[2])
-    return [replace(schedule(*of, phase=Phase.BACKWARD), holds=holds)
-            for of, holds in zip(rows, (one, two), strict=True)]  # fmt: skip
+    return [
+        replace(schedule(*of, phase=Phase.BACKWARD), holds=holds)
+        for of, holds in zip(rows, (one, two), strict=True)
+    ]
 
 
 def step_of(*calls):
@@ -48,22 +52,34 @@ def step_of(*calls):
 USUAL = Phase.FORWARD, backward(), Phase.STEP
 
 
-@pytest.mark.parametrize(("beside", "room", "how_many"), [
-    (HELD_BESIDE, 12, 5), (HELD_BESIDE, 11, 4),
-    ((9, 8, 8, 8, 8), 18, 5), ((9, 8, 8, 8, 8), 14, 3), ((9, 8, 8, 8, 8), 11, 1),
-    ((9, 8, 8, 8, 8), 10, 1), ((9, 9, 9, 9, 9), 8, 1), ((0, 0, 0, 0, 0), 7, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("beside", "room", "how_many"),
+    [
+        (HELD_BESIDE, 12, 5),
+        (HELD_BESIDE, 11, 4),
+        ((9, 8, 8, 8, 8), 18, 5),
+        ((9, 8, 8, 8, 8), 14, 3),
+        ((9, 8, 8, 8, 8), 11, 1),
+        ((9, 8, 8, 8, 8), 10, 1),
+        ((9, 9, 9, 9, 9), 8, 1),
+        ((0, 0, 0, 0, 0), 7, 3),
+    ],
+)
 def test_the_last_gradients_stay_as_many_as_find_room(beside, room, how_many):
     step = step_of(Phase.FORWARD, backward(beside), Phase.STEP)
     assert staying(step, room) == {-1, -2, -3, -4, -5} - set(range(-1, how_many - 6, -1))
 
 
-@pytest.mark.parametrize("calls", [
-    (Phase.FORWARD, backward(), Phase.FORWARD, backward(), Phase.STEP),
-    (Phase.FORWARD, Phase.STEP),
-    (backward(), Phase.STEP),
-    (Phase.FORWARD, backward(), Phase.STEP, Phase.FORWARD, backward(), Phase.STEP),
-], ids=["micro-batches", "no backward", "no forward", "two in turn"])  # fmt: skip
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (Phase.FORWARD, backward(), Phase.FORWARD, backward(), Phase.STEP),
+        (Phase.FORWARD, Phase.STEP),
+        (backward(), Phase.STEP),
+        (Phase.FORWARD, backward(), Phase.STEP, Phase.FORWARD, backward(), Phase.STEP),
+    ],
+    ids=["micro-batches", "no backward", "no forward", "two in turn"],
+)
 def test_gradients_that_are_added_to_go_home(calls):
     assert staying(step_of(*calls), 1000) == frozenset()
 
@@ -109,8 +125,9 @@ def test_what_shares_its_memory_or_comes_in_tiles_goes_home():
 
 def test_what_stays_is_held_until_the_next_forward():
     made = backward()
-    rows = [replace(x, stays=x.entry > 0) if isinstance(x, Reduce) else x
-            for x in made.instructions]  # fmt: skip
+    rows = [
+        replace(x, stays=x.entry > 0) if isinstance(x, Reduce) else x for x in made.instructions
+    ]
     made, walk, held = replace(made, instructions=tuple(rows)), HeldWalk(), []
     walk.begin(made)
     for x in made.instructions:

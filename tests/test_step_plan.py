@@ -41,8 +41,9 @@ def recorded() -> Step:
     """A step of a small GPT, as a real run records it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = zcompile.offload(GPT(4, 64, 64), device="cpu", device_memory="8MiB",
-                             host_memory="64MiB", residency=False)  # fmt: skip
+    model = zcompile.offload(
+        GPT(4, 64, 64), device="cpu", device_memory="8MiB", host_memory="64MiB", residency=False
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     ids = torch.randint(0, 64, (2, 17))
@@ -64,16 +65,22 @@ def recorded() -> Step:
 STATE_BYTES = sum(fact.nbytes for fact in recorded().facts.values())
 
 
-def planned(device: int, host: int = GiB, disk: int | None = None, least_s: float = 0.0,
-            **arena: int) -> StepPlan:  # fmt: skip
+def planned(
+    device: int, host: int = GiB, disk: int | None = None, least_s: float = 0.0, **arena: int
+) -> StepPlan:
     step = recorded()
     tiers = {"device": device, "host": host} | ({} if disk is None else {"disk": disk})
     shared = ArenaShare(**{"window_bytes": 0, "max_lead": 64, "chunk_bytes": LEAST_CHUNK, **arena})
     compute = demand_of(step, COSTS.region_seconds).phases_s
     return plan_step(
-        step, MACHINE, Room(tiers), shared, compute,
-        lambda made, homes: simulate(made, COSTS, homes).step_s, least_s,
-    )  # fmt: skip
+        step,
+        MACHINE,
+        Room(tiers),
+        shared,
+        compute,
+        lambda made, homes: simulate(made, COSTS, homes).step_s,
+        least_s,
+    )
 
 
 BUDGETS = [2 * STATE_BYTES, STATE_BYTES // 2, STATE_BYTES // 4, STATE_BYTES // 8]
@@ -174,10 +181,13 @@ def test_of_plans_that_take_as_long_the_one_with_the_fewest_transfers_is_taken(t
 def test_the_least_computes_as_where_everything_rests_however_it_was_recorded():
     resting, chunked = planned(2 * STATE_BYTES), planned(STATE_BYTES // 8)
     at_rest, in_chunks = (
-        sum(COSTS.region_seconds(x.region) for x in plan.step.calls[-1].schedule.instructions
-            if isinstance(x, Run))
+        sum(
+            COSTS.region_seconds(x.region)
+            for x in plan.step.calls[-1].schedule.instructions
+            if isinstance(x, Run)
+        )
         for plan in (resting, chunked)
-    )  # fmt: skip
+    )
     assert in_chunks > at_rest
     for plan in (resting, chunked):
         assert demand_of(plan.step, COSTS.region_seconds).segments[-1].compute_s == at_rest
@@ -221,7 +231,11 @@ def ahead(plan: StepPlan) -> list[int]:
 
 def test_without_prefetch_each_fetch_is_waited_for_before_the_next_run():
     plan = planned(STATE_BYTES // 4, max_lead=0)
-    assert any(f for call in plan.step.calls if call.phase is not Phase.STEP
-               for f in call.schedule.fetches())  # fmt: skip
+    assert any(
+        f
+        for call in plan.step.calls
+        if call.phase is not Phase.STEP
+        for f in call.schedule.fetches()
+    )
     assert not any(ahead(plan))
     assert any(ahead(planned(STATE_BYTES // 4)))

@@ -102,16 +102,20 @@ def test_overlapping_operands_are_refused_as_torch_refuses_them(tmp_path):
         tiered[1:].add_(tiered[:-1])
 
 
-@pytest.mark.parametrize("op", [
-    lambda p: p.mul_(0.5),
-    lambda p: p.copy_(p.new_full((), 3.0)),
-    lambda p: p.fill_(2),
-    lambda p: p.zero_(),
-    lambda p: torch._foreach_sqrt_([p.abs_()]),
-    lambda p: p.lerp_(p.detach().clone(), 0.5),
-    lambda p: p.copy_(torch.linspace(0, 1, p.numel()).reshape(p.shape)),
-    lambda p: p.add_(torch.linspace(0, 1, p.numel()).reshape(p.shape)),
-], ids=["mul", "scalar", "fill", "zero", "foreach", "lerp", "copy", "add plain"])  # fmt: skip
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda p: p.mul_(0.5),
+        lambda p: p.copy_(p.new_full((), 3.0)),
+        lambda p: p.fill_(2),
+        lambda p: p.zero_(),
+        lambda p: torch._foreach_sqrt_([p.abs_()]),
+        lambda p: p.lerp_(p.detach().clone(), 0.5),
+        lambda p: p.copy_(torch.linspace(0, 1, p.numel()).reshape(p.shape)),
+        lambda p: p.add_(torch.linspace(0, 1, p.numel()).reshape(p.shape)),
+    ],
+    ids=["mul", "scalar", "fill", "zero", "foreach", "lerp", "copy", "add plain"],
+)
 def test_a_tensor_larger_than_the_arena_is_updated(op, tmp_path):
     plain, tiered = parameter_pair(lambda: torch.randn(300, 257), tmp_path, device_memory="64KiB")
     assert tiered.nbytes > 4 * 64 * 1024

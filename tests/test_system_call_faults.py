@@ -268,15 +268,18 @@ def test_a_part_of_a_stripe_that_cannot_be_had_is_told_and_the_others_are_given_
         check(root, KINDS["striped"], at, "EIO", want)
 
 
-@pytest.mark.parametrize(("name", "of", "fault"), [
-    ("stat", "/disk/zinf.index", "EIO"),  # one of them follows the rename that is the commit
-    ("stat", "/disk/zinf.tier", "EIO"),  # one looks how long a file is that is open already
-    ("fsync", "/disk", "EIO"),  # of the directory: the names of its files
-    ("fstat", "/disk/zinf.tier", "EIO"),  # some follow the taking of an extent
-    ("allocate", "/disk/zinf.tier", "EOPNOTSUPP"),
-    ("flock", "/disk/zinf.lock", "ENOLCK"),
-    ("flock", "/kept.zinf-partial", "ENOLCK"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "of", "fault"),
+    [
+        ("stat", "/disk/zinf.index", "EIO"),  # one of them follows the rename that is the commit
+        ("stat", "/disk/zinf.tier", "EIO"),  # one looks how long a file is that is open already
+        ("fsync", "/disk", "EIO"),  # of the directory: the names of its files
+        ("fstat", "/disk/zinf.tier", "EIO"),  # some follow the taking of an extent
+        ("allocate", "/disk/zinf.tier", "EOPNOTSUPP"),
+        ("flock", "/disk/zinf.lock", "ENOLCK"),
+        ("flock", "/kept.zinf-partial", "ENOLCK"),
+    ],
+)
 def test_calls_that_a_commit_hangs_on(tmp_path, recorded, name, of, fault):
     spots, want = recorded["durable"]
     found = [spot for spot in spots if spot[:2] == (name, of)]
@@ -286,12 +289,15 @@ def test_calls_that_a_commit_hangs_on(tmp_path, recorded, name, of, fault):
         check(root, KINDS["durable"], at, fault, want)
 
 
-@pytest.mark.parametrize(("own", "name", "file"), [
-    (True, "open", "zinf.tier"),
-    (False, "open", "zinf.tier"),
-    (False, "open", "zinf.index"),
-    (False, "stat", "zinf.lock"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "name", "file"),
+    [
+        (True, "open", "zinf.tier"),
+        (False, "open", "zinf.tier"),
+        (False, "open", "zinf.index"),
+        (False, "stat", "zinf.lock"),
+    ],
+)
 def test_a_commit_that_cannot_be_opened_is_told(tmp_path, own, name, file):
     """By the model of the directory, and by one that rests elsewhere."""
     run(tmp_path, Border(), [], [])

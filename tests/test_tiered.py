@@ -182,9 +182,20 @@ def test_a_parameter_of_any_layout_trains(name, fused, tmp_path):
     assert_equal(plain, tiered)
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-          torch.uint8, torch.int8, torch.bool, torch.complex64, torch.complex128,
-          torch.float8_e4m3fn]  # fmt: skip
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -199,15 +210,19 @@ def test_a_parameter_of_any_dtype_is_kept_printed_and_saved(dtype, tmp_path):
     assert_equal(plain, torch.load(tmp_path / "w.pt")["w"])
 
 
-@pytest.mark.parametrize("read", [
-    lambda p: p.conj() + 0,
-    lambda p: p.mH @ p,
-    lambda p: p.real,
-    lambda p: p.imag,
-    lambda p: (p * p.conj()).real,
-    lambda p: p.conj().imag,
-    lambda p: p.resolve_conj().angle(),
-], ids=["conj", "mH", "real", "imag", "abs", "conj imag", "angle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda p: p.conj() + 0,
+        lambda p: p.mH @ p,
+        lambda p: p.real,
+        lambda p: p.imag,
+        lambda p: (p * p.conj()).real,
+        lambda p: p.conj().imag,
+        lambda p: p.resolve_conj().angle(),
+    ],
+    ids=["conj", "mH", "real", "imag", "abs", "conj imag", "angle"],
+)
 def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
     plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
     expected, result = read(plain), read(tiered)
@@ -217,24 +232,43 @@ def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
     assert_equal(plain.grad, tiered.grad)
 
 
-@pytest.mark.parametrize("write", [
-    lambda w: w.conj().zero_(),
-    lambda w: w.conj().copy_(torch.full((), 2 + 3j)),
-    lambda w: w.copy_(w.conj()),
-    lambda w: w.conj().mul_(2 + 1j),
-    lambda w: w.conj()[1:].add_(1j),
-    lambda w: w.mH[0].fill_(1j),
-    lambda w: w.conj().conj_physical_(),
-    lambda w: torch.mul(w, 2j, out=w.conj()),
-    lambda w: w.real.zero_(),
-    lambda w: w.imag.fill_(4),
-    lambda w: w.conj().imag.add_(4),
-    lambda w: torch.view_as_real(w)[..., 0].zero_(),
-    lambda w: torch._neg_view(w).add_(3),
-    lambda w: w[0].copy_(torch.tensor([1j, 2j, 3j]).conj()),
-    lambda w: w.conj().resolve_conj().zero_(),
-], ids=["zero", "copy", "of itself", "mul", "part", "mH", "conj_physical", "out", "real", "imag",
-        "conj imag", "view_as_real", "neg", "from a conj", "of a copy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.conj().zero_(),
+        lambda w: w.conj().copy_(torch.full((), 2 + 3j)),
+        lambda w: w.copy_(w.conj()),
+        lambda w: w.conj().mul_(2 + 1j),
+        lambda w: w.conj()[1:].add_(1j),
+        lambda w: w.mH[0].fill_(1j),
+        lambda w: w.conj().conj_physical_(),
+        lambda w: torch.mul(w, 2j, out=w.conj()),
+        lambda w: w.real.zero_(),
+        lambda w: w.imag.fill_(4),
+        lambda w: w.conj().imag.add_(4),
+        lambda w: torch.view_as_real(w)[..., 0].zero_(),
+        lambda w: torch._neg_view(w).add_(3),
+        lambda w: w[0].copy_(torch.tensor([1j, 2j, 3j]).conj()),
+        lambda w: w.conj().resolve_conj().zero_(),
+    ],
+    ids=[
+        "zero",
+        "copy",
+        "of itself",
+        "mul",
+        "part",
+        "mH",
+        "conj_physical",
+        "out",
+        "real",
+        "imag",
+        "conj imag",
+        "view_as_real",
+        "neg",
+        "from a conj",
+        "of a copy",
+    ],
+)
 def test_what_is_written_through_a_view_of_complex_numbers_arrives(write, tmp_path):
     plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)
     for param in (plain, tiered):
@@ -256,10 +290,16 @@ def test_a_parameter_can_be_the_conjugate_of_its_bytes(tmp_path):
     assert torch.equal(value, plain.conj() * 2 + plain.real)
 
 
-@pytest.mark.parametrize("view", [
-    lambda w: w.real, lambda w: w.imag, lambda w: w[0].real[1:], lambda w: w.data.real,
-    lambda w: torch.view_as_complex(torch.view_as_real(w)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w.real,
+        lambda w: w.imag,
+        lambda w: w[0].real[1:],
+        lambda w: w.data.real,
+        lambda w: torch.view_as_complex(torch.view_as_real(w)),
+    ],
+)
 def test_a_compiled_function_takes_a_real_view_of_complex_numbers_itself(view, tmp_path):
     torch._dynamo.reset()
     plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)

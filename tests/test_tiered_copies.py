@@ -141,8 +141,9 @@ def test_in_place_through_a_conversion_still_writes_through(tmp_path):
     assert tiered.detach().eq(4).all()
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(12, 8, dtype=torch.float64),
-                                   torch.zeros(8, 12).t()])  # fmt: skip
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), torch.zeros(12, 8, dtype=torch.float64), torch.zeros(8, 12).t()]
+)
 def test_data_of_another_kind_is_refused(value, tmp_path):
     plain, tiered = parameter_pair(rows, tmp_path)
     with pytest.raises(ParameterChanged, match=r"in place of torch.float32 \(12, 8\)"):
@@ -150,19 +151,33 @@ def test_data_of_another_kind_is_refused(value, tmp_path):
     assert_equal(plain, tiered)
 
 
-@pytest.mark.parametrize("use", [
-    lambda p: p.data_ptr(),
-    lambda p: p.storage(),
-    lambda p: p.share_memory_(),
-    lambda p: p.apply_(lambda x: x),
-    lambda p: torch.from_dlpack(p),
-    lambda p: numpy.from_dlpack(p),
-    lambda p: p.t_(),
-    lambda p: p.unsqueeze_(0),
-    lambda p: p.set_(torch.zeros(2)),
-    lambda p: p.resize_(3),
-], ids=["data_ptr", "storage", "share", "apply", "dlpack", "numpy dlpack", "t_", "unsqueeze_",
-        "set_", "resize_"])  # fmt: skip
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.data_ptr(),
+        lambda p: p.storage(),
+        lambda p: p.share_memory_(),
+        lambda p: p.apply_(lambda x: x),
+        lambda p: torch.from_dlpack(p),
+        lambda p: numpy.from_dlpack(p),
+        lambda p: p.t_(),
+        lambda p: p.unsqueeze_(0),
+        lambda p: p.set_(torch.zeros(2)),
+        lambda p: p.resize_(3),
+    ],
+    ids=[
+        "data_ptr",
+        "storage",
+        "share",
+        "apply",
+        "dlpack",
+        "numpy dlpack",
+        "t_",
+        "unsqueeze_",
+        "set_",
+        "resize_",
+    ],
+)
 def test_what_needs_memory_of_its_own_says_so(use, tmp_path):
     plain, tiered = parameter_pair(rows, tmp_path)
     with pytest.raises(Unsupported, match="tiered tensor"):
@@ -193,8 +208,9 @@ print("shared:", p.is_shared())
 
 
 def test_what_needs_a_storage_says_so_and_does_not_end_the_process():
-    told = subprocess.run([sys.executable, "-c", ON_A_STORAGE], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-c", ON_A_STORAGE], capture_output=True, text=True, check=False
+    )
     assert told.returncode == 0, (told.returncode, told.stdout, told.stderr[-2000:])
     *refused, shared = told.stdout.splitlines()
     assert len(refused) == 12

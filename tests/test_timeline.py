@@ -17,8 +17,9 @@ from zcompile.ir.serialize import (
 
 def moment(index, kind, begin_s, end_s, stall_s=0.0, ahead=None):
     begin, end, stall = ahead or (None, None, None)
-    return MomentRecord(0, "forward", index, kind, f"w{index}", begin_s, end_s, stall_s,
-                        begin, end, stall)  # fmt: skip
+    return MomentRecord(
+        0, "forward", index, kind, f"w{index}", begin_s, end_s, stall_s, begin, end, stall
+    )
 
 
 HALF = TimelineRecord(

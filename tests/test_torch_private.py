@@ -24,8 +24,9 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, requires_grad: bool = False) -> "Wrapped":
-        made = private.wrapper(cls, inner.size(), inner.stride(), 0, inner.dtype, inner.device,
-                               requires_grad)  # fmt: skip
+        made = private.wrapper(
+            cls, inner.size(), inner.stride(), 0, inner.dtype, inner.device, requires_grad
+        )
         made.inner = inner
         return made
 

@@ -18,8 +18,15 @@ def lies(value):
     """All that is asked of a traced value."""
     if isinstance(value, list | tuple):
         return [lies(part) for part in value]
-    return (value.dtype, value.device, value.size(), value.stride(), value.storage_offset(),
-            value.untyped_storage().nbytes(), value.requires_grad)  # fmt: skip
+    return (
+        value.dtype,
+        value.device,
+        value.size(),
+        value.stride(),
+        value.storage_offset(),
+        value.untyped_storage().nbytes(),
+        value.requires_grad,
+    )
 
 
 def fakes(*sizes, **how):

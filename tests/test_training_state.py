@@ -148,11 +148,20 @@ def test_bf16_parameters_keep_states_of_their_own_dtype():
 
 
 EXTRA = {
-    "none": None, "flag": True, "epoch": 3, "rate": 0.1, "best": math.inf, "name": "run",
-    "betas": (0.9, 0.99), "milestones": collections.Counter({3: 1, 5: 2}), "by step": {1: "a"},
-    "ordered": collections.OrderedDict(b=1, a=2), "nested": [{"x": (1, [2])}], "$odd": {"$": 1},
+    "none": None,
+    "flag": True,
+    "epoch": 3,
+    "rate": 0.1,
+    "best": math.inf,
+    "name": "run",
+    "betas": (0.9, 0.99),
+    "milestones": collections.Counter({3: 1, 5: 2}),
+    "by step": {1: "a"},
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "nested": [{"x": (1, [2])}],
+    "$odd": {"$": 1},
     "empty": [{}, (), []],
-}  # fmt: skip
+}
 
 
 def test_extra_comes_back_with_its_types():
@@ -222,11 +231,14 @@ def test_what_is_saved_can_be_resumed_however_deep_it_nests(tmp_path, nest, dura
     zcompile.close(again)
 
 
-@pytest.mark.parametrize(("extra", "why"), [
-    ({"a": [object()]}, r"extra.a.0 is a builtins.object, which a checkpoint cannot keep"),
-    ({"f": len}, r"extra.f is a builtins.builtin_function_or_method"),
-    ({"s": torch.eye(2).to_sparse()}, r"extra.s is a tensor of layout torch.sparse_coo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({"a": [object()]}, r"extra.a.0 is a builtins.object, which a checkpoint cannot keep"),
+        ({"f": len}, r"extra.f is a builtins.builtin_function_or_method"),
+        ({"s": torch.eye(2).to_sparse()}, r"extra.s is a tensor of layout torch.sparse_coo"),
+    ],
+)
 def test_what_cannot_be_kept_is_named(extra, why):
     with pytest.raises(Unsupported, match=why):
         describe(mlp(), extra=extra)

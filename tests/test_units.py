@@ -21,24 +21,28 @@ from zcompile.ir.units import (
 )
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [
-    (4096, 4096),
-    ("4096", 4096),
-    ("1B", 1),
-    ("20GiB", 20 * GiB),
-    ("20 gib", 20 * GiB),
-    (" 1.5 KiB ", 1536),
-    ("300MB", 300 * 10**6),
-    ("2TB", 2 * 10**12),
-    ("1TiB", TiB),
-    ("0.5KB", 500),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("1B", 1),
+        ("20GiB", 20 * GiB),
+        ("20 gib", 20 * GiB),
+        (" 1.5 KiB ", 1536),
+        ("300MB", 300 * 10**6),
+        ("2TB", 2 * 10**12),
+        ("1TiB", TiB),
+        ("0.5KB", 500),
+    ],
+)
 def test_a_size_is_read_as_written(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "20 GiBs", "20GB/s", "20,5GB", "1 2",
-                                  None, 1.5, True, [1]])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "20 GiBs", "20GB/s", "20,5GB", "1 2", None, 1.5, True, [1]]
+)
 def test_what_is_not_a_size_is_said_to_be_none(text):
     with pytest.raises(ValueError, match="is not a size; write"):
         parse_size(text)
@@ -115,16 +119,19 @@ def test_what_is_no_rate_of_flops_is_said_to_be_none(text):
         parse_flops(text)
 
 
-@pytest.mark.parametrize(("write", "value", "text"), [
-    (write_size, 20 * GiB, "20GiB"),
-    (write_size, 1792 * GiB, "1792GiB"),
-    (write_size, 80 * 10**9, "80GB"),
-    (write_size, 4097, 4097),
-    (write_rate, 3.25e9, "3.25GB/s"),
-    (write_rate, 1 / 3, 1 / 3),
-    (write_flops, 70e12, "70TFLOP/s"),
-    (write_flops, 1e12 / 3, 1e12 / 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("write", "value", "text"),
+    [
+        (write_size, 20 * GiB, "20GiB"),
+        (write_size, 1792 * GiB, "1792GiB"),
+        (write_size, 80 * 10**9, "80GB"),
+        (write_size, 4097, 4097),
+        (write_rate, 3.25e9, "3.25GB/s"),
+        (write_rate, 1 / 3, 1 / 3),
+        (write_flops, 70e12, "70TFLOP/s"),
+        (write_flops, 1e12 / 3, 1e12 / 3),
+    ],
+)
 def test_a_number_is_written_as_one_says_it_where_that_is_exact(write, value, text):
     assert write(value) == text
 
@@ -135,11 +142,14 @@ def test_what_is_written_is_read_back(nbytes, rate):
     assert parse_rate(write_rate(rate)) == parse_flops(write_flops(rate)) == rate
 
 
-@pytest.mark.parametrize(("show", "value", "text"), [
-    (show_rate, 3.254e9, "3.25 GB/s"),
-    (show_rate, 12, "12.0 B/s"),
-    (show_flops, 70e12, "70.0 TFLOP/s"),
-    (show_flops, 0.5, "0.50 FLOP/s"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("show", "value", "text"),
+    [
+        (show_rate, 3.254e9, "3.25 GB/s"),
+        (show_rate, 12, "12.0 B/s"),
+        (show_flops, 70e12, "70.0 TFLOP/s"),
+        (show_flops, 0.5, "0.50 FLOP/s"),
+    ],
+)
 def test_a_rate_is_shown_with_three_digits(show, value, text):
     assert show(value) == text

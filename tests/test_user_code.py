@@ -68,16 +68,23 @@ def turns(model, x):
     return NoWayBack.apply(x).sum()
 
 
-@pytest.mark.parametrize(("code", "kind", "says"), [
-    (multiplies, RuntimeError, "forward of Model with (float32[4, 8]) failed at "),
-    (multiplies, RuntimeError, "(`return model.two(x)`): RuntimeError: "),
-    (multiplies, RuntimeError, "[4, 8] X [9, 3]; a plan runs the model as it is: give it"),
-    (views, RuntimeError, "RuntimeError: shape '[3, 7]' is invalid for input of size 32; a plan"),
-    (indexes, IndexError, "IndexError: index 9 is out of bounds"),
-    (refuses, OwnError, "OwnError: not today; a plan runs the model"),
-    (asks, AttributeError, "AttributeError: "),
-    (turns, ValueError, "backward of Model with (float32[4, 8]) failed at "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        (multiplies, RuntimeError, "forward of Model with (float32[4, 8]) failed at "),
+        (multiplies, RuntimeError, "(`return model.two(x)`): RuntimeError: "),
+        (multiplies, RuntimeError, "[4, 8] X [9, 3]; a plan runs the model as it is: give it"),
+        (
+            views,
+            RuntimeError,
+            "RuntimeError: shape '[3, 7]' is invalid for input of size 32; a plan",
+        ),
+        (indexes, IndexError, "IndexError: index 9 is out of bounds"),
+        (refuses, OwnError, "OwnError: not today; a plan runs the model"),
+        (asks, AttributeError, "AttributeError: "),
+        (turns, ValueError, "backward of Model with (float32[4, 8]) failed at "),
+    ],
+)
 def test_a_model_that_fails_is_told_in_a_sentence_and_its_error_is_the_cause(code, kind, says):
     with pytest.raises(UserCodeFailed) as caught:
         zcompile.plan(Model(code), INPUT, machine=ON)

@@ -75,8 +75,14 @@ def read_before_wait(joint: Joint) -> str:
 def forward_after_backward(joint: Joint) -> str:
     relu = find(joint.graph, aten.relu.default)[0]
     with joint.graph.inserting_before(output_of(joint.graph)):
-        node = insert(joint.graph, aten.neg.default, relu, like=relu, phase=Phase.FORWARD,
-                      val=relu.meta["val"])  # fmt: skip
+        node = insert(
+            joint.graph,
+            aten.neg.default,
+            relu,
+            like=relu,
+            phase=Phase.FORWARD,
+            val=relu.meta["val"],
+        )
     return f"%{node.name} is forward and stands among backward nodes"
 
 
@@ -115,8 +121,14 @@ def never_released(joint: Joint) -> str:
 def computes_with_a_sink(joint: Joint) -> str:
     sink = find(joint.graph, ops.reduce_grad)[0]
     with joint.graph.inserting_after(sink):
-        insert(joint.graph, aten.neg.default, sink, like=sink, phase=Phase.BACKWARD,
-               val=sink.meta["val"])  # fmt: skip
+        insert(
+            joint.graph,
+            aten.neg.default,
+            sink,
+            like=sink,
+            phase=Phase.BACKWARD,
+            val=sink.meta["val"],
+        )
     return f"something computes with %{sink.name}, which holds nothing"
 
 
@@ -216,8 +228,14 @@ def test_no_release_can_stand_earlier_without_being_seen(model):
         joint = planned(model)
         release = find(joint.graph, ops.release)[index]
         where = positions(joint.graph)
-        reader = max((n for n in joint.graph.nodes if where[n] < where[release]
-                      and n.target not in ops.OURS), key=where.__getitem__)  # fmt: skip
+        reader = max(
+            (
+                n
+                for n in joint.graph.nodes
+                if where[n] < where[release] and n.target not in ops.OURS
+            ),
+            key=where.__getitem__,
+        )
         reader.prepend(release)
         with pytest.raises(GraphInvalid, match="released above"):
             verify(joint.graph, joint.plan, after="a-pass", facts=FACTS)

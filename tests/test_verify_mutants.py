@@ -78,8 +78,9 @@ def step_schedules(draw: st.DrawFn) -> Schedule:
     for _ in range(draw(st.integers(1, 5))):
         columns = []
         for _ in range(draw(st.integers(1, 4))):
-            columns.append(Column(EntryIndex(entry), 0, draw(dtypes), draw(st.booleans()), True,
-                                  f"e{entry}"))  # fmt: skip
+            columns.append(
+                Column(EntryIndex(entry), 0, draw(dtypes), draw(st.booleans()), True, f"e{entry}")
+            )
             entry += 1
         rows.append(Row(draw(st.integers(1, 9 * CHUNK_ELEMENTS)), tuple(columns), (), element_wise))
     budget, begin = draw(st.integers(1, 300_000)), draw(st.sampled_from((0, MiB)))
@@ -112,8 +113,10 @@ def chosen_schedules(draw: st.DrawFn) -> Schedule:
     """Random readers of random parameters, through `choose_starts` and `pack`."""
     count = draw(st.integers(1, 10))
     firsts = sorted(draw(st.lists(st.integers(0, 8), min_size=count, max_size=count)))
-    needs = [Need(f"p{i}", first, first + draw(st.integers(0, 3)), draw(st.integers(4, 5000)) * 4)
-             for i, first in enumerate(firsts)]  # fmt: skip
+    needs = [
+        Need(f"p{i}", first, first + draw(st.integers(0, 3)), draw(st.integers(4, 5000)) * 4)
+        for i, first in enumerate(firsts)
+    ]
     spare = draw(st.integers(0, 30_000))
     try:
         choose_starts(needs, 1, 8, "forward")

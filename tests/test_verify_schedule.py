@@ -33,9 +33,17 @@ from zcompile.ir.types import Layout, Phase
 from zcompile.verify import schedule as proofs
 from zcompile.verify.schedule import verify_schedule
 
-SAFE = (fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), free(LOW, 1),
-        fetch(LOW, 2, 1), wait(LOW, 2, 3), run(2, 3, out=(4,), ticket=3, drops=(2,)),
-        Reduce(Register(4), EntryIndex(0), (Ticket(3),), True, "w"), free(LOW, 3))  # fmt: skip
+SAFE = (
+    fetch(LOW, 0),
+    wait(LOW, 0, 1),
+    run(0, 1, out=(2,), ticket=1),
+    free(LOW, 1),
+    fetch(LOW, 2, 1),
+    wait(LOW, 2, 3),
+    run(2, 3, out=(4,), ticket=3, drops=(2,)),
+    Reduce(Register(4), EntryIndex(0), (Ticket(3),), True, "w"),
+    free(LOW, 3),
+)
 
 
 def but(rows: tuple[Instruction, ...], at: int, *instead: Instruction) -> tuple[Instruction, ...]:
@@ -80,8 +88,14 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         "the fetch of 'w' does not wait for the compute that reads 'w' in the same bytes",
     ),
     "a fetch that does not wait for the fetch before it": (
-        lambda: schedule(fetch(LOW, 0), wait(LOW, 0, 1), free(LOW, 1),
-                         fetch(LOW, 2), wait(LOW, 2, 3), free(LOW, 3)),
+        lambda: schedule(
+            fetch(LOW, 0),
+            wait(LOW, 0, 1),
+            free(LOW, 1),
+            fetch(LOW, 2),
+            wait(LOW, 2, 3),
+            free(LOW, 3),
+        ),
         "the fetch of 'w' does not wait for the fetch of 'w' into the same bytes",
     ),
     "a slot refetched before its store is over": (
@@ -97,13 +111,30 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         "the store of 'w' does not wait for its fetch",
     ),
     "what was brought before it was changed": (
-        lambda: schedule(STEP[0], fetch(HIGH, 6), *STEP[1:4], wait(HIGH, 6, 3),
-                         run(0, 3, ticket=7), free(HIGH, 3), STEP[4], phase=Phase.STEP),
+        lambda: schedule(
+            STEP[0],
+            fetch(HIGH, 6),
+            *STEP[1:4],
+            wait(HIGH, 6, 3),
+            run(0, 3, ticket=7),
+            free(HIGH, 3),
+            STEP[4],
+            phase=Phase.STEP,
+        ),
         "'w' was brought before what earlier compute made of it",
     ),
     "a store that comes too late for who reads it": (
-        lambda: schedule(STEP[0], fetch(HIGH, 6), *STEP[1:3], wait(HIGH, 6, 3),
-                         run(0, 3, ticket=7), STEP[3], free(HIGH, 3), STEP[4], phase=Phase.STEP),
+        lambda: schedule(
+            STEP[0],
+            fetch(HIGH, 6),
+            *STEP[1:3],
+            wait(HIGH, 6, 3),
+            run(0, 3, ticket=7),
+            STEP[3],
+            free(HIGH, 3),
+            STEP[4],
+            phase=Phase.STEP,
+        ),
         "'w' goes home after later compute read it from there",
     ),
     "compute on bytes that are on their way home": (
@@ -151,8 +182,9 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         "the gradient of 'w' leaves before it is computed",
     ),
     "a gradient that is a parameter where it rests": (
-        lambda: schedule(borrow(1), run(1, ticket=0),
-                         Reduce(Register(1), EntryIndex(1), (Ticket(0),), True, "v")),
+        lambda: schedule(
+            borrow(1), run(1, ticket=0), Reduce(Register(1), EntryIndex(1), (Ticket(0),), True, "v")
+        ),
         "the gradient of 'v' lies in an entry's own bytes, which may change while it leaves",
     ),
     "a result that is a parameter where it rests": (
@@ -191,8 +223,9 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1), budget=512),
         "the slots end at 1024, the budget is 512",
     ),
-    **BROKEN_PLACES, **BROKEN_DEPARTURES,
-}  # fmt: skip
+    **BROKEN_PLACES,
+    **BROKEN_DEPARTURES,
+}
 
 
 def test_a_gradient_may_be_made_in_its_berth():
@@ -222,16 +255,22 @@ def test_the_oracle_knows_the_three_races_on_record(case):
 
 @pytest.mark.parametrize("rows", [SAFE, STEP, LEAVING], ids=["forward", "step", "leaving"])
 def test_what_they_were_broken_from_is_safe(rows):
-    whole = schedule(*rows, phase=Phase.STEP if rows is STEP else Phase.FORWARD,
-                     outputs=(Literal(None), Register(0)))  # fmt: skip
+    whole = schedule(
+        *rows,
+        phase=Phase.STEP if rows is STEP else Phase.FORWARD,
+        outputs=(Literal(None), Register(0)),
+    )
     verify_schedule(whole)
     assert not list(faults(whole))
 
 
 def test_every_sentence_has_a_case():
     """Read from the source: the words of each `fail(...)` that do not vary."""
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(proofs)))
-             if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "fail"]  # fmt: skip
+    calls = [
+        n
+        for n in ast.walk(ast.parse(inspect.getsource(proofs)))
+        if isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "fail"
+    ]
     said = [sentence for _, sentence in BROKEN.values()]
     said += [sentence for _, _, sentence in BROKEN_PAIRS.values()]
     said += [sentence for _, sentence in (BROKEN_TILES | BROKEN_STAYING).values()]
@@ -258,8 +297,17 @@ def test_parts_of_an_entry_that_lie_apart_may_be_moved_and_borrowed():
 
 
 def test_a_view_may_be_read_until_its_bytes_are_given_back():
-    later = (fetch(LOW, 0), wait(LOW, 0, 1), run(1, out=(2,), ticket=1), run(2, ticket=2),
-             free(LOW, 1), fetch(LOW, 3, 1), wait(LOW, 3, 3), run(3), free(LOW, 3))  # fmt: skip
+    later = (
+        fetch(LOW, 0),
+        wait(LOW, 0, 1),
+        run(1, out=(2,), ticket=1),
+        run(2, ticket=2),
+        free(LOW, 1),
+        fetch(LOW, 3, 1),
+        wait(LOW, 3, 3),
+        run(3),
+        free(LOW, 3),
+    )
     with pytest.raises(ScheduleInvalid, match="does not wait for the compute"):
         verify_schedule(schedule(*later))
     verify_schedule(schedule(*but(later, 5, fetch(LOW, 3, 2))))
@@ -273,8 +321,9 @@ def test_two_indices_may_stand_for_one_entry():
     verify_schedule(made)
     with pytest.raises(ScheduleInvalid, match="was brought before what earlier compute made"):
         verify_schedule(made, entries=("w", "w"))
-    verify_schedule(schedule(*rows[:1], *rows[2:6], second, *rows[6:], phase=Phase.STEP),
-                    entries=("w", "w"))  # fmt: skip
+    verify_schedule(
+        schedule(*rows[:1], *rows[2:6], second, *rows[6:], phase=Phase.STEP), entries=("w", "w")
+    )
 
 
 def test_a_long_schedule_is_proven_in_seconds():

@@ -12,10 +12,13 @@ from zcompile.verify.schedule import verify_schedule
 
 def tiles(*spans: tuple[int, int], of: int = 128) -> Schedule:
     """A gradient of `of` bytes leaves in these tiles."""
-    rows = [Reduce(Register(2), EntryIndex(0), (Ticket(1),), False, "w", nbytes, begin, of)
-            for begin, nbytes in spans]  # fmt: skip
-    made = schedule(fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), *rows,
-                    free(LOW, 1))  # fmt: skip
+    rows = [
+        Reduce(Register(2), EntryIndex(0), (Ticket(1),), False, "w", nbytes, begin, of)
+        for begin, nbytes in spans
+    ]
+    made = schedule(
+        fetch(LOW, 0), wait(LOW, 0, 1), run(0, 1, out=(2,), ticket=1), *rows, free(LOW, 1)
+    )
     return replace(made, names={0: "w"})
 
 

@@ -228,18 +228,21 @@ def test_a_copy_in_another_dtype_follows_a_write_through_a_view(tmp_path):
     assert torch.equal(found[1], found[3])
 
 
-@pytest.mark.parametrize(("size", "stride", "dense"), [
-    ((3, 3), (3, 1), True),
-    ((3, 3), (1, 3), True),
-    ((3, 3), (2, 2), False),  # as many elements as its span, of which it touches five
-    ((2, 2, 2), (1, 2, 4), True),
-    ((2, 2, 2), (1, 1, 5), False),
-    ((1, 4), (0, 1), True),
-    ((4, 1), (1, 77), True),
-    ((4,), (0,), False),
-    ((0, 3), (3, 1), True),
-    ((), (), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "stride", "dense"),
+    [
+        ((3, 3), (3, 1), True),
+        ((3, 3), (1, 3), True),
+        ((3, 3), (2, 2), False),  # as many elements as its span, of which it touches five
+        ((2, 2, 2), (1, 2, 4), True),
+        ((2, 2, 2), (1, 1, 5), False),
+        ((1, 4), (0, 1), True),
+        ((4, 1), (1, 77), True),
+        ((4,), (0,), False),
+        ((0, 3), (3, 1), True),
+        ((), (), True),
+    ],
+)
 def test_dense_means_each_element_of_the_span_once(size, stride, dense):
     assert Layout(size, stride, 0, torch.float32).dense == dense
     lies = torch.empty_strided(size, stride, device="meta")

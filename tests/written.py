@@ -35,8 +35,9 @@ def wait(slot: Slot, ticket: int, register: int, layout: Layout = FLOATS) -> Wai
     return Wait(Ticket(ticket), slot, layout, Register(register), "w")
 
 
-def run(*inputs: int, out: tuple[int, ...] = (), ticket: int | None = None,
-        drops: tuple[int, ...] = ()) -> Run:  # fmt: skip
+def run(
+    *inputs: int, out: tuple[int, ...] = (), ticket: int | None = None, drops: tuple[int, ...] = ()
+) -> Run:
     return Run(NOTHING, inputs, out, drops, ticket)  # type: ignore[arg-type]
 
 
@@ -52,9 +53,14 @@ def borrow(register: int, layout: Layout = FLOATS) -> Borrow:
     return Borrow(EntryIndex(0), 0, layout, Register(register), True, "w")
 
 
-def schedule(*rows: Instruction, outputs: tuple[Any, ...] = (), phase: Phase = Phase.FORWARD,
-             budget: int | None = None) -> Schedule:  # fmt: skip
+def schedule(
+    *rows: Instruction,
+    outputs: tuple[Any, ...] = (),
+    phase: Phase = Phase.FORWARD,
+    budget: int | None = None,
+) -> Schedule:
     """One input, register 0; the account of bytes is honest."""
-    made = Schedule(phase, "test", (), (Register(0),), 1, (), outputs, 20, (), next(SERIALS), 0, 0,
-                    budget, {})  # fmt: skip
+    made = Schedule(
+        phase, "test", (), (Register(0),), 1, (), outputs, 20, (), next(SERIALS), 0, 0, budget, {}
+    )
     return recounted(made, rows)

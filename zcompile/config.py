@@ -116,8 +116,9 @@ class Config:
         if self.throttle and torch.device(self.device or "cpu").type != "cpu":
             raise ConfigInvalid("throttle", dict(self.throttle), "paces the CPU device only")
         if self.param_dtype is not None and not _is_narrow(self.param_dtype):
-            raise ConfigInvalid("param_dtype", self.param_dtype,
-                                "must be torch.bfloat16, torch.float16 or None")  # fmt: skip
+            raise ConfigInvalid(
+                "param_dtype", self.param_dtype, "must be torch.bfloat16, torch.float16 or None"
+            )
         for name, known in (("regions", REGIONS), ("activations", ACTIVATIONS)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigInvalid(name, value, f"is not one of {', '.join(known)}")
@@ -136,8 +137,11 @@ class Config:
     def stays_because(self) -> str:
         """What makes entries stay where they are put first, for people; "" if a step that was seen
         is planned as a whole."""
-        said = {"durable=True": self.durable, "residency=False": not self.residency,
-                f"param_dtype={self.param_dtype}": self.param_dtype is not None}  # fmt: skip
+        said = {
+            "durable=True": self.durable,
+            "residency=False": not self.residency,
+            f"param_dtype={self.param_dtype}": self.param_dtype is not None,
+        }
         return ", ".join(text for text, holds in said.items() if holds)
 
     def _set(self, name: str, value: object) -> None:

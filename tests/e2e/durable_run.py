@@ -128,8 +128,9 @@ class Death:
         self.inside = False
 
 
-def trained(disk: str, steps: int, host_memory: str, death: Death, ended: Callable[[int], object]
-            ) -> None:  # fmt: skip
+def trained(
+    disk: str, steps: int, host_memory: str, death: Death, ended: Callable[[int], object]
+) -> None:
     """Go on from what is in `disk`; `ended` is told how many steps have, from the very first."""
     model, optimizer = durable(disk, host_memory, Border(death.around))
     try:

@@ -70,10 +70,18 @@ CAUSAL = {**WIDTHS, "num_key_value_heads": 1, "max_position_embeddings": 32, "us
 
 
 def gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False,
-        bos_token_id=1, eos_token_id=2,
-    ))  # fmt: skip
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=32,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
 
 
 def llama() -> nn.Module:
@@ -85,16 +93,29 @@ def qwen3() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(
-        **CAUSAL, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-    ))  # fmt: skip
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            **CAUSAL,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+        )
+    )
 
 
 def t5() -> nn.Module:
-    return hf.T5ForConditionalGeneration(hf.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-        use_cache=False, decoder_start_token_id=0,
-    ))  # fmt: skip
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def bert() -> nn.Module:
@@ -102,19 +123,33 @@ def bert() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        image_size=IMAGE, patch_size=8, num_labels=CLASSES, hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-    ))  # fmt: skip
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=IMAGE,
+            patch_size=8,
+            num_labels=CLASSES,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
 
 
 def mamba(parallel_scan: bool = False) -> nn.Module:
     """parallel_scan: its default; the model's code then takes another formula when compiled"""
-    return hf.MambaForCausalLM(hf.MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=8, use_cache=False,
-        use_associative_scan=parallel_scan,
-    ))  # fmt: skip
+    return hf.MambaForCausalLM(
+        hf.MambaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+            use_cache=False,
+            use_associative_scan=parallel_scan,
+        )
+    )
 
 
 CASES = {

@@ -26,10 +26,11 @@ from zcompile.machine.model import Compute, Link, Machine
 
 STEPS = 3
 LIKE_A_GPU = Machine(
-    "test", {"device": 1 << 30, "host": 1 << 32},
+    "test",
+    {"device": 1 << 30, "host": 1 << 32},
     {"h2d": Link("h2d", 4e9, 1e-5), "d2h": Link("d2h", 4e9, 1e-5)},
     Compute({"float32": 1e11}, 2e10, 5e-6),
-)  # fmt: skip
+)
 SIZE = {"hidden": 64, "layers": 6, "heads": 4, "tokens": 48, "batch": 4}
 
 
@@ -38,16 +39,33 @@ FEW = 2
 
 
 def gpt(layers: int = SIZE["layers"]) -> nn.Module:
-    return Mean(hf.GPT2Model(hf.GPT2Config(
-        vocab_size=64, n_positions=SIZE["tokens"], n_embd=SIZE["hidden"],
-        n_layer=layers, n_head=SIZE["heads"])))  # fmt: skip
+    return Mean(
+        hf.GPT2Model(
+            hf.GPT2Config(
+                vocab_size=64,
+                n_positions=SIZE["tokens"],
+                n_embd=SIZE["hidden"],
+                n_layer=layers,
+                n_head=SIZE["heads"],
+            )
+        )
+    )
 
 
 def llama() -> nn.Module:
-    return Mean(hf.LlamaModel(hf.LlamaConfig(
-        vocab_size=64, hidden_size=SIZE["hidden"], intermediate_size=3 * SIZE["hidden"],
-        num_hidden_layers=SIZE["layers"], num_attention_heads=SIZE["heads"],
-        num_key_value_heads=SIZE["heads"], max_position_embeddings=64)))  # fmt: skip
+    return Mean(
+        hf.LlamaModel(
+            hf.LlamaConfig(
+                vocab_size=64,
+                hidden_size=SIZE["hidden"],
+                intermediate_size=3 * SIZE["hidden"],
+                num_hidden_layers=SIZE["layers"],
+                num_attention_heads=SIZE["heads"],
+                num_key_value_heads=SIZE["heads"],
+                max_position_embeddings=64,
+            )
+        )
+    )
 
 
 class Checkpointed(nn.Module):
@@ -57,10 +75,11 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.asks = asks
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.5),
-                          nn.Linear(4 * width, width))
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.5), nn.Linear(4 * width, width)
+            )
             for _ in range(blocks)
-        )  # fmt: skip
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -88,9 +107,13 @@ class Choosing(nn.Module):
         super().__init__()
         self.asks = asks
         self.block = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 3 * width), nn.Tanh(),
-            nn.Linear(3 * width, width), nn.GELU(),
-        )  # fmt: skip
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, 3 * width),
+            nn.Tanh(),
+            nn.Linear(3 * width, width),
+            nn.GELU(),
+        )
 
     def forward(self, x):
         if not self.asks:
@@ -143,8 +166,14 @@ def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_pat
     model = build()
     twin, inputs = copy.deepcopy(model), inputs_of(build.__name__)
     budget = eager_peak(twin, inputs) // part
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
-                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory="256MiB",
+        machine=LIKE_A_GPU,
+        dump=tmp_path,
+    )
     torch._dynamo.reset()
     losses = trained(model, torch.compile(model, backend="zinf"), inputs)
     for mine, other in zip(losses, trained(twin, twin, inputs), strict=True):
@@ -170,9 +199,15 @@ def test_only_what_was_asked_for_is_done(activations, tmp_path):
     torch.manual_seed(0)
     model = gpt(FEW)
     twin, inputs = copy.deepcopy(model), inputs_of("gpt")
-    zcompile.offload(model, device="cpu", device_memory=eager_peak(twin, inputs) // 2,
-                     host_memory="256MiB", machine=LIKE_A_GPU, dump=tmp_path,
-                     activations="keep")  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=eager_peak(twin, inputs) // 2,
+        host_memory="256MiB",
+        machine=LIKE_A_GPU,
+        dump=tmp_path,
+        activations="keep",
+    )
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="zinf", options={"activations": activations})
     losses = trained(model, compiled, inputs)
@@ -184,8 +219,14 @@ def test_only_what_was_asked_for_is_done(activations, tmp_path):
 def told_of(model: nn.Module, twin: nn.Module, dump):
     """What is decided of each value, once both have trained to the same bits."""
     x = torch.randn(16, 32)
-    zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB",
-                     machine=LIKE_A_GPU, dump=dump)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory="64MiB",
+        host_memory="64MiB",
+        machine=LIKE_A_GPU,
+        dump=dump,
+    )
     torch._dynamo.reset()
     losses = trained(model, torch.compile(model, backend="zinf"), (x,))
     assert all(map(torch.equal, losses, trained(twin, twin, (x,))))
@@ -221,8 +262,14 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     model = gpt(FEW)
     inputs = inputs_of("gpt")
     budget = eager_peak(model, inputs) // 4
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
-                     machine=LIKE_A_GPU, dump=tmp_path)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory="256MiB",
+        machine=LIKE_A_GPU,
+        dump=tmp_path,
+    )
     torch._dynamo.reset()
     torch.compile(model, backend="zinf")(*inputs).backward()
     assert main(["explain", str(tmp_path), "activations"]) == 0
@@ -242,8 +289,14 @@ def test_a_budget_that_cannot_work_says_which_would(activations, phase):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = gpt(FEW)
-        zcompile.offload(model, device="cpu", device_memory=budget, host_memory="256MiB",
-                         machine=LIKE_A_GPU, activations=activations)  # fmt: skip
+        zcompile.offload(
+            model,
+            device="cpu",
+            device_memory=budget,
+            host_memory="256MiB",
+            machine=LIKE_A_GPU,
+            activations=activations,
+        )
         torch.compile(model, backend="zinf")(*inputs_of("gpt")).backward()
         return zcompile.stats(model)["peak"]["together"]
 

@@ -14,8 +14,10 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = (
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        )  # fmt: skip
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -59,8 +61,9 @@ def train(model, run, steps, form):
     return losses
 
 
-@pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}],
-                         ids=["fused", "foreach", "default"])  # fmt: skip
+@pytest.mark.parametrize(
+    "form", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "default"]
+)
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
 @pytest.mark.parametrize("host", ["2MiB", "256MiB"], ids=["disk", "host"])
 def test_every_bit_is_that_of_eager_on_the_same_gpu(host, breaks, form, tmp_path):

@@ -147,8 +147,12 @@ def test_a_disk_that_is_full_when_a_step_commits_keeps_the_step_before(tmp_path)
         check_resumes(disk, 2)
 
 
-CALLS = [("fdatasync", errno.EIO), ("fsync", errno.EIO), ("rename", errno.EROFS),
-         ("pwrite", errno.EDQUOT)]  # fmt: skip
+CALLS = [
+    ("fdatasync", errno.EIO),
+    ("fsync", errno.EIO),
+    ("rename", errno.EROFS),
+    ("pwrite", errno.EDQUOT),
+]
 
 
 @pytest.mark.parametrize(("call", "code"), CALLS, ids=lambda value: str(value))

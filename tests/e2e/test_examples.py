@@ -18,21 +18,61 @@ from examples import finetune_hf, options, train_gpt
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
-TINY_GPT = ("--layers", "2", "--width", "32", "--heads", "2", "--seq", "16", "--batch", "2",
-            "--steps", "3", "--sample", "4", "--device", "cpu", "--device-memory", "512KiB",
-            "--host-memory", "512KiB")  # fmt: skip
-TINY_LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-              "num_hidden_layers": 2, "num_attention_heads": 2}  # fmt: skip
-TINY_HF = ("--seq", "16", "--batch", "2", "--steps", "3", "--device", "cpu",
-           "--device-memory", "512KiB", "--host-memory", "512KiB")  # fmt: skip
+TINY_GPT = (
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "3",
+    "--sample",
+    "4",
+    "--device",
+    "cpu",
+    "--device-memory",
+    "512KiB",
+    "--host-memory",
+    "512KiB",
+)
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+TINY_HF = (
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "3",
+    "--device",
+    "cpu",
+    "--device-memory",
+    "512KiB",
+    "--host-memory",
+    "512KiB",
+)
 
 
 def run(example: str, *given: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "examples" / example), *map(str, given)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, text=True, capture_output=True,
-        timeout=200, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -51,8 +91,9 @@ def test_the_mlp_learns_within_its_budget() -> None:
 
 
 def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -> None:
-    done = run("train_gpt.py", *TINY_GPT, "--data", text, "--disk", tmp_path, "--accumulate", 2,
-               "--check")  # fmt: skip
+    done = run(
+        "train_gpt.py", *TINY_GPT, "--data", text, "--disk", tmp_path, "--accumulate", 2, "--check"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses: all 3 bit-equal to eager" in done.stdout
     assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
@@ -79,9 +120,13 @@ def test_a_gpt_that_was_interrupted_goes_on_as_if_nothing_had_been(
     )
     first = subprocess.run(
         [sys.executable, "-c", script, *map(str, given), "--save", kept, "--save-every", "2"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True,
-        timeout=200, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert first.returncode == 2, first.stderr
     assert "interrupted" in first.stderr
     done = run("train_gpt.py", *given, "--resume", kept, "--check")
@@ -110,8 +155,13 @@ def test_the_dump_that_is_written_can_be_shown(tmp_path: Path) -> None:
     done = run("inspect_graph.py", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
     assert f"zinf show {tmp_path / 'runs'}" in done.stdout
-    shown = subprocess.run([sys.executable, "-m", "zcompile.cli", "show", tmp_path / "runs"],
-                           cwd=ROOT, text=True, capture_output=True, check=False)  # fmt: skip
+    shown = subprocess.run(
+        [sys.executable, "-m", "zcompile.cli", "show", tmp_path / "runs"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert shown.returncode == 0, shown.stderr
     assert "release-params" in shown.stdout
 
@@ -144,22 +194,28 @@ def test_a_process_of_the_gpt_says_its_sentence_and_no_more() -> None:
     assert_refused(run("train_gpt.py", *TINY_GPT, "--heads", "3"), "cannot be split over --heads 3")
 
 
-@pytest.mark.parametrize(("given", "sentence"), [
-    (("--steps", "0"), "argument --steps: '0' is not a whole number of 1 or more"),
-    (("--lr", "fast"), "argument --lr: 'fast' is not a number above zero"),
-    (("--throttle", "disk_read"), "'disk_read' is not LINK=RATE, as in disk_read=300MB/s"),
-    (("--throttle", "disk=1GB/s"), "throttle does not know 'disk'; did you mean 'disk_read'?"),
-    (("--save-every", "3"), "--save-every says when, and nothing says where; give --save DIR too"),
-    (("--resume", "no_such_directory"), "no_such_directory does not exist; name one that does"),
-    (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
-    (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
-    (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),
-    (("--disk", "no/such"), "disk='no/such' does not exist"),
-    (("--device-memory", "much"), "device_memory='much' cannot be used: 'much' is not a size"),
-    pytest.param(  # a piece of compute reads more at once
-        ("--device-memory", "12KiB"), "to fit: ", marks=pytest.mark.slow
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--steps", "0"), "argument --steps: '0' is not a whole number of 1 or more"),
+        (("--lr", "fast"), "argument --lr: 'fast' is not a number above zero"),
+        (("--throttle", "disk_read"), "'disk_read' is not LINK=RATE, as in disk_read=300MB/s"),
+        (("--throttle", "disk=1GB/s"), "throttle does not know 'disk'; did you mean 'disk_read'?"),
+        (
+            ("--save-every", "3"),
+            "--save-every says when, and nothing says where; give --save DIR too",
+        ),
+        (("--resume", "no_such_directory"), "no_such_directory does not exist; name one that does"),
+        (("--heads", "3"), "--width 32 cannot be split over --heads 3"),
+        (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
+        (("--data", "pyproject.toml", "--seq", "100000"), "one sequence needs 100001"),
+        (("--disk", "no/such"), "disk='no/such' does not exist"),
+        (("--device-memory", "much"), "device_memory='much' cannot be used: 'much' is not a size"),
+        pytest.param(  # a piece of compute reads more at once
+            ("--device-memory", "12KiB"), "to fit: ", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_wrong_option_of_the_gpt_earns_a_sentence(
     refused: Refused, given: tuple[str, ...], sentence: str
 ) -> None:
@@ -175,11 +231,14 @@ def test_a_process_of_the_hugging_face_example_says_its_sentence_and_no_more(
     assert_refused(run("finetune_hf.py", *TINY_HF, "--config", config), "has no model_type")
 
 
-@pytest.mark.parametrize(("content", "sentence"), [
-    ("not json", "cannot be read: "),
-    ("{}", "has no model_type"),
-    ('{"model_type": "flamingo9"}', "no causal model can be built with model_type='flamingo9'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("not json", "cannot be read: "),
+        ("{}", "has no model_type"),
+        ('{"model_type": "flamingo9"}', "no causal model can be built with model_type='flamingo9'"),
+    ],
+)
 def test_a_wrong_config_of_a_hugging_face_model_earns_a_sentence(
     refused: Refused, tmp_path: Path, content: str, sentence: str
 ) -> None:

@@ -86,8 +86,10 @@ def phase_of(call: str) -> str:
 def calls(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     """Of each step: how many calls on files of each name it makes at least, with any budget."""
     found: list[dict[str, int]] = []
-    told = [ask("calls", disk=str(tmp_path_factory.mktemp("calm")), steps=3, host_memory=budget)
-            for budget in (ON_DISK, ON_HOST)]  # fmt: skip
+    told = [
+        ask("calls", disk=str(tmp_path_factory.mktemp("calm")), steps=3, host_memory=budget)
+        for budget in (ON_DISK, ON_HOST)
+    ]
     for one, other in zip(*([Counter(step) for step in steps] for steps in told), strict=True):
         found.append(dict(one & other))
     return found
@@ -101,8 +103,11 @@ def spread(most: int, count: int) -> list[int]:
 
 def chosen_of(calls: list[dict[str, int]], step: int, count: int) -> list[At]:
     """Some calls of each name in a step; those that are made and those that are not by turns."""
-    found = [(step, name, number) for name in sorted(calls[step])
-             for number in spread(calls[step][name], count)]  # fmt: skip
+    found = [
+        (step, name, number)
+        for name in sorted(calls[step])
+        for number in spread(calls[step][name], count)
+    ]
     return [(*at, turn % 2 == 0) for turn, at in enumerate(found)]
 
 
@@ -140,12 +145,15 @@ the index, and marks the data file after it; each then syncs data and index, ren
 and syncs its directory."""
 
 
-@pytest.mark.parametrize(("step", "after"), [
-    pytest.param(0, False, marks=pytest.mark.slow),
-    (0, True),
-    (1, False),
-    pytest.param(1, True, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [
+        pytest.param(0, False, marks=pytest.mark.slow),
+        (0, True),
+        (1, False),
+        pytest.param(1, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_killed_at_any_sync_or_rename_of_a_commit_loses_none(
     ask, tmp_path, expected, step, after, record_property
 ):

@@ -78,8 +78,9 @@ TRIALS = {
 def train(trial: Trial, width: int, disk: str) -> None:
     """Stock AdamW on a model that never exists whole."""
     torch.manual_seed(0)
-    with zcompile.init(device="cpu", device_memory=trial.tier_bytes,
-                       host_memory=trial.tier_bytes, disk=disk):  # fmt: skip
+    with zcompile.init(
+        device="cpu", device_memory=trial.tier_bytes, host_memory=trial.tier_bytes, disk=disk
+    ):
         built = trial.build(width)
     compiled = torch.compile(built, backend="zinf")
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4, fused=True)
@@ -106,8 +107,9 @@ def child(trial: Trial) -> None:
 def a_child(name: str) -> Iterator[tuple[int, Callable[[], str]]]:
     """A process, and what makes it train once more: its id, and a call that blocks until then."""
     command = [sys.executable, __file__, name]
-    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as process:  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         into, out = process.stdin, process.stdout

@@ -176,9 +176,14 @@ same = all(torch.equal(p.grad.cpu(), q.grad) for p, q in pairs)
 print("met", met, "same", same)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "same True" in done.stdout
     assert "met 0" not in done.stdout
@@ -213,8 +218,9 @@ def test_an_op_of_somebody_else_is_never_made_again():
     torch.manual_seed(0)
     model, x = DropsHalf(), torch.randn(512, 64)
     plain = copy.deepcopy(model)
-    zcompile.offload(model, device="cpu", device_memory="1900KiB", host_memory="64MiB",
-                     activations="recompute")  # fmt: skip
+    zcompile.offload(
+        model, device="cpu", device_memory="1900KiB", host_memory="64MiB", activations="recompute"
+    )
     for run in (torch.compile(model, backend="zinf"), plain):
         torch.manual_seed(1)
         run(x).backward()
@@ -226,8 +232,14 @@ def test_a_list_op_may_write_what_an_earlier_row_reads(tmp_path):
     torch.manual_seed(0)
     model = nn.ParameterList(nn.Parameter(torch.randn(64, 64)) for _ in range(24))
     plain = copy.deepcopy(model)
-    zcompile.offload(model, device="cpu", device_memory="200KiB", host_memory="512KiB",
-                     disk=tmp_path, throttle={"h2d": "1GB/s"})  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory="200KiB",
+        host_memory="512KiB",
+        disk=tmp_path,
+        throttle={"h2d": "1GB/s"},
+    )
     assert {p.entry.home for p in model} == {"host", "disk"}
     for params in (list(model), list(plain)):
         with torch.no_grad():

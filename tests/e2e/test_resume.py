@@ -112,8 +112,14 @@ def test_another_process_goes_on(tmp_path):
     first.run(STOP)
     first.save(tmp_path / "c")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    told = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], env=environment, check=True,
-                          capture_output=True, text=True, timeout=250)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert told.stdout.strip() == str(first.run(STEPS - STOP))
 
 
@@ -201,8 +207,14 @@ most_during(lambda: zcompile.load(model, path))
 def test_neither_a_model_nor_a_tensor_is_ever_whole_in_memory(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    told = subprocess.run([sys.executable, "-c", MEASURED, disk, tmp_path / "c"], cwd=ROOT,
-                          check=True, capture_output=True, text=True, timeout=250)  # fmt: skip
+    told = subprocess.run(
+        [sys.executable, "-c", MEASURED, disk, tmp_path / "c"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert (tmp_path / "c/model.safetensors").stat().st_size > 400 * MiB
     grown = [int(line) for line in told.stdout.split()]
     assert len(grown) == 3

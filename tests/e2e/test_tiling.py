@@ -130,10 +130,13 @@ def trained_block(width, budget):
     return peak, max(p.nbytes for p in pair.plain.parameters())
 
 
-@pytest.mark.parametrize(("narrow", "wide"), [
-    (128, 256),
-    pytest.param(256, 2048, marks=pytest.mark.slow),  # Figure 6b of ZeRO-Infinity, scaled down
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        (128, 256),
+        pytest.param(256, 2048, marks=pytest.mark.slow),  # Figure 6b of ZeRO-Infinity, scaled down
+    ],
+)
 def test_a_block_trains_in_what_a_narrower_one_takes_untiled(narrow, wide):
     budget, _ = trained_block(narrow, "1GiB")
     peak, largest = trained_block(wide, budget)

@@ -25,20 +25,22 @@ FIRST, LATER = 2e-6, 5e-5
 then that of other parameters, too, and gradients are small differences of what norms read."""
 GPT_BUDGET = 2 * MiB
 LIKE_A_GPU = Machine(
-    "test", {"device": 1 << 30, "host": 1 << 32},
+    "test",
+    {"device": 1 << 30, "host": 1 << 32},
     {"h2d": Link("h2d", 4e9, 1e-5), "d2h": Link("d2h", 4e9, 1e-5)},
     Compute({"float32": 1e11}, 2e10, 5e-6),
-)  # fmt: skip
+)
 
 
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(),
-                          nn.Linear(HIDDEN, WIDTH))
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
+            )
             for _ in range(2)
-        )  # fmt: skip
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -59,8 +61,14 @@ def trained(model: nn.Module, call, x: Tensor) -> list[list[Tensor]]:
 
 
 def offloaded(model: nn.Module, budget: int, **config):
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory=64 * MiB,
-                     machine=LIKE_A_GPU, **config)  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory=64 * MiB,
+        machine=LIKE_A_GPU,
+        **config,
+    )
     torch._dynamo.reset()
     return torch.compile(model, backend="zinf")
 
@@ -83,8 +91,11 @@ def test_blocks_train_in_slices_where_a_hidden_value_does_not_fit(budget, tmp_pa
     peak, planned = zcompile.stats(model)["peak"], zcompile.stats(model)["planned_peak"]
     assert 0 < peak["activations"] < peak["together"] <= planned["together"] <= budget
     assert main(["show", str(tmp_path)]) == 0
-    told = re.findall(r"runs over (\d+) slices of its 2048 tokens: 6.00 MiB of values inside "
-                      r"become", capsys.readouterr().out)  # fmt: skip
+    told = re.findall(
+        r"runs over (\d+) slices of its 2048 tokens: 6.00 MiB of values inside "
+        r"become",
+        capsys.readouterr().out,
+    )
     assert len(told) == 2, "a region of each block"
     assert {int(slices) for slices in told} <= {2, 4, 8, 16}
     sliced = [row for row in zcompile.stats(model)["inexact"] if row["by"] == "tile-tokens"]
@@ -117,8 +128,16 @@ def test_what_fits_without_slices_is_not_sliced():
 @pytest.mark.slow
 def test_a_gpt_trains_in_slices_with_the_rest_of_it_whole():
     def build() -> nn.Module:
-        config = hf.GPT2Config(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=4,
-                               resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        config = hf.GPT2Config(
+            vocab_size=64,
+            n_positions=64,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
         return Mean(hf.GPT2Model(config))
 
     torch.manual_seed(0)

@@ -48,9 +48,10 @@ def apart(model: nn.Module, other: nn.Module) -> list[str]:
     """Parameters that are not equal to the last bit."""
     others = dict(other.named_parameters())
     return [
-        name for name, param in model.named_parameters()
+        name
+        for name, param in model.named_parameters()
         if not torch.equal(param.detach(), others[name].detach())
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("name", sampled(CASES, "gpt2", "llama"))  # tied weights, and none

@@ -43,10 +43,18 @@ class LossOnly(nn.Module):
 def gpt2() -> nn.Module:
     """Its embedding is tied to its head. Without `loss_type` transformers warns before the loss,
     where Dynamo then breaks the graph in two, and logits go from one to the other."""
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=CLASSES, n_positions=32, n_embd=32, n_layer=2, n_head=2, use_cache=False,
-        bos_token_id=1, eos_token_id=2,
-    ))  # fmt: skip
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            vocab_size=CLASSES,
+            n_positions=32,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
     model.loss_type = "ForCausalLM"
     return LossOnly(model)
 
@@ -56,10 +64,20 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    return LossOnly(hf.T5ForConditionalGeneration(hf.T5Config(
-        vocab_size=CLASSES, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2,
-        use_cache=False, decoder_start_token_id=0,
-    )))  # fmt: skip
+    return LossOnly(
+        hf.T5ForConditionalGeneration(
+            hf.T5Config(
+                vocab_size=CLASSES,
+                d_model=32,
+                d_kv=16,
+                d_ff=64,
+                num_layers=2,
+                num_heads=2,
+                use_cache=False,
+                decoder_start_token_id=0,
+            )
+        )
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -18,9 +18,18 @@ from torch import Tensor
 T = TypeVar("T")
 
 PARAMS = (
-    "m.first.weight", "m.second.weight", "m.left", "m.right", "m.first.bias", "m.second.bias",
-    "m.turned", "m.conv", "m.narrow", "m.scale", "m.frozen",
-)  # fmt: skip
+    "m.first.weight",
+    "m.second.weight",
+    "m.left",
+    "m.right",
+    "m.first.bias",
+    "m.second.bias",
+    "m.turned",
+    "m.conv",
+    "m.narrow",
+    "m.scale",
+    "m.frozen",
+)
 VARIABLES = 6
 """So many names for tensors; a name that is used again lets go of what it was for."""
 QUIETLY = "with torch.no_grad(): "

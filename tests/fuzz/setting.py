@@ -147,8 +147,11 @@ def noted(log: dict[str, list[Tensor]], name: str, then: str = "") -> Callable[.
         if then == "raise" and len(kept) < 3:
             raise Boom(name)
         if then == "double":
-            return given[0] * 2 if isinstance(given[0], Tensor) else tuple(
-                None if g is None else g * 2 for g in given[0])  # fmt: skip
+            return (
+                given[0] * 2
+                if isinstance(given[0], Tensor)
+                else tuple(None if g is None else g * 2 for g in given[0])
+            )
         return None
 
     return hook

@@ -146,8 +146,9 @@ class _Host:
             raise Broken("a slot is kept")
         if self.leaving:
             raise Broken("a value is kept")
-        self.made.results = [r.value if isinstance(r, Literal) else self._read(r)
-                             for r in self.schedule.outputs]  # fmt: skip
+        self.made.results = [
+            r.value if isinstance(r, Literal) else self._read(r) for r in self.schedule.outputs
+        ]
         return self.made
 
     def _take(self, x: Fetch, i: int) -> None:
@@ -165,8 +166,9 @@ class _Host:
             raise Broken("a tensor is larger than its slot")
         self._computes(i, [self.givers[x.ticket]])
         address = x.slot.address
-        self.registers[x.register] = Place("arena", address, address + end,
-                                           x.register in self.written)  # fmt: skip
+        self.registers[x.register] = Place(
+            "arena", address, address + end, x.register in self.written
+        )
 
     def _run(self, i: int, x: Run) -> None:
         self.made.operands[i] = [self._read(r) for r in x.inputs]
@@ -188,8 +190,13 @@ class _Host:
         self.compute = (i, "compute")
         self.made.before[self.compute] = [*chain, *after]
 
-    def _transfer(self, i: int, after: tuple[int, ...], last: str,
-                  span: tuple[Hashable, int, int, bool] | None) -> None:  # fmt: skip
+    def _transfer(
+        self,
+        i: int,
+        after: tuple[int, ...],
+        last: str,
+        span: tuple[Hashable, int, int, bool] | None,
+    ) -> None:
         if any(t not in self.givers for t in after):
             raise Broken("it waits for a ticket that nobody gave")
         before = [self.givers[t] for t in after]
@@ -202,5 +209,8 @@ class _Host:
             self.moves.append((*span, (i, last)))
 
     def _blockers(self, key: Hashable, begin: int, end: int, writes: bool) -> list[Event]:
-        return [event for other, low, high, wrote, event in self.moves
-                if other == key and low < end and begin < high and (writes or wrote)]  # fmt: skip
+        return [
+            event
+            for other, low, high, wrote, event in self.moves
+            if other == key and low < end and begin < high and (writes or wrote)
+        ]

@@ -71,5 +71,6 @@ def verdicts(
                 continue
             rule = rule_of(mutant)
             ran = run_all or not rule
-            yield Verdict(mutation, what, rule,
-                          changed(schedule, mutant, expected) if ran else None)  # fmt: skip
+            yield Verdict(
+                mutation, what, rule, changed(schedule, mutant, expected) if ran else None
+            )

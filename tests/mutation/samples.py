@@ -54,9 +54,14 @@ def compiled(name: str) -> tuple[Schedule, ...]:
     largest = max(aligned(spec.nbytes) for spec in captured(name).plan.params.values())
     budget = max(least_budget(captured(name)), held_bytes(captured(name)) + 4 * largest)
     model, inputs = small(name)
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB",
-                     tile_bytes=TILE_BYTES if how == "tiled" else None,
-                     throttle={"h2d": UNSEEN, "d2h": UNSEEN})  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory=budget,
+        host_memory="8MiB",
+        tile_bytes=TILE_BYTES if how == "tiled" else None,
+        throttle={"h2d": UNSEEN, "d2h": UNSEEN},
+    )
     with forced("host") if how == "moved" else nullcontext():
         return tuple(trained_schedules(model, inputs))
 
@@ -84,8 +89,17 @@ def of_step(optimizer: str) -> dict[str, Schedule]:
         for numel in SIZES:
             columns = []
             for name, writes in OPTIMIZERS[optimizer]:
-                columns.append(Column(EntryIndex(entry), 0, torch.float32, writes, name != "grad",
-                                      name, name in resident))  # fmt: skip
+                columns.append(
+                    Column(
+                        EntryIndex(entry),
+                        0,
+                        torch.float32,
+                        writes,
+                        name != "grad",
+                        name,
+                        name in resident,
+                    )
+                )
                 entry += 1
             rows.append(Row(numel, tuple(columns), (Register(0),), _nothing))
         least = _least(rows, entry)

@@ -25,8 +25,11 @@ def planned(now: Schedule, then: Schedule) -> Handover:
     keys = entries_of(now)
     written = last_writes(now, lambda index: keys[index])
     theirs = entries_of(then)
-    brought = {f.ticket: written[key] for f in then.fetches()
-               if f.cast is None and (key := theirs[f.entry]) in written}  # fmt: skip
+    brought = {
+        f.ticket: written[key]
+        for f in then.fetches()
+        if f.cast is None and (key := theirs[f.entry]) in written
+    }
     return handover(now, then, brought)
 
 
@@ -66,8 +69,11 @@ def pairs_of(name: str) -> list[Pair]:
     """What follows what in a training loop; and steps of several chunks, one after the other."""
     if name in ("sgd", "momentum", "adam"):
         made = of_step(name)
-        lanes = [made["2 lanes, resident nothing"], made["3 lanes, resident nothing"],
-                 made["2 lanes, resident w"]]  # fmt: skip
+        lanes = [
+            made["2 lanes, resident nothing"],
+            made["3 lanes, resident nothing"],
+            made["2 lanes, resident w"],
+        ]
         return list(product(lanes, lanes))
     loop: Sequence[Schedule] = compiled(name)
     return [*zip(loop, (*loop[1:], loop[0]), strict=True), (loop[0], loop[0])]

@@ -21,23 +21,27 @@ def without(kind: type, tickets: set[Any]) -> Schedule:
     """The step, with nothing of `kind` waiting for these any more."""
     rows = [
         replace(x, after=tuple(t for t in x.after if t not in tickets))
-        if isinstance(x, kind) else x
+        if isinstance(x, kind)
+        else x
         for x in STEP.instructions
-    ]  # fmt: skip
+    ]
     return replace(STEP, instructions=tuple(rows))
 
 
 RACES: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a device-to-host copy that does not wait for the optimizer's write": (
-        lambda: without(Store, COMPUTED), "does not wait for the compute that writes it",
+        lambda: without(Store, COMPUTED),
+        "does not wait for the compute that writes it",
     ),
     "a reload buffer reused too early": (
-        lambda: without(Fetch, STORED), "does not wait for the store of",
+        lambda: without(Fetch, STORED),
+        "does not wait for the store of",
     ),
     "a copy stream that does not wait for compute before overwriting a buffer": (
-        lambda: without(Fetch, COMPUTED | STORED), "does not wait for the compute that reads",
+        lambda: without(Fetch, COMPUTED | STORED),
+        "does not wait for the compute that reads",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("race", RACES)
@@ -55,14 +59,13 @@ def test_a_race_on_record_shows_when_it_is_run(race):
 
 def test_what_waits_for_a_store_need_not_wait_for_what_the_store_waited_for():
     """The verifier follows tickets through transfers."""
-    columns_written = {
-        x.slot for x in STEP.instructions if isinstance(x, Store)
-    }  # fmt: skip
+    columns_written = {x.slot for x in STEP.instructions if isinstance(x, Store)}
     rows = [
         replace(x, after=tuple(t for t in x.after if t in STORED))
-        if isinstance(x, Fetch) and x.slot in columns_written else x
+        if isinstance(x, Fetch) and x.slot in columns_written
+        else x
         for x in STEP.instructions
-    ]  # fmt: skip
+    ]
     less = replace(STEP, instructions=tuple(rows))
     assert less != STEP
     verify_schedule(less)

@@ -37,8 +37,9 @@ def test_what_forward_and_backward_share_of_a_parameter_is_its_handle():
                 assert {phase_of(user) for user in alias.users} == {phase_of(wait)}
 
 
-@pytest.mark.parametrize("model", ["tied embeddings", "module called twice",
-                                   "parameter in two places"])  # fmt: skip
+@pytest.mark.parametrize(
+    "model", ["tied embeddings", "module called twice", "parameter in two places"]
+)
 def test_a_parameter_that_is_read_twice_is_fetched_once_per_phase(model):
     joint = gathered(model)
     assert len(find(captured(model).graph, ops.gather)) > len(joint.plan.params)
@@ -63,8 +64,11 @@ def test_a_view_stands_next_to_its_first_reader():
 def test_a_cast_of_a_parameter_is_made_again_in_backward():
     joint = gathered("bf16 autocast")
     casts = [n for n in find(joint.graph, *CASTS) if n.args[0].target is ops.wait]
-    weights = Counter(joint.plan.params[n.args[0].args[0].args[0].name].name for n in casts
-                      if phase_of(n) is Phase.BACKWARD)  # fmt: skip
+    weights = Counter(
+        joint.plan.params[n.args[0].args[0].args[0].name].name
+        for n in casts
+        if phase_of(n) is Phase.BACKWARD
+    )
     assert weights == {"inner.2.weight": 1}
     assert all({phase_of(user) for user in cast.users} == {phase_of(cast)} for cast in casts)
 

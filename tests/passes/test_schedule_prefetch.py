@@ -35,21 +35,24 @@ def need(first: int, last: int | None = None, nbytes: int = KB) -> Need:
 CHAIN = tuple(need(region) for region in range(4))
 
 
-@pytest.mark.parametrize(("needs", "budget", "lead", "starts"), [
-    ((), 0, 4, ()),
-    (CHAIN, None, 0, (0, 1, 2, 3)),             # no lead: each where it is read
-    (CHAIN, None, 8, (0, 0, 0, 0)),             # no budget: as early as the lead allows
-    (CHAIN, None, 1, (0, 0, 1, 2)),
-    (CHAIN, 4 * KB, 8, (0, 0, 0, 0)),           # everything fits
-    (CHAIN, 3 * KB, 8, (0, 0, 0, 1)),           # the soonest go first
-    (CHAIN, 2 * KB, 8, (0, 0, 1, 2)),           # one is read while the next arrives
-    (CHAIN, 2 * KB, 1, (0, 0, 1, 2)),
-    (CHAIN, 1 * KB, 8, (0, 1, 2, 3)),           # room for one: nothing moves
-    ((need(0, 3), need(1), need(3)), 2 * KB, 8, (0, 0, 2)),       # a long one takes room throughout
-    ((need(0), need(1, nbytes=4 * KB), need(2)), 5 * KB, 8, (0, 0, 1)),
-    ((need(0), need(1, nbytes=4 * KB), need(2)), 4 * KB, 8, (0, 1, 2)),
-    ((need(0, nbytes=0), need(1, nbytes=0)), 2 * ALIGNMENT, 8, (0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("needs", "budget", "lead", "starts"),
+    [
+        ((), 0, 4, ()),
+        (CHAIN, None, 0, (0, 1, 2, 3)),  # no lead: each where it is read
+        (CHAIN, None, 8, (0, 0, 0, 0)),  # no budget: as early as the lead allows
+        (CHAIN, None, 1, (0, 0, 1, 2)),
+        (CHAIN, 4 * KB, 8, (0, 0, 0, 0)),  # everything fits
+        (CHAIN, 3 * KB, 8, (0, 0, 0, 1)),  # the soonest go first
+        (CHAIN, 2 * KB, 8, (0, 0, 1, 2)),  # one is read while the next arrives
+        (CHAIN, 2 * KB, 1, (0, 0, 1, 2)),
+        (CHAIN, 1 * KB, 8, (0, 1, 2, 3)),  # room for one: nothing moves
+        ((need(0, 3), need(1), need(3)), 2 * KB, 8, (0, 0, 2)),  # a long one takes room throughout
+        ((need(0), need(1, nbytes=4 * KB), need(2)), 5 * KB, 8, (0, 0, 1)),
+        ((need(0), need(1, nbytes=4 * KB), need(2)), 4 * KB, 8, (0, 1, 2)),
+        ((need(0, nbytes=0), need(1, nbytes=0)), 2 * ALIGNMENT, 8, (0, 0)),
+    ],
+)
 def test_choose_starts(needs, budget, lead, starts):
     assert choose_starts(needs, budget, lead, "forward") == starts
 
@@ -71,9 +74,18 @@ def some_needs(draw) -> tuple[Need, ...]:
 # What is packed quickly takes 512 bytes more than there are, the least takes no more.
 HARD = tuple(
     need(*row)
-    for row in ((0, 0, 0), (0, 0, 0), (0, 1, 0), (0, 1, 0), (1, 2, 0), (1, 3, 0), (2, 3, 0),
-                (3, 4, 513), (4, 4, 0))
-)  # fmt: skip
+    for row in (
+        (0, 0, 0),
+        (0, 0, 0),
+        (0, 1, 0),
+        (0, 1, 0),
+        (1, 2, 0),
+        (1, 3, 0),
+        (2, 3, 0),
+        (3, 4, 513),
+        (4, 4, 0),
+    )
+)
 
 
 @settings(deadline=None, derandomize=True)

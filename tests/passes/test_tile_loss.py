@@ -86,10 +86,11 @@ def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_tiles(name, caught):
 def per_token_and_class(graph: fx.Graph) -> list[str]:
     """Values as large as the logits of all tokens but the last, or larger."""
     return [
-        node.name for node in graph.nodes
+        node.name
+        for node in graph.nodes
         for value in [node.meta.get("val")]
         if isinstance(value, Tensor) and value.numel() >= BATCH * (LENGTH - 1) * CLASSES
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("name", "grad"), crossed(TILED, (True, False)))

@@ -190,8 +190,10 @@ class RoomForValues(Pass):
 @pytest.mark.parametrize("name", ["mlp", "gpt", "tied", "experts", "transposed", "convolutions"])
 def test_a_quarter_of_what_a_model_needed_will_do(name):
     joint = joint_of(name)
-    passes = [replace(p, after=()) if isinstance(p, TileMatmuls) else p
-              for p in pipeline(zcompile.Config(device="cpu"))]  # fmt: skip
+    passes = [
+        replace(p, after=()) if isinstance(p, TileMatmuls) else p
+        for p in pipeline(zcompile.Config(device="cpu"))
+    ]
     split = next(n for n, p in enumerate(passes) if isinstance(p, SplitBudget))
     largest = max(s.nbytes for s in joint.plan.params.values())
     budget = max(2048, largest // 4)
@@ -266,8 +268,10 @@ def test_what_cannot_be_tiled_stays_whole_and_a_note_says_so():
 def test_ids_that_no_row_has_are_refused():
     joint = joint_of("tied").through(TileMatmuls(tile_bytes=200))
     for wrong in (-1, 24):
-        values = [v.fill_(wrong) if torch.is_tensor(v) and v.dtype is torch.int64 and v.dim() else v
-                  for v in joint.copy().values]  # fmt: skip
+        values = [
+            v.fill_(wrong) if torch.is_tensor(v) and v.dtype is torch.int64 and v.dim() else v
+            for v in joint.copy().values
+        ]
         broken = joint.copy()
         broken.values = values
         with pytest.raises(IndexError, match="out of range"):

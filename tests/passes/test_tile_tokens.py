@@ -74,10 +74,13 @@ MODELS = {
     "gated": (Gated, (1, 12, WIDTH)),
     "transformer block": (lambda: Block(WIDTH), (2, 6, WIDTH)),
     "bf16 autocast": (Autocast, (2, 6, WIDTH)),
-    "relu, square": (lambda: nn.Sequential(
-        nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, WIDTH)
-    ), (12, WIDTH)),
-}  # fmt: skip
+    "relu, square": (
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, WIDTH)
+        ),
+        (12, WIDTH),
+    ),
+}
 
 
 def caught(name: str, grad: bool = True) -> Joint:
@@ -128,21 +131,26 @@ def test_slices_keep_the_numbers_of_every_shape(batch, length, pick):
 def test_a_parameter_is_still_gathered_once_in_each_phase():
     joint = caught("mlp")
     sliced = joint.through(TileTokens(None, 4), *LATER)
-    assert len(find(sliced.graph, ops.fetch)) == len(
-        find(joint.through(*LATER).graph, ops.fetch)
-    ) + 1  # fmt: skip  # backward reads the bias of what it computes again
+    assert (
+        len(find(sliced.graph, ops.fetch)) == len(find(joint.through(*LATER).graph, ops.fetch)) + 1
+    )  # backward reads the bias of what it computes again
 
 
 def test_hidden_values_exist_in_slices_only():
     sliced = caught("mlp").through(TileTokens(None, 4))
-    sizes = {n.name: n.meta["val"].numel() for n in sliced.graph.nodes
-             if isinstance(n.meta.get("val"), Tensor)}  # fmt: skip
+    sizes = {
+        n.name: n.meta["val"].numel()
+        for n in sliced.graph.nodes
+        if isinstance(n.meta.get("val"), Tensor)
+    }
     weight, narrow = 4 * WIDTH * WIDTH, 12 * WIDTH
     wide = [name for name, size in sizes.items() if size > narrow and size != weight]
     assert not wide
     joint = caught("mlp")
-    assert footprint(sliced.graph, sliced.plan.params).peak < footprint(
-        joint.graph, joint.plan.params).peak  # fmt: skip
+    assert (
+        footprint(sliced.graph, sliced.plan.params).peak
+        < footprint(joint.graph, joint.plan.params).peak
+    )
 
 
 def test_random_ops_are_not_repeated():
@@ -194,11 +202,14 @@ class Refusing(Anything):
         raise BudgetExceeded("device", plan.budget_bytes, needed, "a test", [], "give it up")
 
 
-@pytest.mark.parametrize(("needed", "asked"), [
-    ((9, 8, 8), [None, 1, 1]),  # far too much, and more slices need no less
-    ((9, 8, 7, 7), [None, 1, 1, 1]),
-    ((2, 1.5, 1.4, 1.5, 1.4), [None, 1, 2, 1, 2]),  # so little that finer tiles may do
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("needed", "asked"),
+    [
+        ((9, 8, 8), [None, 1, 1]),  # far too much, and more slices need no less
+        ((9, 8, 7, 7), [None, 1, 1, 1]),
+        ((2, 1.5, 1.4, 1.5, 1.4), [None, 1, 2, 1, 2]),  # so little that finer tiles may do
+    ],
+)
 def test_slices_and_cuts_that_cannot_help_are_not_tried(needed, asked):
     cutter = Refusing(*needed)
     joint = many_tokens()
@@ -272,7 +283,9 @@ def test_it_is_told_why_hidden_values_run_whole():
     for text in said:
         assert re.fullmatch(
             r"24.0 KiB of \S+ are not cut into slices of tokens: %\w+ draws random numbers, "
-            r"which is not repeated", text)  # fmt: skip
+            r"which is not repeated",
+            text,
+        )
 
 
 def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():

@@ -54,9 +54,12 @@ def open_store(tmp_path: Path, own_threads: Callable[[], list[str]]) -> Iterator
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
 
 
-HOMES = (("cpu", "host"), ("cpu", "disk"),
-         pytest.param(("cuda", "host"), marks=pytest.mark.gpu),
-         pytest.param(("cuda", "disk"), marks=pytest.mark.gpu))  # fmt: skip
+HOMES = (
+    ("cpu", "host"),
+    ("cpu", "disk"),
+    pytest.param(("cuda", "host"), marks=pytest.mark.gpu),
+    pytest.param(("cuda", "disk"), marks=pytest.mark.gpu),
+)
 SMALL_BYTES = 256 * KiB
 """The least host budget: all of it is staging, so entries rest on disk."""
 
@@ -79,8 +82,12 @@ def crashes() -> Iterator[list[BaseException]]:
 
 
 @pytest.fixture
-def faulty_tier(tmp_path: Path, faults: Faults, crashes: list[BaseException],
-                own_threads: Callable[[], list[str]]) -> Iterator[DiskTier]:  # fmt: skip
+def faulty_tier(
+    tmp_path: Path,
+    faults: Faults,
+    crashes: list[BaseException],
+    own_threads: Callable[[], list[str]],
+) -> Iterator[DiskTier]:
     """A disk tier over `faults`."""
     before = own_threads()
     tier = DiskTier((tmp_path,), {}, Meter(), crashes.append)

@@ -23,8 +23,11 @@ def mounted_ext4(directory: Path, nbytes: int) -> Iterator[Path]:
     point.mkdir()
     with image.open("wb") as file:
         file.truncate(nbytes)
-    with _mount(("mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)),
-                ("mount", "-o", "loop", str(image), str(point)), point):  # fmt: skip
+    with _mount(
+        ("mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)),
+        ("mount", "-o", "loop", str(image), str(point)),
+        point,
+    ):
         shutil.rmtree(point / "lost+found")
         yield point
     image.unlink()

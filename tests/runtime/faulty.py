@@ -36,8 +36,7 @@ class Faults:
         self.reverse = False
         self.seen: list[Request] = []
         for name, opened in list(trial.RINGS.items()):
-            monkeypatch.setitem(trial.RINGS, name,
-                                lambda opened=opened: FaultyRing(opened(), self))  # fmt: skip
+            monkeypatch.setitem(trial.RINGS, name, lambda opened=opened: FaultyRing(opened(), self))
 
     def fail(self, verb: str, code: int = errno.EIO, nth: int | None = None) -> None:
         """Every read or write fails from here on, or only the n-th, counted from 0."""

@@ -175,15 +175,21 @@ def test_an_empty_value_needs_no_room(device):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["take", "drop", "slot", "free"]),
-                          st.integers(0, 20 * KiB)), max_size=40))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "drop", "slot", "free"]), st.integers(0, 20 * KiB)),
+        max_size=40,
+    )
+)
 def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
     arena = arena_of(device, 32 * KiB)
     gathers: dict[int, torch.Tensor] = {}
     slots: list[tuple[int, int]] = []
     for verb, n in steps:
-        ranges = [*((a, a + t.numel()) for a, t in gathers.items()),
-                  *((a, a + s) for a, s in slots)]  # fmt: skip
+        ranges = [
+            *((a, a + t.numel()) for a, t in gathers.items()),
+            *((a, a + s) for a, s in slots),
+        ]
         if verb == "take" and n:
             try:
                 tensor = arena.take(n, "t")
@@ -200,8 +206,9 @@ def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
             try:
                 arena.take_slot(n, 256)
             except BudgetExceeded:
-                assert any(n < a + t.numel() + ALIGNMENT and a < n + 256
-                           for a, t in gathers.items())  # fmt: skip
+                assert any(
+                    n < a + t.numel() + ALIGNMENT and a < n + 256 for a, t in gathers.items()
+                )
             else:
                 assert all(n + 256 <= a or b <= n for a, b in ranges)
                 slots.append((n, 256))

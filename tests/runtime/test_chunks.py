@@ -38,8 +38,11 @@ def values_of(dtype, numel, seed):
 
 def span(data, numel):
     """Elements [begin, end) of so many, mostly near the borders of blocks."""
-    edges = [n for n in (0, 1, 3, 511, 513, 4095, 4097, 32_767, 32_769, numel - 1, numel)
-             if 0 <= n <= numel]  # fmt: skip
+    edges = [
+        n
+        for n in (0, 1, 3, 511, 513, 4095, 4097, 32_767, 32_769, numel - 1, numel)
+        if 0 <= n <= numel
+    ]
     one = st.one_of(st.sampled_from(edges), st.integers(0, numel))
     begin, end = sorted((data.draw(one), data.draw(one)))
     return begin, end
@@ -109,12 +112,16 @@ FAILING = {
     "a fetch that cannot read": ("read", lambda store, entry: store.fetch(entry, odd(WHOLE))),
     "a put that cannot write": ("write", lambda store, entry: store.put(entry, odd(WHOLE))),
     "a put that cannot read the rest of its blocks": (
-        "read", lambda store, entry: store.put(entry, odd(WHOLE - 10), begin=5)),
+        "read",
+        lambda store, entry: store.put(entry, odd(WHOLE - 10), begin=5),
+    ),
     "a sum that cannot read": ("read", lambda store, entry: store.add(entry, odd(WHOLE))),
     "a sum that cannot write": ("write", lambda store, entry: store.add(entry, odd(WHOLE))),
     "a sum at an odd offset that cannot read": (
-        "read", lambda store, entry: store.add(entry, odd(WHOLE - 10), begin=5)),
-}  # fmt: skip
+        "read",
+        lambda store, entry: store.add(entry, odd(WHOLE - 10), begin=5),
+    ),
+}
 
 
 @pytest.mark.parametrize("nth", [None, 0, 1], ids=["all", "the first", "the second"])

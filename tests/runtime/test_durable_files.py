@@ -20,8 +20,9 @@ from zcompile.runtime.session import Session
 
 
 def opened(*disks: Path) -> Session:
-    config = Config(device="cpu", device_memory="1MiB", host_memory="256KiB", disk=disks,
-                    durable=True)  # fmt: skip
+    config = Config(
+        device="cpu", device_memory="1MiB", host_memory="256KiB", disk=disks, durable=True
+    )
     return Session(config, lambda entry, layout: None)
 
 
@@ -136,8 +137,11 @@ def refused(*disks: Path) -> str:
         opened(*disks)
     after = [(path, path.stat().st_size) for disk in disks for path in sorted(disk.iterdir())]
     assert after == before, "files are left as they are"
-    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-            if os.path.lexists(f"/proc/self/fd/{fd}")]  # fmt: skip
+    held = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    ]
     ours = [path for path in held if any(Path(path).is_relative_to(disk) for disk in disks)]
     assert not ours, "nor held open"
     return str(caught.value)

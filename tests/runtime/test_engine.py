@@ -62,8 +62,9 @@ def test_a_large_move_is_one_call_of_several_requests(small_requests, tier, faul
     calls = []
     ring = tier._engines[0].ring
     submit = ring.submit
-    monkeypatch.setattr(ring, "submit", lambda requests: calls.append(len(requests)) or
-                        submit(requests))  # fmt: skip
+    monkeypatch.setattr(
+        ring, "submit", lambda requests: calls.append(len(requests)) or submit(requests)
+    )
     tier.write(extent, 0, filled(20 * UNIT, 1)).wait()
     assert calls == [20]
     assert [r.nbytes for r in faults.seen[-20:]] == [UNIT] * 20
@@ -137,8 +138,7 @@ def test_one_bad_request_fails_its_move_and_no_other(small_requests, tier, fault
     assert into.memory.eq(7).all()
 
 
-def test_an_error_is_told_when_no_request_touches_the_memory_any_more(small_requests, tier,
-                                                                      faults):  # fmt: skip
+def test_an_error_is_told_when_no_request_touches_the_memory_any_more(small_requests, tier, faults):
     extent = tier.reserve(4 * UNIT, "w")
     faults.fail("write", nth=0)
     with held(faults):
@@ -188,8 +188,10 @@ def test_the_bytes_in_flight_are_bounded_each_way(small_requests, tier, faults, 
     extent = tier.reserve(64 * UNIT, "w")
     mark = len(faults.seen)
     with held(faults):
-        promises = [tier.write(extent, 0, filled(64 * UNIT)),
-                    tier.read(extent, 0, filled(64 * UNIT))]  # fmt: skip
+        promises = [
+            tier.write(extent, 0, filled(64 * UNIT)),
+            tier.read(extent, 0, filled(64 * UNIT)),
+        ]
         assert [r.write for r in faults.seen[mark:]].count(True) == 10
         assert [r.write for r in faults.seen[mark:]].count(False) == 10
     for promise in promises:

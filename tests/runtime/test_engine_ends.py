@@ -67,7 +67,8 @@ def test_a_defect_in_a_callback_is_reported_and_the_engine_goes_on(tier, crashes
 
 
 def test_a_ring_that_cannot_be_reaped_is_reported_and_closing_ends_what_it_lost(
-        tier, crashes, monkeypatch):  # fmt: skip
+    tier, crashes, monkeypatch
+):
     def broken() -> None:
         raise OSError(errno.EINVAL, "no such context")
 

@@ -69,8 +69,11 @@ def test_every_way_to_write_two_ranges_is_known_to_the_byte():
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20),
-       st.integers(0, 60), st.integers(0, 60))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=20),
+    st.integers(0, 60),
+    st.integers(0, 60),
+)
 def test_written_ranges_are_those_that_were_added(ranges, begin, end):
     written, model = Written(), set()
     for a, b in ranges:

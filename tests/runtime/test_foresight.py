@@ -42,9 +42,15 @@ def test_what_is_still_written_is_not_brought_before():
 
 def test_only_what_opens_the_next_call_is_handed_over():
     then = schedule(
-        fetch(LOW, 0), wait(LOW, 0, 1), run(1, out=(2,)), fetch(HIGH, 1), wait(HIGH, 1, 3),
-        run(3, out=(4,)), free(LOW, 1), free(HIGH, 3),
-    )  # fmt: skip
+        fetch(LOW, 0),
+        wait(LOW, 0, 1),
+        run(1, out=(2,)),
+        fetch(HIGH, 1),
+        wait(HIGH, 1, 3),
+        run(3, out=(4,)),
+        free(LOW, 1),
+        free(HIGH, 3),
+    )
     (fetches,) = handover(one_use(LOW), then).starts.values()
     assert [f.slot for f in fetches] == [LOW]
 
@@ -65,16 +71,24 @@ def changes(phase=Phase.STEP):
     return schedule(borrow(1), run(1), phase=phase)
 
 
-@pytest.mark.parametrize(("call", "kind", "passes"), [
-    (changes(), Kind.GRAD, True),
-    (changes(), Kind.PARAM, False),
-    (changes(), Kind.RESULT, False),
-    (changes(Phase.BACKWARD), Kind.GRAD, False),
-    (one_use(LOW), Kind.GRAD, False),
-    (schedule(fetch(LOW, 0), borrow(2), wait(LOW, 0, 1), run(1, 2), free(LOW, 1),
-              phase=Phase.STEP), Kind.GRAD, False),
-    (schedule(run(0), phase=Phase.STEP), Kind.GRAD, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "kind", "passes"),
+    [
+        (changes(), Kind.GRAD, True),
+        (changes(), Kind.PARAM, False),
+        (changes(), Kind.RESULT, False),
+        (changes(Phase.BACKWARD), Kind.GRAD, False),
+        (one_use(LOW), Kind.GRAD, False),
+        (
+            schedule(
+                fetch(LOW, 0), borrow(2), wait(LOW, 0, 1), run(1, 2), free(LOW, 1), phase=Phase.STEP
+            ),
+            Kind.GRAD,
+            False,
+        ),
+        (schedule(run(0), phase=Phase.STEP), Kind.GRAD, False),
+    ],
+)
 def test_only_what_changes_gradients_where_they_rest_is_passed_by(call, kind, passes):
     assert passes_by(call, lambda entry: kind) is passes
 

@@ -79,8 +79,9 @@ def test_the_tiles_of_the_next_pass_are_added_in_place(param):
     assert_equal(rows(1) + rows(2), param.grad)
 
 
-@pytest.mark.parametrize("ways", [(tiled, tiled, tiled), (whole, tiled, whole),
-                                  (tiled, whole, tiled)])  # fmt: skip
+@pytest.mark.parametrize(
+    "ways", [(tiled, tiled, tiled), (whole, tiled, whole), (tiled, whole, tiled)]
+)
 def test_contributions_of_one_pass_are_summed_before_they_are_added(param, ways):
     backward(param, whole(param, torch.ones(SHAPE)))
     small = torch.full(SHAPE, 4e-8)

@@ -68,21 +68,28 @@ def test_a_contribution_that_never_comes_is_not_waited_for(param):
     assert_equal(rows(1) + rows(2), param.grad)
 
 
-@pytest.mark.parametrize("grad", [
-    rows(1).t().contiguous().t(),
-    torch.ones(()).expand(4, 6),
-    torch.randn(4, 12)[:, ::2],
-], ids=["transposed", "expanded", "gaps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "grad",
+    [
+        rows(1).t().contiguous().t(),
+        torch.ones(()).expand(4, 6),
+        torch.randn(4, 12)[:, ::2],
+    ],
+    ids=["transposed", "expanded", "gaps"],
+)
 def test_a_gradient_takes_the_layout_of_its_parameter(grad, param):
     received(param, grad)
     assert_equal(grad.contiguous(), param.grad)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: torch.zeros(5, 1).expand(5, 4),
-    lambda: torch.zeros(8, 8)[:, :3],
-    lambda: torch.zeros(3, 5).t(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(5, 1).expand(5, 4),
+        lambda: torch.zeros(8, 8)[:, :3],
+        lambda: torch.zeros(3, 5).t(),
+    ],
+)
 def test_the_layout_of_a_gradient_is_the_one_autograd_chooses(make, tmp_path):
     plain, tiered = parameter_pair(make, tmp_path)
     grad = torch.ones(()).expand(plain.shape)

@@ -28,10 +28,33 @@ from zcompile.runtime.durable.index import (
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.tiers.base import Extents
 
-WEIGHT = Resting("model.a.weight", "parameter", "float32", (2, 3), (3, 1), 0, 24, 0, 4096, 4096, 7,
-                 ((0, 24),), "crc32", (Piece(0, 512, 0xDEAD), Piece(512, 4096, 1)))  # fmt: skip
-INDEX = Index("a1b2", 7, 9, "2026-01-02 03:04:05", 512, ("/data",), (WEIGHT,),
-              (Small("rng.cpu", "uint8", (4,), 0, 4),), {"lr": 0.1, "none": None})  # fmt: skip
+WEIGHT = Resting(
+    "model.a.weight",
+    "parameter",
+    "float32",
+    (2, 3),
+    (3, 1),
+    0,
+    24,
+    0,
+    4096,
+    4096,
+    7,
+    ((0, 24),),
+    "crc32",
+    (Piece(0, 512, 0xDEAD), Piece(512, 4096, 1)),
+)
+INDEX = Index(
+    "a1b2",
+    7,
+    9,
+    "2026-01-02 03:04:05",
+    512,
+    ("/data",),
+    (WEIGHT,),
+    (Small("rng.cpu", "uint8", (4,), 0, 4),),
+    {"lr": 0.1, "none": None},
+)
 SMALLS = b"\x01\x02\x03\x04"
 
 

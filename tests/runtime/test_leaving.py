@@ -20,8 +20,14 @@ def slow_disk(tmp_path):
     """A session whose disk takes two seconds for an entry, and the entry."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(NBYTES // 4))
-    zcompile.offload(model, device="cpu", device_memory="8MiB", host_memory="16MiB", disk=tmp_path,
-                     throttle={"disk_write": "500KB/s"})  # fmt: skip
+    zcompile.offload(
+        model,
+        device="cpu",
+        device_memory="8MiB",
+        host_memory="16MiB",
+        disk=tmp_path,
+        throttle={"disk_write": "500KB/s"},
+    )
     session = session_behind(model)
     entry = session.create("away", Kind.GRAD, NBYTES, tier="disk")
     yield session, entry

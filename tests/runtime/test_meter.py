@@ -19,8 +19,12 @@ def test_a_snapshot_has_exactly_what_stats_promises():
         "seconds": {"compute": 0.0, "stall": 0.0, "optimizer": 0.0},
         "peak": {"device": 0, "host": 0, "disk": 0, "activations": 0, "together": 0},
         "planned_peak": {"device": 0, "host": 0, "disk": 0, "activations": 0, "together": 0},
-        "steps": 0, "graphs": 0, "regions": 0, "distinct_regions": 0, "gathers": 0,
-    }  # fmt: skip
+        "steps": 0,
+        "graphs": 0,
+        "regions": 0,
+        "distinct_regions": 0,
+        "gathers": 0,
+    }
 
 
 def test_spans_are_read_when_asked():

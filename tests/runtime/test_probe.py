@@ -119,8 +119,9 @@ def test_random_numbers_and_precision_stay_as_they_were():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("free_bytes", "file_bytes"), [(GiB, 128 * MiB), (100 * MiB, 48 * MiB),
-                                                         (8 * MiB, 4 * MiB)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("free_bytes", "file_bytes"), [(GiB, 128 * MiB), (100 * MiB, 48 * MiB), (8 * MiB, 4 * MiB)]
+)
 def test_a_measurement_takes_at_most_half_of_the_room(
     brief, disk, monkeypatch, faults, free_bytes, file_bytes
 ):
@@ -177,8 +178,10 @@ def test_other_directories_of_a_filesystem_are_the_same_disk(measured, disk, tmp
     assert facts(CPU, [disk]) == facts(CPU, [other])
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"name = 3", b"name = 'probed'\n[compute]",
-                                    write(MACHINE).encode()[:200]])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\xff\xfe", b"name = 3", b"name = 'probed'\n[compute]", write(MACHINE).encode()[:200]],
+)
 def test_what_is_damaged_is_measured_again(measured, damage):
     probed(CPU, [])
     cache_file(facts(CPU, [])).write_bytes(damage)
@@ -188,8 +191,9 @@ def test_what_is_damaged_is_measured_again(measured, damage):
     assert len(measured) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_a_measurement_only(measured, tmp_path, monkeypatch,
-                                                                 caplog):  # fmt: skip
+def test_a_cache_that_cannot_be_written_costs_a_measurement_only(
+    measured, tmp_path, monkeypatch, caplog
+):
     (file := tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     caplog.set_level(logging.INFO, "zcompile.runtime.probe")
@@ -254,8 +258,9 @@ def test_a_throttle_is_a_slower_link(measured, device, disk):
 
 
 def test_the_machine_of_a_config_is_taken_unmeasured(measured, device):
-    config = Config(device="cpu", machine="desktop-24gb", host_memory=GiB,
-                    throttle={"h2d": "1GB/s"})  # fmt: skip
+    config = Config(
+        device="cpu", machine="desktop-24gb", host_memory=GiB, throttle={"h2d": "1GB/s"}
+    )
     machine = machine_for(config, device)
     assert measured == []
     assert machine.name == "desktop-24gb"

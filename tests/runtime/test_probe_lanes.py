@@ -7,12 +7,15 @@ from zcompile.runtime.probe import Lane, measure_lanes
 from zcompile.runtime.transfer.ticket import Ready
 
 
-@pytest.mark.parametrize(("rounds", "asked", "best"), [
-    ([0.01] * 9, 5, 0.01),
-    ([0.03, 0.02, 0.01, 0.02, 0.02, 0.02, 0.0101, 0.0], 7, 0.01),
-    ([5.0, 1.0], 1, 5.0),  # that was enough
-    ([0.02 * 1.2**-n for n in range(20)], 12, 0.02 * 1.2**-11),  # never settles
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rounds", "asked", "best"),
+    [
+        ([0.01] * 9, 5, 0.01),
+        ([0.03, 0.02, 0.01, 0.02, 0.02, 0.02, 0.0101, 0.0], 7, 0.01),
+        ([5.0, 1.0], 1, 5.0),  # that was enough
+        ([0.02 * 1.2**-n for n in range(20)], 12, 0.02 * 1.2**-11),  # never settles
+    ],
+)
 def test_rounds_go_on_until_two_are_as_good_or_it_is_enough(rounds, asked, best):
     left = iter(rounds)
     assert probe.best_of(lambda: next(left)) == best

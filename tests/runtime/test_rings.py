@@ -69,8 +69,9 @@ def reaped(ring, count: int) -> dict[int, int]:
 def test_what_is_written_is_read(ring, file):
     source, into = host_pages(64 * UNIT).random_(0, 255), host_pages(64 * UNIT)
     for write, memory in ((True, source), (False, into)):
-        requests = [Request(n, write, file, memory.data_ptr() + n * UNIT, UNIT, n * UNIT)
-                    for n in range(64)]  # fmt: skip
+        requests = [
+            Request(n, write, file, memory.data_ptr() + n * UNIT, UNIT, n * UNIT) for n in range(64)
+        ]
         while requests:
             requests = requests[ring.submit(requests) :]
         assert reaped(ring, 64) == dict.fromkeys(range(64), UNIT)
@@ -108,8 +109,10 @@ def test_a_call_that_is_cut_short_by_a_bad_request_starts_what_stands_before_it(
     os.ftruncate(file, UNIT)
     closed = os.dup(file)
     os.close(closed)
-    requests = [Request(n, False, fd, memory.data_ptr() + n * UNIT, UNIT, 0)
-                for n, fd in enumerate((file, closed, file))]  # fmt: skip
+    requests = [
+        Request(n, False, fd, memory.data_ptr() + n * UNIT, UNIT, 0)
+        for n, fd in enumerate((file, closed, file))
+    ]
     started = ring.submit(requests)
     assert started >= 1
     found = reaped(ring, started)
@@ -154,8 +157,9 @@ def test_a_kernel_that_does_not_say_is_given_whole_blocks(tmp_path, monkeypatch)
 def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
     class Losing(trial.ThreadRing):
         def submit(self, requests):
-            return super().submit([r for r in requests if not r.write] or
-                                  [requests[0]._replace(write=False)])  # fmt: skip
+            return super().submit(
+                [r for r in requests if not r.write] or [requests[0]._replace(write=False)]
+            )
 
     ring = Losing()
     with trial_file(tmp_path, direct=takes(tmp_path)) as fd:
@@ -165,10 +169,13 @@ def test_a_ring_that_loses_bytes_is_not_used(tmp_path):
     ring.close()
 
 
-@pytest.mark.parametrize(("refused", "used"), [
-    ((), "aio"),
-    (("aio",), "threads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("refused", "used"),
+    [
+        ((), "aio"),
+        (("aio",), "threads"),
+    ],
+)
 def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
     if not takes(tmp_path):
         pytest.skip("this disk has no O_DIRECT")
@@ -182,7 +189,8 @@ def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
         trials = trial.try_all(directory, direct=True)
     assert next(t.ring for t in trials if t.refused is None) == used
     assert {t.ring: t.refused for t in trials if t.ring in refused} == dict.fromkeys(
-        refused, "Operation not permitted")  # fmt: skip
+        refused, "Operation not permitted"
+    )
     tier = DiskTier((tmp_path,), {}, Meter(), lambda error: None)
     assert tier.rings == (used,)
     tier.close()
@@ -223,15 +231,24 @@ sys.stdout.write(tier.rings[0])
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls differ")
-@pytest.mark.parametrize(("numbers", "used"), [
-    (("206",), "threads"),  # io_setup
-    (("209",), "threads"),  # io_submit: set up, but of no use
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("numbers", "used"),
+    [
+        (("206",), "threads"),  # io_setup
+        (("209",), "threads"),  # io_submit: set up, but of no use
+    ],
+)
 def test_what_a_container_forbids_is_not_used(tmp_path, numbers, used):
     if not takes(tmp_path):
         pytest.skip("this disk has no O_DIRECT")
-    done = subprocess.run([sys.executable, "-c", FORBID, str(tmp_path), *numbers], cwd=ROOT,
-                          capture_output=True, text=True, timeout=50, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", FORBID, str(tmp_path), *numbers],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
     if done.stderr == "skip\n":
         pytest.skip("one may not filter system calls here")
     assert (done.returncode, done.stdout) == (0, used), done.stderr

@@ -115,8 +115,11 @@ def test_no_byte_is_handed_out_twice_and_everyone_is_served(rows):
     for reads, nbytes, given_back in rows:
         lanes[reads].ask(nbytes)
         asked += 1
-        taken = sorted((b.memory.data_ptr(), b.memory.data_ptr() + b.nbytes)
-                       for lane in lanes.values() for b in lane.held)  # fmt: skip
+        taken = sorted(
+            (b.memory.data_ptr(), b.memory.data_ptr() + b.nbytes)
+            for lane in lanes.values()
+            for b in lane.held
+        )
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(taken))
         for lane in lanes.values():
             for _ in range(min(given_back, len(lane.held))):
@@ -145,8 +148,9 @@ def test_several_threads_share_it(threads):
     def work(lane):
         Returns(shared, lane).ask(*[CHUNK // 3] * 25)
 
-    workers = [threading.Thread(target=work, args=("read" if n % 2 else "write",))
-               for n in range(threads)]  # fmt: skip
+    workers = [
+        threading.Thread(target=work, args=("read" if n % 2 else "write",)) for n in range(threads)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -74,9 +74,16 @@ def test_reading_does_not_make_a_value_of_what_lies_in_blank_room(store):
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(
-    st.sampled_from(["put", "fetch", "add", "zero", "read"]),
-    st.integers(0, 150_000), st.integers(0, 150_000)), max_size=25))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "fetch", "add", "zero", "read"]),
+            st.integers(0, 150_000),
+            st.integers(0, 150_000),
+        ),
+        max_size=25,
+    )
+)
 def test_operations_on_an_entry_take_effect_in_their_order(store, steps):
     nbytes = 150_000
     entry = store.create("w", Kind.STATE, nbytes)
@@ -176,8 +183,11 @@ def test_versions_grow_with_each_write(store):
 
 def test_an_unset_entry_is_read_only_after_all_of_it_was_written(store):
     entry = store.create("w", Kind.PARAM, 100, unset=True)
-    for verb in (store.read_all, lambda e: store.add(e, torch.ones(25)),
-                 lambda e: store.fetch(e, torch.empty(100, dtype=torch.uint8))):  # fmt: skip
+    for verb in (
+        store.read_all,
+        lambda e: store.add(e, torch.ones(25)),
+        lambda e: store.fetch(e, torch.empty(100, dtype=torch.uint8)),
+    ):
         with pytest.raises(ValueUnset, match="'w' has no value yet"):
             verb(entry)
     store.put(entry, random_bytes(60))

@@ -165,14 +165,17 @@ def test_many_threads_may_use_one_store(open_store):
     assert wrong == []
 
 
-@pytest.mark.parametrize(("budget", "chunk", "chunks"), [
-    (256 * KiB, 64 * KiB, 4),
-    (1 * MiB, 64 * KiB, 4),
-    (4 * MiB, 64 * KiB, 8),
-    (16 * MiB, 128 * KiB, 8),
-    (1 * GiB, 1 * MiB, 8),
-    (64 * GiB, 4 * MiB, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "chunk", "chunks"),
+    [
+        (256 * KiB, 64 * KiB, 4),
+        (1 * MiB, 64 * KiB, 4),
+        (4 * MiB, 64 * KiB, 8),
+        (16 * MiB, 128 * KiB, 8),
+        (1 * GiB, 1 * MiB, 8),
+        (64 * GiB, 4 * MiB, 64),
+    ],
+)
 def test_the_ring_is_a_small_part_of_the_host_budget(budget, chunk, chunks):
     assert staging_size(budget) == (chunk, chunks)
 
@@ -199,8 +202,12 @@ def test_budgets_not_given_are_an_eighth_of_the_machine(open_store):
 def test_on_cuda_compute_and_transfers_keep_their_order_without_blocking(open_store, home):
     """A slot is fetched into, computed on, put back and reused; compute is kept busy, so that a
     copy which does not wait for it would win the race."""
-    store = open_store(device="cuda", device_memory="64MiB", disk=True,
-                       host_memory="256MiB" if home == "host" else "8MiB")  # fmt: skip
+    store = open_store(
+        device="cuda",
+        device_memory="64MiB",
+        disk=True,
+        host_memory="256MiB" if home == "host" else "8MiB",
+    )
     nbytes, busy = 16 * MiB, torch.randn(4096, 4096, device="cuda")
     entries = [store.create(f"w{n}", Kind.PARAM, nbytes) for n in range(6)]
     for n, entry in enumerate(entries):

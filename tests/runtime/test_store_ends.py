@@ -64,20 +64,30 @@ Workers.stop = interrupted
 
 
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize(("ending", "code"), [
-    ("", 0),
-    (INTERRUPTED, 0),
-    pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
-    pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
-    pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
-    pytest.param(
-        "import threading; threading.Thread(target=ticket.wait).start(); store.close()", 0,
-        marks=pytest.mark.slow,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        (INTERRUPTED, 0),
+        pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
+        pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
+        pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
+        pytest.param(
+            "import threading; threading.Thread(target=ticket.wait).start(); store.close()",
+            0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_path, ending, code):
-    done = subprocess.run([sys.executable, "-c", TRAIN + ending, str(tmp_path)], cwd=ROOT,
-                          timeout=300, capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN + ending, str(tmp_path)],
+        cwd=ROOT,
+        timeout=300,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == code, done.stderr
     assert done.stdout == "2 files"
     assert list(tmp_path.iterdir()) == []

@@ -30,10 +30,15 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
     with pytest.raises(IOFault, match="write of 'w' failed"):
         ticket.wait()
     faults.none()
-    for later in (lambda: store.fetch(entry, ones(10)), lambda: store.put(entry, ones(10)),
-                  lambda: store.add(entry, ones(10)), lambda: store.zero(entry),
-                  lambda: store.read_all(entry), lambda: resident.look_up(store, [entry]),
-                  store.drain):  # fmt: skip
+    for later in (
+        lambda: store.fetch(entry, ones(10)),
+        lambda: store.put(entry, ones(10)),
+        lambda: store.add(entry, ones(10)),
+        lambda: store.zero(entry),
+        lambda: store.read_all(entry),
+        lambda: resident.look_up(store, [entry]),
+        store.drain,
+    ):
         with pytest.raises(IOFault, match="write of 'w' failed"):
             later()
     assert store.read_all(other).eq(1).all()
@@ -154,8 +159,11 @@ def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store,
     monkeypatch.setattr("zcompile.runtime.transfer.transfer.Add._add", defect)
     with pytest.raises(ZeroDivisionError):
         store.add(entry, ones(1 * MiB)).wait()
-    for use in (lambda: store.read_all(other), lambda: store.put(other, ones(1 * MiB)),
-                lambda: store.zero(other)):  # fmt: skip
+    for use in (
+        lambda: store.read_all(other),
+        lambda: store.put(other, ones(1 * MiB)),
+        lambda: store.zero(other),
+    ):
         with pytest.raises(ZeroDivisionError, match="a defect"):
             use()
 
@@ -164,8 +172,12 @@ def test_a_closed_store_says_so(store):
     entry = store.create("w", Kind.PARAM, 1 * MiB)
     store.close()
     store.close()
-    for use in (lambda: store.read_all(entry), lambda: store.create("v", Kind.PARAM, 1),
-                lambda: entry.gather((1,), (1,), 0, torch.uint8), store.drain):  # fmt: skip
+    for use in (
+        lambda: store.read_all(entry),
+        lambda: store.create("v", Kind.PARAM, 1),
+        lambda: entry.gather((1,), (1,), 0, torch.uint8),
+        store.drain,
+    ):
         with pytest.raises(ParameterChanged, match="its store was closed; build the model anew"):
             use()
 

@@ -39,9 +39,22 @@ BEHIND = (
 """What makes no call on a file by itself."""
 HARMLESS = {"getpid", "geteuid", "urandom", "strerror", "register_at_fork", "fsencode"}
 OF_PATHS = {
-    "exists", "is_file", "is_dir", "is_symlink", "iterdir", "glob", "rglob", "read_bytes",
-    "read_text", "write_bytes", "write_text", "touch", "lstat", "samefile", "hardlink_to",
-}  # fmt: skip
+    "exists",
+    "is_file",
+    "is_dir",
+    "is_symlink",
+    "iterdir",
+    "glob",
+    "rglob",
+    "read_bytes",
+    "read_text",
+    "write_bytes",
+    "write_text",
+    "touch",
+    "lstat",
+    "samefile",
+    "hardlink_to",
+}
 """What a `Path` asks the kernel by itself."""
 
 
@@ -58,10 +71,17 @@ def stepped(model: nn.Module, steps: int = 1) -> nn.Module:
 def test_nothing_behind_the_border_calls_the_kernel_by_itself(file):
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = {f"{func.value.id}.{func.attr}" for func in called
-             if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name)}  # fmt: skip
-    direct = {name for name in names if name.partition(".")[0] in ("os", "fcntl", "shutil")
-              and name.partition(".")[2] not in HARMLESS}  # fmt: skip
+    names = {
+        f"{func.value.id}.{func.attr}"
+        for func in called
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name)
+    }
+    direct = {
+        name
+        for name in names
+        if name.partition(".")[0] in ("os", "fcntl", "shutil")
+        and name.partition(".")[2] not in HARMLESS
+    }
     opens = {func.id for func in called if isinstance(func, ast.Name) and func.id == "open"}
     of_paths = {func.attr for func in called if isinstance(func, ast.Attribute)} & OF_PATHS
     assert not direct | opens | of_paths

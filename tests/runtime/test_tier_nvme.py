@@ -156,9 +156,13 @@ sys.stdin.read()
 @pytest.fixture
 def holder(tmp_path):
     """Another process that owns the directory until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               cwd=Path(__file__).parents[2])  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()

@@ -115,7 +115,11 @@ def test_an_entry_of_the_host_tier_may_cross_blocks(monkeypatch):
     tier.read(extent, 5 * KiB, into).wait()
     assert torch.equal(into.memory, values[5 * KiB : 17 * KiB])
     assert [n for _, m in tier.pieces(extent, 0, 20 * KiB) for n in [m.numel()]] == [
-        2 * KiB, 8 * KiB, 8 * KiB, 2 * KiB]  # fmt: skip
+        2 * KiB,
+        8 * KiB,
+        8 * KiB,
+        2 * KiB,
+    ]
 
 
 @pytest.mark.parametrize("block", [8 * KiB, 1 * MiB])

@@ -20,8 +20,12 @@ def programs(draw):
 
 
 def test_lanes_work_side_by_side_and_a_task_waits_for_what_it_comes_after():
-    tasks = [Task("read", "disk", 3), Task("read", "disk", 3), Task("run", "cpu", 4, (0,)),
-             Task("run", "cpu", 4, (1,))]  # fmt: skip
+    tasks = [
+        Task("read", "disk", 3),
+        Task("read", "disk", 3),
+        Task("run", "cpu", 4, (0,)),
+        Task("run", "cpu", 4, (1,)),
+    ]
     assert simulate(tasks).starts == (0, 3, 3, 7)
     assert simulate(tasks).seconds == 11
     assert simulate(tasks).busy_s == {"disk": 6, "cpu": 8}
@@ -40,8 +44,11 @@ def test_nothing_takes_no_time():
 def test_a_lane_does_one_task_at_a_time_and_nothing_starts_early(tasks):
     timeline = simulate(tasks)
     for lane in "abc":
-        spans = sorted((timeline.starts[i], timeline.ends[i])
-                       for i, task in enumerate(tasks) if task.lane == lane)  # fmt: skip
+        spans = sorted(
+            (timeline.starts[i], timeline.ends[i])
+            for i, task in enumerate(tasks)
+            if task.lane == lane
+        )
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     for i, task in enumerate(tasks):
         assert timeline.ends[i] == timeline.starts[i] + task.seconds

@@ -24,10 +24,14 @@ DIFFER = {
 ROWS = [(figure, row) for figure, rows in FIGURES.items() for row in rows(dgx2)]
 
 
-@pytest.mark.parametrize(("figure", "row"), [
-    pytest.param(figure, row, id=f"{figure}: {row.name}")
-    for figure, row in ROWS if row.paper is not None
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("figure", "row"),
+    [
+        pytest.param(figure, row, id=f"{figure}: {row.name}")
+        for figure, row in ROWS
+        if row.paper is not None
+    ],
+)
 def test_a_figure_of_the_paper_is_met_or_explained(figure, row):
     assert row.agrees is ((figure, row.name) not in DIFFER), row
     assert row.agrees or row.why
@@ -85,8 +89,9 @@ def test_overlap_matters_most_at_small_batch():
     assert 1 < gains[-1] < 1.15
 
 
-@pytest.mark.parametrize("run", [*paper.TABLE_1, *paper.SCALED],
-                         ids=lambda run: f"{run.name} on {run.nodes}")  # fmt: skip
+@pytest.mark.parametrize(
+    "run", [*paper.TABLE_1, *paper.SCALED], ids=lambda run: f"{run.name} on {run.nodes}"
+)
 def test_the_runs_of_the_paper_fit_where_it_put_them(run):
     # Except one: 18.3 TiB of states on 512 GPUs, which have 16 TiB.
     assert use_of_job(run.job, dgx2(run.nodes)).fits is (

@@ -82,13 +82,16 @@ def test_a_group_of_ranks_is_named_where_one_suffices():
     assert "MiCS" not in asked(TRILLION, "dgx2-v100-1node").text
 
 
-@pytest.mark.parametrize(("model", "error", "said"), [
-    ("transformer:layers", ConfigInvalid, "is not written like layers=128"),
-    (TRILLION + ",mp=x", ConfigInvalid, "is not a number of ranks"),
-    (TRILLION + ",mp=3", ConfigInvalid, "does not divide"),
-    (TRILLION + ",overlap=maybe", ConfigInvalid, "neither on nor off"),
-    (TRILLION + ",wights=disk", UnknownOption, "weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "error", "said"),
+    [
+        ("transformer:layers", ConfigInvalid, "is not written like layers=128"),
+        (TRILLION + ",mp=x", ConfigInvalid, "is not a number of ranks"),
+        (TRILLION + ",mp=3", ConfigInvalid, "does not divide"),
+        (TRILLION + ",overlap=maybe", ConfigInvalid, "neither on nor off"),
+        (TRILLION + ",wights=disk", UnknownOption, "weights"),
+    ],
+)
 def test_a_text_that_is_no_transformer_is_refused(model, error, said):
     with pytest.raises(error, match=said):
         asked(model, "dgx2-v100-1node")

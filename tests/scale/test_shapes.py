@@ -8,14 +8,17 @@ from zcompile.planner.analytic.model import Transformer, read_shape
 SMALL = Transformer(layers=2, hidden=8, heads=4, batch=3, seq=16)
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("parameters", 2 * 12 * 64),
-    ("model_state_bytes", 20 * 2 * 12 * 64),
-    ("checkpoint_bytes", 2 * 3 * 16 * 8 * 2),
-    ("model_working_bytes", 4 * 8 * 32),
-    ("activation_working_bytes", 3 * 16 * (16 * 8 + 2 * 4 * 16)),
-    ("step_flops", 8 * 3 * 16 * 2 * 12 * 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("parameters", 2 * 12 * 64),
+        ("model_state_bytes", 20 * 2 * 12 * 64),
+        ("checkpoint_bytes", 2 * 3 * 16 * 8 * 2),
+        ("model_working_bytes", 4 * 8 * 32),
+        ("activation_working_bytes", 3 * 16 * (16 * 8 + 2 * 4 * 16)),
+        ("step_flops", 8 * 3 * 16 * 2 * 12 * 64),
+    ],
+)
 def test_formulas_of_a_small_shape(name, expected):
     assert getattr(SMALL, name) == expected
 
@@ -38,13 +41,16 @@ def test_an_unknown_key_of_a_shape_names_the_nearest():
         read_shape({"hiden": "8"})
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"layers": "2", "hidden": "8"}, "lacks heads="),
-    ({"layers": "two", "hidden": "8", "heads": "4"}, "is not a number"),
-    ({"layers": "0", "hidden": "8", "heads": "4"}, "must be more than zero"),
-    ({"layers": "2", "hidden": "8", "heads": "4", "batch": "nan"}, "must be more than zero"),
-    ({"layers": "2", "hidden": "8", "heads": "4", "batch": "inf"}, "must be finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layers": "2", "hidden": "8"}, "lacks heads="),
+        ({"layers": "two", "hidden": "8", "heads": "4"}, "is not a number"),
+        ({"layers": "0", "hidden": "8", "heads": "4"}, "must be more than zero"),
+        ({"layers": "2", "hidden": "8", "heads": "4", "batch": "nan"}, "must be more than zero"),
+        ({"layers": "2", "hidden": "8", "heads": "4", "batch": "inf"}, "must be finite"),
+    ],
+)
 def test_a_shape_that_cannot_be_is_refused(options, said):
     with pytest.raises(ConfigInvalid, match=said):
         read_shape(options)

@@ -20,13 +20,17 @@ from zcompile.planner.analytic.step import (
 )
 
 SHAPE = Transformer(layers=6, hidden=1000, heads=8, batch=1, seq=1000)
-PLACES = (("device", "device"), ("device", "host"), ("host", "host"), ("host", "disk"),
-          ("disk", "disk"))  # fmt: skip
+PLACES = (
+    ("device", "device"),
+    ("device", "host"),
+    ("host", "host"),
+    ("host", "disk"),
+    ("disk", "disk"),
+)
 
 
 def job(weights="device", optimizer="device", **fields):
-    return Job(SHAPE, weights=weights, optimizer=optimizer,
-               **{"checkpoints": "device", **fields})  # fmt: skip
+    return Job(SHAPE, weights=weights, optimizer=optimizer, **{"checkpoints": "device", **fields})
 
 
 def test_all_on_one_device_takes_compute_and_the_update_only():
@@ -61,8 +65,9 @@ def test_ranks_of_a_node_share_its_memory_in_an_update_on_the_cpu():
 
 
 def test_an_update_from_disk_reads_and_writes_states_beside_each_other():
-    full, half = (step_time(job("host", "disk"), machine(half_duplex=duplex))
-                  for duplex in (False, True))  # fmt: skip
+    full, half = (
+        step_time(job("host", "disk"), machine(half_duplex=duplex)) for duplex in (False, True)
+    )
     states_s = 72e6 * 12 / 1e9
     assert full.busy_s["disk_read"] == full.busy_s["disk_write"] == pytest.approx(states_s)
     assert half.busy_s["disk_read and disk_write"] == pytest.approx(2 * states_s)
@@ -146,18 +151,31 @@ def test_no_step_beats_its_busiest_lane_and_overlap_never_costs(
 @given(places=st.sampled_from(PLACES), link=st.sampled_from(["h2d", "d2h", "rank_to_rank"]))
 def test_where_compute_hides_every_link_a_faster_one_gains_nothing(places, link):
     slow = machine(4, 4, h2d=1e12, d2h=1e12, disk_read=1e12, disk_write=1e12, rank_to_rank=1e12)
-    fast = machine(4, 4, **{"h2d": 1e12, "d2h": 1e12, "disk_read": 1e12, "disk_write": 1e12,
-                            "rank_to_rank": 1e12, link: 1e13})  # fmt: skip
+    fast = machine(
+        4,
+        4,
+        **{
+            "h2d": 1e12,
+            "d2h": 1e12,
+            "disk_read": 1e12,
+            "disk_write": 1e12,
+            "rank_to_rank": 1e12,
+            link: 1e13,
+        },
+    )
     a, b = (step_time(job(*places), cluster).passes_s for cluster in (slow, fast))
     assert b <= a <= 1.01 * b
 
 
-@pytest.mark.parametrize(("fields", "said"), [
-    ({"mp": 3}, "does not divide the 4 ranks"),
-    ({"weights": "tape"}, "is no tier of tested"),
-    ({"checkpoints": "disk"}, "is not simulated"),
-    ({"weights": "disk", "optimizer": "host"}, "is faster than the weights' tier"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mp": 3}, "does not divide the 4 ranks"),
+        ({"weights": "tape"}, "is no tier of tested"),
+        ({"checkpoints": "disk"}, "is not simulated"),
+        ({"weights": "disk", "optimizer": "host"}, "is faster than the weights' tier"),
+    ],
+)
 def test_a_job_that_does_not_fit_the_machine_is_refused(fields, said):
     with pytest.raises(ConfigInvalid, match=said):
         step_time(Job(SHAPE, **fields), machine(4, 4))

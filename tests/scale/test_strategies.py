@@ -38,13 +38,16 @@ P = SHAPE.parameters
 WORKING = RESERVED_BYTES + SHAPE.model_working_bytes + SHAPE.activation_working_bytes
 
 
-@pytest.mark.parametrize(("strategy", "device", "host"), [
-    (DATA_PARALLEL, 20 * P + SHAPE.checkpoint_bytes, 0),
-    (ZERO_2, 2 * P + 18 * P // 4 + SHAPE.checkpoint_bytes, 0),
-    (ZERO_OFFLOAD, 2 * P + SHAPE.checkpoint_bytes, 18 * P // 4),
-    (ZERO_3, 20 * P // 4 + SHAPE.checkpoint_bytes, 0),
-    (INFINITY_CPU, 0, 20 * P // 4 + SHAPE.checkpoint_bytes),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "device", "host"),
+    [
+        (DATA_PARALLEL, 20 * P + SHAPE.checkpoint_bytes, 0),
+        (ZERO_2, 2 * P + 18 * P // 4 + SHAPE.checkpoint_bytes, 0),
+        (ZERO_OFFLOAD, 2 * P + SHAPE.checkpoint_bytes, 18 * P // 4),
+        (ZERO_3, 20 * P // 4 + SHAPE.checkpoint_bytes, 0),
+        (INFINITY_CPU, 0, 20 * P // 4 + SHAPE.checkpoint_bytes),
+    ],
+)
 def test_bytes_of_one_of_four_ranks(strategy, device, host):
     use = use_of(strategy, SHAPE, machine(4, 4))
     assert use.bytes_by_tier == {"device": WORKING + device, "host": host, "disk": 0}
@@ -61,8 +64,12 @@ def test_what_a_slow_tier_cannot_hold_goes_to_a_faster_one():
 
 
 def test_what_has_fewer_tiers_to_choose_from_chooses_first():
-    picky = Strategy("picky", Rest(("device", "host"), True), Rest(("device", "host"), True),
-                     Rest(("host",), True))  # fmt: skip
+    picky = Strategy(
+        "picky",
+        Rest(("device", "host"), True),
+        Rest(("device", "host"), True),
+        Rest(("host",), True),
+    )
     tight = with_tier(machine(4, 4), "host", 4 * P)
     use = use_of(picky, SHAPE, tight)
     assert use.fits

@@ -34,9 +34,10 @@ def main() -> int:
     units = [
         unit
         for table in given.table
-        for unit in suite.units(table, given.tiers, given.names, given.dtypes, given.most,
-                                given.calls)
-    ]  # fmt: skip
+        for unit in suite.units(
+            table, given.tiers, given.names, given.dtypes, given.most, given.calls
+        )
+    ]
     before = [told for told in reported(given.report) if _asked(told.unit) in units]
     done = [_asked(told.unit) for told in before]
     report = given.report.open("a") if given.report else None

@@ -60,8 +60,12 @@ class Worker:
             say(begin=f"{unit['name']} after all cases")
             gc.collect()
             if left := self._tier(unit).clear():
-                say(case=f"{unit['name']} after all cases", way="", kind="different",
-                    why=f"{left} entries of it are alive")  # fmt: skip
+                say(
+                    case=f"{unit['name']} after all cases",
+                    way="",
+                    kind="different",
+                    why=f"{left} entries of it are alive",
+                )
         say(over=True, cases=done, seconds=time.process_time() - began)
 
     def _cases(self, unit: dict[str, Any]) -> Iterator[tuple[Any, Callable[[], Outcome]]]:

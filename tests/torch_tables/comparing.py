@@ -65,8 +65,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
     """Whether the two may be sums of the same terms in another order."""
     if not (a.is_floating_point() or a.is_complex()):
         return False
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().nan_to_num(0, 0, 0).max()),
-                          equal_nan=True)  # fmt: skip
+    return torch.allclose(
+        a, b, rtol=1e-5, atol=1e-6 * float(a.abs().nan_to_num(0, 0, 0).max()), equal_nan=True
+    )
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -19,9 +19,17 @@ from torch_tables.outcomes import Outcome, judged
 from torch_tables.tiers import Tier, is_tiered, plain
 
 UNWRITTEN = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
-     "resize_", "resize_as_"}
-)  # fmt: skip
+    {
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    }
+)
 """Ops whose results hold whatever memory held; only their metadata can be compared."""
 MOST_SINGLE = 4
 """Of the tensors of a sample, so many are tiered alone; then all at once."""

@@ -46,12 +46,23 @@ class Child:
         here = Path(__file__).parents[2]
         path = os.pathsep.join((str(here), str(here / "tests")))
         self.process = subprocess.Popen(
-            ["bash", "-c", f'exec {ANSWERS}>&{write}; exec "$0" "$@"', sys.executable, "-X",
-             "faulthandler", "-m", module],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.errors, text=True,
+            [
+                "bash",
+                "-c",
+                f'exec {ANSWERS}>&{write}; exec "$0" "$@"',
+                sys.executable,
+                "-X",
+                "faulthandler",
+                "-m",
+                module,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            text=True,
             pass_fds=(write,),
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         os.close(write)
         self._read, self._rest = read, b""
         self.at, self.begun = "at the start", 0
@@ -87,9 +98,12 @@ class Child:
 
 
 def work(
-    units: Iterable[dict[str, Any]], module: str = "torch_tables.child", workers: int = 1,
-    tell: Callable[[Told], None] = lambda told: None, patience_s: float = PATIENCE_S,
-) -> list[Told]:  # fmt: skip
+    units: Iterable[dict[str, Any]],
+    module: str = "torch_tables.child",
+    workers: int = 1,
+    tell: Callable[[Told], None] = lambda told: None,
+    patience_s: float = PATIENCE_S,
+) -> list[Told]:
     """Works off all units; a case that kills a child, or says nothing for `patience_s`, is skipped
     by the next one."""
     todo = [dict(unit, skip=unit.get("skip", 0)) for unit in units][::-1]

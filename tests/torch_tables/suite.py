@@ -48,18 +48,27 @@ def listed() -> list[Listed]:
     """What `listed.toml` holds."""
     kinds = tomllib.loads(LISTED.read_text(encoding="utf-8"))
     return [
-        Listed(kind, row["table"], tuple(row["names"]), tuple(row.get("ways", ["*"])),
-               row.get("says", ""), row["reason"])
+        Listed(
+            kind,
+            row["table"],
+            tuple(row["names"]),
+            tuple(row.get("ways", ["*"])),
+            row.get("says", ""),
+            row["reason"],
+        )
         for kind, rows in kinds.items()
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def units(
-    table: str, tiers: Iterable[str], names: Sequence[str] | None = None,
-    dtypes: Iterable[str] = ("float32",), most: int | None = None,
+    table: str,
+    tiers: Iterable[str],
+    names: Sequence[str] | None = None,
+    dtypes: Iterable[str] = ("float32",),
+    most: int | None = None,
     calls: Iterable[str] = ("eager", "compiled"),
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Units of one table, as `child.py` takes them; a name that this torch lacks has no cases.
 
     names  None: all of the table
@@ -70,12 +79,18 @@ def units(
     if table != "ops":
         ways = [("float32", call == "compiled") for call in calls]
     return [
-        {"table": table, "name": name, "tier": tier, "dtype": dtype, "compiled": compiled,
-         "most": most}
+        {
+            "table": table,
+            "name": name,
+            "tier": tier,
+            "dtype": dtype,
+            "compiled": compiled,
+            "most": most,
+        }
         for tier in tiers
         for dtype, compiled in ways
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def names_of(table: str) -> list[str]:

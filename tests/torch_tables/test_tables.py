@@ -21,10 +21,21 @@ OPS = {
     "views": ["diagonal", "as_strided.partial_views", "transpose", "unsafe_chunk", "view_as_real"],
     "meanings of their own": ["clone", "fill", "zeros_like", "to", "resize_", "copysign"],
     "elementwise": ["add", "where", "lerp", "addcmul", "clamp", "frexp", "sgn"],
-    "whole": ["matmul", "softmax.with_dtype", "addbmm", "native_batch_norm", "index_put", "sort",
-              "cat", "linalg.qr", "nn.functional.conv2d", "var_mean", "nn.functional.dropout"],
+    "whole": [
+        "matmul",
+        "softmax.with_dtype",
+        "addbmm",
+        "native_batch_norm",
+        "index_put",
+        "sort",
+        "cat",
+        "linalg.qr",
+        "nn.functional.conv2d",
+        "var_mean",
+        "nn.functional.dropout",
+    ],
     "torch asks for the class": ["__rmatmul__", "linalg.eigvalsh", "linalg.matrix_rank", "svd"],
-}  # fmt: skip
+}
 """Some ops for each road that `zcompile/runtime/eager/dispatch.py` takes, and what is listed as not
 equal."""
 RARE = ["masked_fill", "prod", "tensor_split"]

@@ -26,8 +26,12 @@ class Tier:
     def __init__(self, name: str, directory: Path) -> None:
         assert name in TIERS
         self.name = name
-        fields: dict[str, Any] = {"device": "cpu", "device_memory": DEVICE_BYTES,
-                                  "host_memory": HOST_BYTES, "residency": False}  # fmt: skip
+        fields: dict[str, Any] = {
+            "device": "cpu",
+            "device_memory": DEVICE_BYTES,
+            "host_memory": HOST_BYTES,
+            "residency": False,
+        }
         if name == "disk":  # the least host budget there is, and all of it staging
             directory.mkdir(parents=True, exist_ok=True)
             fields |= {"host_memory": "256KiB", "disk": directory}

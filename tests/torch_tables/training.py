@@ -152,8 +152,11 @@ def _train(parts: Parts, run: Run, tier: str | None, directory: Path, compiled: 
 
 
 def _offload(model: nn.Module, tier: str, directory: Path, compiled: bool) -> None:
-    fields: dict[str, Any] = {"device": "cpu", "device_memory": DEVICE_BYTES,
-                              "host_memory": HOST_BYTES}  # fmt: skip
+    fields: dict[str, Any] = {
+        "device": "cpu",
+        "device_memory": DEVICE_BYTES,
+        "host_memory": HOST_BYTES,
+    }
     if tier == "disk":
         directory.mkdir(parents=True, exist_ok=True)
         disk = directory / f"d{len(list(directory.iterdir()))}"
@@ -230,17 +233,22 @@ def module_cases(name: str, compiled: bool, most: int | None = None) -> Iterator
                 way = "compiled" if compiled else "eager"
                 desc = inputs[number].desc
                 yield Training(
-                    f"{name} #{number} {desc} {mode} {way}".replace("  ", " "), way, compiled,
+                    f"{name} #{number} {desc} {mode} {way}".replace("  ", " "),
+                    way,
+                    compiled,
                     _module_maker(info, number, training),
-                )  # fmt: skip
+                )
 
 
 def _module_inputs(info: Any, training: bool) -> list[Any]:
     torch.manual_seed(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return list(info.module_inputs_func(info, device="cpu", dtype=torch.float32,
-                                            requires_grad=True, training=training))  # fmt: skip
+        return list(
+            info.module_inputs_func(
+                info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+            )
+        )
 
 
 def _module_maker(info: Any, number: int, training: bool) -> Callable[[], Parts]:
@@ -256,10 +264,13 @@ def _module_maker(info: Any, number: int, training: bool) -> Callable[[], Parts]
         if not any(p.requires_grad for p in model.parameters()):
             model = Scaled(model).train(training)
         args, kwargs = trees.tree_map(
-            lambda t: t.detach().clone().requires_grad_(t.requires_grad)
-            if isinstance(t, Tensor) and t.layout is torch.strided else t,
+            lambda t: (
+                t.detach().clone().requires_grad_(t.requires_grad)
+                if isinstance(t, Tensor) and t.layout is torch.strided
+                else t
+            ),
             (given.forward_input.args, given.forward_input.kwargs),
-        )  # fmt: skip
+        )
         leaves = [t for t in trees.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return Parts(
             model,
@@ -325,9 +336,11 @@ def optimizer_cases(
         for number in range(len(settings))[: most if most is not None else len(settings)]:
             way = "compiled" if compiled else "eager"
             yield Training(
-                f"{name} #{number} {settings[number].desc} {str(dtype)[6:]} {way}", way, compiled,
+                f"{name} #{number} {settings[number].desc} {str(dtype)[6:]} {way}",
+                way,
+                compiled,
                 _optimizer_maker(info, number, dtype),
-            )  # fmt: skip
+            )
 
 
 def _optimizer_maker(info: Any, number: int, dtype: torch.dtype) -> Callable[[], Parts]:

@@ -185,8 +185,9 @@ class BlockReader:
         """-1 where none can be had: then the page cache serves the same bytes."""
         file, fd = self._file, -1
         try:
-            fd = open_regular(self._system, file.name, os.O_RDONLY | os.O_DIRECT,
-                              dir_fd=file.dir_fd, follow=True)  # fmt: skip
+            fd = open_regular(
+                self._system, file.name, os.O_RDONLY | os.O_DIRECT, dir_fd=file.dir_fd, follow=True
+            )
             if os.path.samestat(self._system.fstat(fd), self._system.fstat(file.fd)):
                 return fd
         except OSError as error:

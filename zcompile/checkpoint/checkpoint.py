@@ -81,8 +81,9 @@ class CheckpointSource:
             self._take(folder.file(file), told.get("checkpoint"))
         for name in _tensors_of(self.meta):
             if name not in self._places:
-                raise CheckpointInvalid(state.path, f"needs the tensor {name!r}, and "
-                                        "none of its files has it")  # fmt: skip
+                raise CheckpointInvalid(
+                    state.path, f"needs the tensor {name!r}, and none of its files has it"
+                )
 
     def facts(self) -> Mapping[str, Fact]:
         return {name: fact_in(place) for name, place in self._places.items()}
@@ -94,8 +95,11 @@ class CheckpointSource:
     def _take(self, file: OpenFile, checkpoint: object) -> None:
         path, header = file.path, read_header(file)
         if header.metadata.get("checkpoint") != checkpoint:
-            raise CheckpointInvalid(path, f"is not of the same checkpoint as {STATE_FILE}",
-                                    "copy the whole directory again")  # fmt: skip
+            raise CheckpointInvalid(
+                path,
+                f"is not of the same checkpoint as {STATE_FILE}",
+                "copy the whole directory again",
+            )
         kind = next((kind for kind in NAMED if path.name.startswith(kind)), None)
         start = "" if kind is None else f"{kind}."
         for name, row in header.rows.items():
@@ -112,20 +116,30 @@ def _without_state(folder: Folder) -> CheckpointInvalid:
     """What a directory is that is no checkpoint. raises CheckpointInvalid too"""
     files = [name for name in folder.names() if name.endswith(".safetensors")]
     if any(not name.startswith("model") for name in files):
-        return CheckpointInvalid(folder.path, f"lacks {STATE_FILE}, which is written last: it was "
-                                 "not copied as a whole", "copy it again")  # fmt: skip
+        return CheckpointInvalid(
+            folder.path,
+            f"lacks {STATE_FILE}, which is written last: it was not copied as a whole",
+            "copy it again",
+        )
     if files:
-        return CheckpointInvalid(folder.path, f"holds weights, and no {STATE_FILE}",
-                                 "zcompile.load(model, path) reads weights alone")  # fmt: skip
-    return CheckpointInvalid(folder.path, f"holds no {STATE_FILE}, so it is no checkpoint",
-                             "name the directory that zcompile.save wrote")  # fmt: skip
+        return CheckpointInvalid(
+            folder.path,
+            f"holds weights, and no {STATE_FILE}",
+            "zcompile.load(model, path) reads weights alone",
+        )
+    return CheckpointInvalid(
+        folder.path,
+        f"holds no {STATE_FILE}, so it is no checkpoint",
+        "name the directory that zcompile.save wrote",
+    )
 
 
 def _state(path: Path, told: dict[str, Any]) -> dict[str, Any]:
     state, files = told.get("state"), told.get("files")
     if not isinstance(state, dict) or not isinstance(files, list):
-        raise CheckpointInvalid(path, "lacks what zcompile.save writes to it",
-                                "zcompile.load reads weights of others")  # fmt: skip
+        raise CheckpointInvalid(
+            path, "lacks what zcompile.save writes to it", "zcompile.load reads weights of others"
+        )
     for field, kind in _FIELDS.items():
         if not isinstance(state.get(field), kind):
             raise CheckpointInvalid(path, f"lacks {field!r}, or it is damaged")
@@ -254,9 +268,11 @@ def resume(
     if durable:
         return resume_copy(path, model, optimizer, system)
     if found is not None and not is_directory(found):
-        raise CheckpointInvalid(directory, f"is {kind_of(found)}, and a checkpoint is a directory",
-                                "name the one that zcompile.save wrote; zcompile.load reads "
-                                "weights from files")  # fmt: skip
+        raise CheckpointInvalid(
+            directory,
+            f"is {kind_of(found)}, and a checkpoint is a directory",
+            "name the one that zcompile.save wrote; zcompile.load reads weights from files",
+        )
     with OpenFiles(system) as files, Loader() as loader:
         return restore(CheckpointSource(files.folder(directory), loader), model, optimizer)
 
@@ -394,9 +410,11 @@ def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
         with told_of(path):
             found = found_at(system, path)
             if is_durable(path, system) and not _holds_weights(path, system):
-                raise CheckpointInvalid(path, "is the directory of a durable run, and holds no "
-                                        "safetensors files", f"zcompile.resume({str(path)!r}, "
-                                        "model) reads its last commit")  # fmt: skip
+                raise CheckpointInvalid(
+                    path,
+                    "is the directory of a durable run, and holds no safetensors files",
+                    f"zcompile.resume({str(path)!r}, model) reads its last commit",
+                )
             if found is None or is_directory(found):
                 files += read_index(opened.folder(standing(path, system)), "model")
             else:

@@ -211,8 +211,12 @@ def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
         logger.warning(
             "%s: extra (%s) is of step %d, the commit is step %d: bring it up to date, or call "
             "zcompile.save(%r, model, optimizer, ...) with it after each step",
-            directory, ", ".join(extra), given, found.step, str(directory),
-        )  # fmt: skip
+            directory,
+            ", ".join(extra),
+            given,
+            found.step,
+            str(directory),
+        )
 
 
 def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
@@ -339,6 +343,7 @@ class DurableSource:
     def _dtype(self, name: str, text: str) -> torch.dtype:
         dtype = getattr(torch, text, None)
         if not isinstance(dtype, torch.dtype):
-            raise DurableDamaged(self._path, repr(name), f"has dtype {text}, which this torch "
-                                 "does not have")  # fmt: skip
+            raise DurableDamaged(
+                self._path, repr(name), f"has dtype {text}, which this torch does not have"
+            )
         return dtype

@@ -76,8 +76,12 @@ class OpenFiles:
     def __enter__(self) -> "OpenFiles":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with deferred_interrupts():
             while self._held:  # which were only read
                 path, fd = self._held.pop()
@@ -134,8 +138,9 @@ class Folder:
                 return self._files.found(path, name, self._fd)
             except FileNotFoundError as error:
                 self._check_stands()
-                raise CheckpointInvalid(path, "does not exist",
-                                        "copy the checkpoint again") from error  # fmt: skip
+                raise CheckpointInvalid(
+                    path, "does not exist", "copy the checkpoint again"
+                ) from error
 
     def _check_stands(self) -> None:
         """What lacks a file may be on its way out. raises CheckpointInvalid, OSError"""
@@ -145,5 +150,6 @@ class Folder:
                 return
         except FileNotFoundError:
             pass
-        raise CheckpointInvalid(self.path, "was replaced or removed while it was read",
-                                "read it again")  # fmt: skip
+        raise CheckpointInvalid(
+            self.path, "was replaced or removed while it was read", "read it again"
+        )

@@ -38,13 +38,25 @@ _NO_SIZE = 1 << 63
 """Sizes and offsets are smaller, in PyTorch and in files."""
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -145,8 +157,9 @@ def read_header(file: OpenFile) -> Header:
         first = system.read_all(fd, _LENGTH.size)
         length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
         if length > MOST_HEADER_BYTES:
-            raise CheckpointInvalid(path, "is no safetensors file: its header would have "
-                                    f"{length} bytes")  # fmt: skip
+            raise CheckpointInvalid(
+                path, f"is no safetensors file: its header would have {length} bytes"
+            )
         # A length that the file does not have is not asked for: it would be allocated first.
         whole = _LENGTH.size + length <= nbytes
         text = system.read_all(fd, length, _LENGTH.size) if whole else b""
@@ -178,22 +191,29 @@ def _row(path: Path, name: str, told: Any) -> Row:
     try:
         dtype, size, (begin, end) = told["dtype"], told["shape"], told["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointInvalid(path, f"has {name!r:.200} without dtype, shape and two "
-                                "data_offsets") from error  # fmt: skip
+        raise CheckpointInvalid(
+            path, f"has {name!r:.200} without dtype, shape and two data_offsets"
+        ) from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointInvalid(path, f"has {name!r:.200} of dtype {dtype!r:.80}, which is not "
-                                f"one of {', '.join(DTYPES)}", "convert it first")  # fmt: skip
+        raise CheckpointInvalid(
+            path,
+            f"has {name!r:.200} of dtype {dtype!r:.80}, which is not one of {', '.join(DTYPES)}",
+            "convert it first",
+        )
     if not isinstance(size, list) or not all(
         type(n) is int and 0 <= n < _NO_SIZE for n in (*size, begin, end)
     ):
-        raise CheckpointInvalid(path, f"has {name!r:.200} with shape {size!s:.200} and "
-                                f"data_offsets {[begin, end]!s:.200}")  # fmt: skip
+        raise CheckpointInvalid(
+            path,
+            f"has {name!r:.200} with shape {size!s:.200} and data_offsets {[begin, end]!s:.200}",
+        )
     if len(size) > MOST_DIMENSIONS:
         raise CheckpointInvalid(path, f"has {name!r:.200} with {len(size)} dimensions")
     row = Row(DTYPES[dtype], tuple(size), begin, end)
     if row.nbytes != nbytes_of(row.dtype, row.size):
-        raise CheckpointInvalid(path, f"gives {name!r:.200} {row.nbytes} bytes, which "
-                                f"{dtype}{size} does not fill")  # fmt: skip
+        raise CheckpointInvalid(
+            path, f"gives {name!r:.200} {row.nbytes} bytes, which {dtype}{size} does not fill"
+        )
     return row
 
 
@@ -203,12 +223,16 @@ def _checked(path: Path, rows: Mapping[str, Row], data: int, nbytes: int) -> dic
     ordered = dict(sorted(rows.items(), key=lambda item: (item[1].begin, item[1].end)))
     for name, row in ordered.items():
         if row.begin != at:
-            raise CheckpointInvalid(path, f"has {name!r} begin at byte {row.begin} of the data, "
-                                    f"and what comes before ends at {at}")  # fmt: skip
+            raise CheckpointInvalid(
+                path,
+                f"has {name!r} begin at byte {row.begin} of the data, "
+                f"and what comes before ends at {at}",
+            )
         at = row.end
         if data + at > nbytes:
-            raise CheckpointInvalid(path, f"ends after {nbytes} bytes, and {name!r} needs "
-                                    f"{data + at}")  # fmt: skip
+            raise CheckpointInvalid(
+                path, f"ends after {nbytes} bytes, and {name!r} needs {data + at}"
+            )
     if data + at != nbytes:
         raise CheckpointInvalid(path, f"has {nbytes - data - at} bytes more than its header tells")
     return _moved(ordered, data)
@@ -264,8 +288,9 @@ def read_index(folder: Folder, kind: str) -> list[OpenFile]:
     index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
     if not folder.holds(index):
         if not folder.holds(single):
-            raise CheckpointInvalid(folder.path, f"holds neither {single} nor {index}",
-                                    "name the directory that does")  # fmt: skip
+            raise CheckpointInvalid(
+                folder.path, f"holds neither {single} nor {index}", "name the directory that does"
+            )
         return [folder.file(single)]
     names = read_json(folder.file(index)).get("weight_map")
     if not isinstance(names, dict) or not all(_is_name(name) for name in names.values()):
@@ -274,14 +299,18 @@ def read_index(folder: Folder, kind: str) -> list[OpenFile]:
     for file in sorted(set(names.values())):
         if not folder.holds(file):
             name = next(name for name, there in names.items() if there == file)
-            raise CheckpointInvalid(folder.path / file, f"does not exist, and {index} has {name!r} "
-                                    "stand there", "copy it again")  # fmt: skip
+            raise CheckpointInvalid(
+                folder.path / file,
+                f"does not exist, and {index} has {name!r} stand there",
+                "copy it again",
+            )
         files[file] = folder.file(file)
     found = {(name, file) for file, there in files.items() for name in read_header(there).rows}
     for name, file in names.items():
         if (name, file) not in found:
-            raise CheckpointInvalid(folder.path / file, f"lacks {name!r}, which {index} has "
-                                    "stand there")  # fmt: skip
+            raise CheckpointInvalid(
+                folder.path / file, f"lacks {name!r}, which {index} has stand there"
+            )
     return list(files.values())
 
 
@@ -292,8 +321,11 @@ def places(files: Iterable[OpenFile]) -> dict[str, Place]:
         for name, row in read_header(file).rows.items():
             if name in found:
                 other = found[name].file.path
-                raise CheckpointInvalid(file.path, f"has {name!r}, and so has {other}",
-                                        "name files that share no tensor")  # fmt: skip
+                raise CheckpointInvalid(
+                    file.path,
+                    f"has {name!r}, and so has {other}",
+                    "name files that share no tensor",
+                )
             found[name] = Place(file, row)
     return found
 

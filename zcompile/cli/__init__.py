@@ -20,8 +20,14 @@ from zcompile.ir.serialize import PHASES
 from zcompile.machine.files import MachineUnknown, MachineUnreadable
 from zcompile.machine.model import MachineInvalid
 
-USAGE = (ConfigInvalid, UnknownOption, MachineInvalid, MachineUnknown, MachineUnreadable,
-         UserCodeFailed)  # fmt: skip
+USAGE = (
+    ConfigInvalid,
+    UnknownOption,
+    MachineInvalid,
+    MachineUnknown,
+    MachineUnreadable,
+    UserCodeFailed,
+)
 """What was asked for cannot be meant; all other errors are findings."""
 RUN_HELP = "a dump: DIR (its newest run), DIR/run-3, or DIR/run-3/graph0"
 
@@ -88,22 +94,42 @@ def _add_command(
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
     command.add_argument("--json", action="store_true", help="the same, for a program")
     for argument in arguments:
-        command.add_argument(argument.lower(), metavar=argument, help=_HELP[argument],
-                             type=Path if argument == "RUN" else str)  # fmt: skip
+        command.add_argument(
+            argument.lower(),
+            metavar=argument,
+            help=_HELP[argument],
+            type=Path if argument == "RUN" else str,
+        )
     if "RUN" in arguments:
         command.add_argument("--graph", type=int, metavar="K", help="only graph K of the run")
     return command
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--disk", action="append", default=[], type=Path, metavar="DIR",
-                        help="probe a directory for the disk tier; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--disk",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="DIR",
+        help="probe a directory for the disk tier; may be repeated",
+    )
     parser.add_argument("--measure", action="store_true", help="measure rates anew")
-    parser.add_argument("--machine", metavar="NAME", nargs="?", const="",
-                        help="what a machine that comes along offers, or one of a file; without "
-                        "NAME, which ones there are")  # fmt: skip
-    parser.set_defaults(command=lambda args: doctor.doctor(args.disk, args.measure)
-                        if args.machine is None else doctor.described(args.machine))  # fmt: skip
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        nargs="?",
+        const="",
+        help="what a machine that comes along offers, or one of a file; without "
+        "NAME, which ones there are",
+    )
+    parser.set_defaults(
+        command=lambda args: (
+            doctor.doctor(args.disk, args.measure)
+            if args.machine is None
+            else doctor.described(args.machine)
+        )
+    )
 
 
 def _add_disk(parser: argparse.ArgumentParser) -> None:

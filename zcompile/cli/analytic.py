@@ -89,8 +89,12 @@ def scale_answer(args: argparse.Namespace) -> Answer:
             why = "means nothing to transformer:..., planned from its shape alone; leave it out"
             raise ConfigInvalid(option.replace("_", "-"), given, why)
     if args.machine is None:
-        raise ConfigInvalid("machine", None, "says nothing: a shape alone needs a machine; give "
-                            f"--machine a file or one of {', '.join(names())}")  # fmt: skip
+        raise ConfigInvalid(
+            "machine",
+            None,
+            "says nothing: a shape alone needs a machine; give "
+            f"--machine a file or one of {', '.join(names())}",
+        )
     machine = find(args.machine)
     for field, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
         if text := getattr(args, field, None):
@@ -175,11 +179,23 @@ def _scaled(model: str, machine: Machine, beside: Mapping[str, str]) -> Scaled:
         found = use_of(strategy, shape, machine)
         held.append(Held(strategy.name, found.fits, found.missing_bytes))
     return Scaled(
-        shape, machine.name, machine.ranks, shape.parameters, shape.model_state_bytes,
-        round(shape.checkpoint_bytes * machine.ranks), shape.model_working_bytes,
-        shape.activation_working_bytes, tuple(held), job, use, use.fits, step, step.seconds,
-        group_of(shape, machine), assumed,
-    )  # fmt: skip
+        shape,
+        machine.name,
+        machine.ranks,
+        shape.parameters,
+        shape.model_state_bytes,
+        round(shape.checkpoint_bytes * machine.ranks),
+        shape.model_working_bytes,
+        shape.activation_working_bytes,
+        tuple(held),
+        job,
+        use,
+        use.fits,
+        step,
+        step.seconds,
+        group_of(shape, machine),
+        assumed,
+    )
 
 
 def _read(model: str, beside: Mapping[str, str]) -> tuple[Job, bool]:
@@ -214,22 +230,37 @@ def _text(scaled: Scaled) -> list[str]:
     return [
         f"{scaled.parameters / 1e9:,.1f}B parameters: {shape.layers} layers, "
         f"hidden {shape.hidden}, {shape.heads} heads; {kept}",
-        *_table((
-            ("  model states", show_size(scaled.model_state_bytes)),
-            ("  activation checkpoints, all ranks", show_size(scaled.checkpoint_bytes)),
-            ("  working memory: model", show_size(scaled.model_working_bytes)),
-            ("  working memory: activations", show_size(scaled.activation_working_bytes)),
-        ), "<>"),
+        *_table(
+            (
+                ("  model states", show_size(scaled.model_state_bytes)),
+                ("  activation checkpoints, all ranks", show_size(scaled.checkpoint_bytes)),
+                ("  working memory: model", show_size(scaled.model_working_bytes)),
+                ("  working memory: activations", show_size(scaled.activation_working_bytes)),
+            ),
+            "<>",
+        ),
         f"on {scaled.machine}, {scaled.ranks} rank{'s' * (scaled.ranks > 1)}, by strategy:",
-        *_table([(f"  {held.strategy}", "fits" if held.fits else
-                  f"lacks {show_size(held.missing_bytes)} per rank")
-                 for held in scaled.strategies], "<<"),
+        *_table(
+            [
+                (
+                    f"  {held.strategy}",
+                    "fits" if held.fits else f"lacks {show_size(held.missing_bytes)} per rank",
+                )
+                for held in scaled.strategies
+            ],
+            "<<",
+        ),
         *([_mics(scaled.group)] if scaled.group else []),
         f"simulated: weights on {job.weights}, gradients on {job.gradients}, optimizer state on "
         f"{job.optimizer}, checkpoints on {job.checkpoints}, mp {job.mp}, overlap "
         f"{'on' if job.overlap else 'off'}: {verdict}",
-        *_table([(f"  {tier} of one rank", show_size(nbytes))
-                 for tier, nbytes in scaled.use.bytes_by_tier.items()], "<>"),
+        *_table(
+            [
+                (f"  {tier} of one rank", show_size(nbytes))
+                for tier, nbytes in scaled.use.bytes_by_tier.items()
+            ],
+            "<>",
+        ),
         f"  step {step.seconds:,.4g} s: passes {step.passes_s:,.4g} s (compute "
         f"{step.compute_s:,.4g} s), update {step.update_s:,.4g} s",
         f"  assumed: matmuls at {scaled.assumed.sustained:.2f} of the machine's "
@@ -237,9 +268,11 @@ def _text(scaled: Scaled) -> list[str]:
         f"{scaled.assumed.host_bytes_per_s / 1e9:.0f} GB/s per node, as on a DGX-2",
         f"  {step.flops_per_s / 1e12:.1f} TFLOP/s per rank, "
         f"{shape.token_count * scaled.ranks / step.seconds:,.4g} tokens/s in all",
-        "  busy: " + ", ".join(f"{lane} {seconds / step.seconds:.0%}"
-                               for lane, seconds in step.busy_s.items()),
-    ]  # fmt: skip
+        "  busy: "
+        + ", ".join(
+            f"{lane} {seconds / step.seconds:.0%}" for lane, seconds in step.busy_s.items()
+        ),
+    ]
 
 
 def _mics(group: Group) -> str:
@@ -256,7 +289,8 @@ def _table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     columns = list(zip(aligned, widths, strict=True))
     return [
-        "  ".join(f"{cell:{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True))
-        .rstrip()
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)
+        ).rstrip()
         for row in rows
-    ]  # fmt: skip
+    ]

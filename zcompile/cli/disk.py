@@ -124,12 +124,26 @@ def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
         with _opened(_others(index), system) as others:
             sizes = [data_bytes(place) for place in (directory, *others)]
     places = [path, *_others(index)]
-    free = sum(end - begin for number, size in enumerate(sizes)
-               for begin, end in free_ranges(index, number, size))  # fmt: skip
-    tensors = (*(_row(tensor, places) for tensor in index.tensors),
-               *(_small(small, index, path) for small in index.smalls))  # fmt: skip
-    listing = Listing(str(path), owner, index.step, index.run, index.written_at, sum(sizes),
-                      free, scratch, tensors)  # fmt: skip
+    free = sum(
+        end - begin
+        for number, size in enumerate(sizes)
+        for begin, end in free_ranges(index, number, size)
+    )
+    tensors = (
+        *(_row(tensor, places) for tensor in index.tensors),
+        *(_small(small, index, path) for small in index.smalls),
+    )
+    listing = Listing(
+        str(path),
+        owner,
+        index.step,
+        index.run,
+        index.written_at,
+        sum(sizes),
+        free,
+        scratch,
+        tensors,
+    )
     return Answer(_listed(listing), listing)
 
 
@@ -171,16 +185,21 @@ def gc(path: Path, everything: bool, system: SystemCalls = KERNEL) -> Answer:
             if index is not None and not everything:
                 freed += trim(index, places)
             if index is None or everything:
-                removed += [name for place in places for name in (INDEX_NAME, DATA_NAME)
-                            if place.stat(name) is not None]  # fmt: skip
+                removed += [
+                    name
+                    for place in places
+                    for name in (INDEX_NAME, DATA_NAME)
+                    if place.stat(name) is not None
+                ]
                 freed += sum(remove_all(place) for place in places)
     answer = Freed(str(path), freed, tuple(removed))
     text = f"{path}: {show_size(freed)} freed"
     return Answer(text + (f", removed {', '.join(removed)}" if removed else ""), answer)
 
 
-def _verified(index: Index, directory: Directory,
-              places: Sequence[Directory]) -> tuple[int, tuple[str, ...]]:  # fmt: skip
+def _verified(
+    index: Index, directory: Directory, places: Sequence[Directory]
+) -> tuple[int, tuple[str, ...]]:
     _check_sound(index, directory, places)
     read, damages = 0, []
     with DataReader(places) as data:
@@ -214,8 +233,10 @@ def _foreign_in(directory: Directory) -> str:
     if DATA_NAME in names or any(map(TIER_FILE.match, names)):
         return ""
     if STATE_FILE in names:
-        return ("it is a checkpoint that zcompile.save wrote, which has no checksums; "
-                "zcompile.resume finds what is missing or cut short")  # fmt: skip
+        return (
+            "it is a checkpoint that zcompile.save wrote, which has no checksums; "
+            "zcompile.resume finds what is missing or cut short"
+        )
     return f"it holds {_shown(names[0])}, and nothing of a run" if names else "it is empty"
 
 
@@ -309,13 +330,27 @@ def _claimed(
 
 
 def _row(tensor: Resting, places: Sequence[Path]) -> Tensor:
-    return Tensor(tensor.name, tensor.dtype, tensor.size, tensor.nbytes, str(places[tensor.file]),
-                  tensor.offset, tensor.step)  # fmt: skip
+    return Tensor(
+        tensor.name,
+        tensor.dtype,
+        tensor.size,
+        tensor.nbytes,
+        str(places[tensor.file]),
+        tensor.offset,
+        tensor.step,
+    )
 
 
 def _small(small: Small, index: Index, directory: Path) -> Tensor:
-    return Tensor(small.name, small.dtype, small.size, small.end - small.begin, str(directory),
-                  None, index.step)  # fmt: skip
+    return Tensor(
+        small.name,
+        small.dtype,
+        small.size,
+        small.end - small.begin,
+        str(directory),
+        None,
+        index.step,
+    )
 
 
 def _listed(listing: Listing) -> str:
@@ -335,8 +370,10 @@ def _listed(listing: Listing) -> str:
         shape = f"{tensor.dtype}{list(tensor.size)}"
         where = "index" if tensor.offset is None else str(tensor.offset)
         where = f"{tensor.directory}:{where}" if several else where
-        lines.append(f"{show_size(tensor.nbytes):>10}  step {tensor.step:<6} {where:>14}  "
-                     f"{_shown(tensor.name)}  {shape}")  # fmt: skip
+        lines.append(
+            f"{show_size(tensor.nbytes):>10}  step {tensor.step:<6} {where:>14}  "
+            f"{_shown(tensor.name)}  {shape}"
+        )
     return "\n".join(lines)
 
 

@@ -241,8 +241,9 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     )
 
 
-def _rates(devices: Sequence[Device], disks: Sequence[Path],
-           measure: bool) -> tuple[Machine, Path | None]:  # fmt: skip
+def _rates(
+    devices: Sequence[Device], disks: Sequence[Path], measure: bool
+) -> tuple[Machine, Path | None]:
     """The machine that a run plans for by default, and where its rates are kept.
 
     raises  DiskUnusable
@@ -265,13 +266,19 @@ def _busy() -> Iterator[Finding]:
     from zcompile.runtime.probe import is_busy
 
     if is_busy():
-        yield Finding(False, "this machine is at work on other things: rates that are measured now "
-                      "are too low, and are measured again when it is not")  # fmt: skip
+        yield Finding(
+            False,
+            "this machine is at work on other things: rates that are measured now "
+            "are too low, and are measured again when it is not",
+        )
 
 
 def _buffered(disk: Disk) -> Finding:
-    return Finding(False, f"{disk.path} ({disk.filesystem}) has no O_DIRECT: transfers go through "
-                   "the page cache, which costs memory and time")  # fmt: skip
+    return Finding(
+        False,
+        f"{disk.path} ({disk.filesystem}) has no O_DIRECT: transfers go through "
+        "the page cache, which costs memory and time",
+    )
 
 
 def _installation(cuda: bool) -> Iterator[Finding]:
@@ -282,11 +289,17 @@ def _installation(cuda: bool) -> Iterator[Finding]:
     except TorchUnsupported as error:
         yield Finding(True, str(error))
     if "zinf" not in _backends():
-        yield Finding(True, "torch.compile does not know backend='zinf': zcompile is not "
-                      "installed; run `pip install .` where its pyproject.toml is")  # fmt: skip
+        yield Finding(
+            True,
+            "torch.compile does not know backend='zinf': zcompile is not "
+            "installed; run `pip install .` where its pyproject.toml is",
+        )
     if not cuda:
-        yield Finding(False, "torch sees no CUDA device: compute runs on the CPU, and the device "
-                      "arena is emulated in host memory")  # fmt: skip
+        yield Finding(
+            False,
+            "torch sees no CUDA device: compute runs on the CPU, and the device "
+            "arena is emulated in host memory",
+        )
 
 
 def _backends() -> Container[str]:
@@ -332,11 +345,13 @@ def _lines(found: Examined) -> Iterator[str]:
     for disk in found.disks:
         direct = f"O_DIRECT by {disk.granule} bytes" if disk.direct else "no O_DIRECT"
         yield f"disk        {disk.path}: {disk.filesystem}, {show_size(disk.free_bytes)} free"
-        yield f"            {direct}, read {_rate(disk.read_bytes_per_s)}, " \
-              f"write {_rate(disk.write_bytes_per_s)} (one request at a time)"  # fmt: skip
+        yield (
+            f"            {direct}, read {_rate(disk.read_bytes_per_s)}, "
+            f"write {_rate(disk.write_bytes_per_s)} (one request at a time)"
+        )
         yield "            " + ", ".join(
-            f"{way.name}: {way.verdict}" + (f" ({way.why})" if way.why else "")
-            for way in disk.ways)  # fmt: skip
+            f"{way.name}: {way.verdict}" + (f" ({way.why})" if way.why else "") for way in disk.ways
+        )
     if found.machine is not None:
         yield from rows(found.machine)
         yield f"{'tiers':<12}are what a run takes unless device_memory and host_memory are given"

@@ -84,8 +84,12 @@ ALL = "activations"
 """Asks for every value that backward needs, and for what is held with them."""
 MEMORY = "memory"
 """Asks for that alone."""
-_SAID = {"keep": "kept", "again": "made again in backward", "host": "moved to the host",
-         "disk": "moved to disk"}  # fmt: skip
+_SAID = {
+    "keep": "kept",
+    "again": "made again in backward",
+    "host": "moved to the host",
+    "disk": "moved to disk",
+}
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,11 @@ def memory_text(found: GraphMemory) -> str:
     lines = [f"graph{found.graph}: what its values hold of the device, node by node"]
     cost = found.cost
     if cost is not None:
-        least = "" if cost.least_s is None else (
-            f"; nothing that fits costs less than {show_seconds(cost.least_s)}")  # fmt: skip
+        least = (
+            ""
+            if cost.least_s is None
+            else (f"; nothing that fits costs less than {show_seconds(cost.least_s)}")
+        )
         again, exposed = show_seconds(cost.again_s), show_seconds(cost.exposed_s)
         lines.append(
             f"  expected to cost {show_seconds(cost.again_s + cost.exposed_s)} a step: {again} of "

@@ -45,8 +45,11 @@ def read_size(option: str, text: str) -> int:
     except ValueError as error:
         raise ConfigInvalid(option, text, f"cannot be used: {error}") from error
     if nbytes < MiB and text.strip()[-1].isdigit():
-        raise ConfigInvalid(option, text, f"has no unit, and so means {nbytes} bytes; write it "
-                            f"with one, as {text.strip()}GiB")  # fmt: skip
+        raise ConfigInvalid(
+            option,
+            text,
+            f"has no unit, and so means {nbytes} bytes; write it with one, as {text.strip()}GiB",
+        )
     return nbytes
 
 
@@ -86,21 +89,28 @@ def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | N
     ]
     for part in range(5):
         value = most * part / 4
-        parts.append(f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(value):.1f}" '
-                     f'y2="{y(value):.1f}" stroke="#ddd"/>')  # fmt: skip
-        parts.append(f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
-                     f"{value:.3g}</text>")  # fmt: skip
+        parts.append(
+            f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(value):.1f}" '
+            f'y2="{y(value):.1f}" stroke="#ddd"/>'
+        )
+        parts.append(
+            f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        )
     for index, name in enumerate(names):
-        parts.append(f'<text x="{x(index):.1f}" y="{height - MARGIN + 18}" text-anchor="middle">'
-                     f"{escape(name)}</text>")  # fmt: skip
+        parts.append(
+            f'<text x="{x(index):.1f}" y="{height - MARGIN + 18}" text-anchor="middle">'
+            f"{escape(name)}</text>"
+        )
     for number, (label, line) in enumerate(lines.items()):
         color = COLORS[number % len(COLORS)]
         points = [(x(i), y(v)) for i, v in enumerate(line) if v is not None]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
         parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{color}"/>' for a, b in points]
-        parts.append(f'<text x="{width - MARGIN}" y="{24 + 16 * number}" text-anchor="end" '
-                     f'fill="{color}">{escape(label)}</text>')  # fmt: skip
+        parts.append(
+            f'<text x="{width - MARGIN}" y="{24 + 16 * number}" text-anchor="end" '
+            f'fill="{color}">{escape(label)}</text>'
+        )
     return "\n".join((*parts, "</svg>", ""))
 
 
@@ -177,8 +187,10 @@ def _spans(nodes: int, backward: int) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     for begin, end in ((0, backward), (backward, nodes)):
         count = min(end - begin, max(1, round(columns * (end - begin) / max(1, nodes))))
-        spans += [(begin + (end - begin) * n // count, begin + (end - begin) * (n + 1) // count)
-                  for n in range(count)]  # fmt: skip
+        spans += [
+            (begin + (end - begin) * n // count, begin + (end - begin) * (n + 1) // count)
+            for n in range(count)
+        ]
     return spans
 
 
@@ -217,8 +229,12 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     low, dots, rest = span.partition("..")
     high, _, count = rest.partition(":")
     if not equals or not dots or tier not in TIERS:
-        raise ConfigInvalid("sweep", text, "is not written like device=8GiB..80GiB, device=8GiB.."
-                            f"80GiB:10; tiers are {', '.join(TIERS)}")  # fmt: skip
+        raise ConfigInvalid(
+            "sweep",
+            text,
+            "is not written like device=8GiB..80GiB, device=8GiB.."
+            f"80GiB:10; tiers are {', '.join(TIERS)}",
+        )
     if count and not (count.isdecimal() and 2 <= int(count) <= MOST_STEPS):
         raise ConfigInvalid("sweep", text, f"asks for {count!r} steps; give 2 to {MOST_STEPS}")
     first, last = read_size("sweep", low), read_size("sweep", high)
@@ -241,11 +257,15 @@ def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
     if plot.is_dir():
         raise ConfigInvalid("plot", str(plot), "is a directory; name a file in it, as sweep.svg")
     if not plot.parent.is_dir():
-        raise ConfigInvalid("plot", str(plot), f"cannot be written: {plot.parent} is no directory; "
-                            "make it, or name another")  # fmt: skip
+        raise ConfigInvalid(
+            "plot",
+            str(plot),
+            f"cannot be written: {plot.parent} is no directory; make it, or name another",
+        )
     if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise ConfigInvalid("plot", str(plot), "cannot be written: it is not ours to write; name "
-                            "another file")  # fmt: skip
+        raise ConfigInvalid(
+            "plot", str(plot), "cannot be written: it is not ours to write; name another file"
+        )
 
 
 def swept(points: Sequence[Point], plot: Path | None, note: str = "") -> Answer:
@@ -263,9 +283,19 @@ def _lines(points: Sequence[Point]) -> Iterator[str]:
     def told(seconds: float | None) -> str:
         return "-" if seconds is None else show_seconds(seconds)
 
-    yield from table((points[0].tier, "fits", "step", "least", "bottleneck"), [
-        (show_size(p.nbytes), "yes" if p.fits else "no", told(p.step_seconds),
-         told(p.bound_seconds), p.bottleneck) for p in points])  # fmt: skip
+    yield from table(
+        (points[0].tier, "fits", "step", "least", "bottleneck"),
+        [
+            (
+                show_size(p.nbytes),
+                "yes" if p.fits else "no",
+                told(p.step_seconds),
+                told(p.bound_seconds),
+                p.bottleneck,
+            )
+            for p in points
+        ],
+    )
     yield ""
     yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
 

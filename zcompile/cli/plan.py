@@ -43,8 +43,11 @@ def find_model(name: str) -> Any:
         return _of_config(path / CONFIG_FILE if path.is_dir() else path)
     module, colon, attribute = name.partition(":")
     if not colon or not attribute:
-        raise _invalid(name, "is neither module:name nor a config.json that is there; write it "
-                       "like examples.train_gpt:model")  # fmt: skip
+        raise _invalid(
+            name,
+            "is neither module:name nor a config.json that is there; write it "
+            "like examples.train_gpt:model",
+        )
     return _made(name, _named(name, module, attribute))
 
 
@@ -80,8 +83,11 @@ def _made(name: str, found: Any) -> Any:
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
-        raise _invalid(name, f"needs arguments ({', '.join(needed)}); name a function without any, "
-                       "or one whose arguments have defaults")  # fmt: skip
+        raise _invalid(
+            name,
+            f"needs arguments ({', '.join(needed)}); name a function without any, "
+            "or one whose arguments have defaults",
+        )
     todo = (
         "see that it makes its model, also under torch.device('meta'), where no tensor has values"
     )
@@ -138,9 +144,13 @@ def example_inputs(model: Any, batch: int, seq: int | None, shape: str | None) -
     parameters = inspect.signature(model.forward).parameters
     tokens = next((p for p in parameters if p in TOKENS), None)
     if tokens is None:
-        raise ConfigInvalid("MODEL", type(model).__name__, "takes "
-                            f"({', '.join(parameters)}), which cannot be guessed; give --shape for "
-                            "one tensor of floats, or call zcompile.plan")  # fmt: skip
+        raise ConfigInvalid(
+            "MODEL",
+            type(model).__name__,
+            "takes "
+            f"({', '.join(parameters)}), which cannot be guessed; give --shape for "
+            "one tensor of floats, or call zcompile.plan",
+        )
     most = _context(model)
     if seq is not None and not 0 < seq <= (most or seq):
         raise ConfigInvalid("seq", seq, f"is not within the {most} tokens that the model takes")
@@ -174,26 +184,49 @@ _TIERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `zinf plan`."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=(
-        "module:name of a torch module or of a function that makes one (examples.train_gpt:model); "
-        "a config.json of Hugging Face, or a directory with one; or transformer:layers=...,hidden="
-        "...,heads=..."))  # fmt: skip
-    parser.add_argument("--paper", metavar="NAME", help="a table or figure of ZeRO-Infinity beside "
-                        "ours: figure-2a, table-3, figure-3, figure-5a, ...")  # fmt: skip
-    parser.add_argument("--machine", metavar="NAME", help="a machine by name or file (`zinf doctor "
-                        "--machine` lists them); by default this one")  # fmt: skip
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=(
+            "module:name of a torch module or of a function that makes one "
+            "(examples.train_gpt:model); a config.json of Hugging Face, or a directory with one; "
+            "or transformer:layers=...,hidden=...,heads=..."
+        ),
+    )
+    parser.add_argument(
+        "--paper",
+        metavar="NAME",
+        help="a table or figure of ZeRO-Infinity beside "
+        "ours: figure-2a, table-3, figure-3, figure-5a, ...",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="a machine by name or file (`zinf doctor --machine` lists them); by default this one",
+    )
     for tier in ("device", "host", "disk-bytes"):
-        parser.add_argument(f"--{tier}", metavar="SIZE",
-                            help=_TIERS[tier])  # fmt: skip
+        parser.add_argument(f"--{tier}", metavar="SIZE", help=_TIERS[tier])
     parser.add_argument("--batch", type=int, default=1, help="samples of a micro-batch; default 1")
     parser.add_argument("--seq", type=int, help="tokens of a sample; default: what the model takes")
-    parser.add_argument("--shape", metavar="N,N", help="of the input of a model that takes floats, "
-                        "without the batch: 3,224,224")  # fmt: skip
+    parser.add_argument(
+        "--shape",
+        metavar="N,N",
+        help="of the input of a model that takes floats, without the batch: 3,224,224",
+    )
     parser.add_argument("--optimizer", default="adamw", help="adamw (default) or sgd")
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="N",
-                        help="passes per optimizer step; default 1")  # fmt: skip
-    parser.add_argument("--sweep", metavar="TIER=FROM..TO[:STEPS]",
-                        help="the step for sizes of a tier, as device=8GiB..80GiB:10")  # fmt: skip
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="passes per optimizer step; default 1",
+    )
+    parser.add_argument(
+        "--sweep",
+        metavar="TIER=FROM..TO[:STEPS]",
+        help="the step for sizes of a tier, as device=8GiB..80GiB:10",
+    )
     parser.add_argument(
         "--plot",
         metavar="FILE.svg",
@@ -240,8 +273,9 @@ def plan(args: argparse.Namespace) -> Answer:
 
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:
     given = {"device_memory": ("device", args.device), "host_memory": ("host", args.host)}
-    return {name: read_size(option, text) for name, (option, text) in given.items()
-            if text is not None}  # fmt: skip
+    return {
+        name: read_size(option, text) for name, (option, text) in given.items() if text is not None
+    }
 
 
 def _points(
@@ -259,5 +293,11 @@ def _points(
             why = f"{error.tier} too small for {error.where}"
             yield Point(tier, nbytes, False, None, None, why)
         else:
-            yield Point(tier, nbytes, report.fits, report.step_seconds, report.bound_seconds,
-                        report.bottleneck)  # fmt: skip
+            yield Point(
+                tier,
+                nbytes,
+                report.fits,
+                report.step_seconds,
+                report.bound_seconds,
+                report.bottleneck,
+            )

@@ -211,8 +211,9 @@ def _tell_of_others(model: nn.Module) -> None:
         log.info(
             "%d parameters, %r first, left memory that others hold, as a state_dict from before "
             "does: what is written to them from now on is not seen there",
-            len(left), left[0],
-        )  # fmt: skip
+            len(left),
+            left[0],
+        )
 
 
 @ends
@@ -452,8 +453,17 @@ def _become_plain(param: Any, device: torch.device) -> None:
     """Undo `_become_tiered`, if it got so far."""
     if not isinstance(param, TieredTensor):
         return
-    ours = ("_handle", "_known", "_store", "_title", "lies", "store_key", "sink", "reached",
-            "grad_given")  # fmt: skip
+    ours = (
+        "_handle",
+        "_known",
+        "_store",
+        "_title",
+        "lies",
+        "store_key",
+        "sink",
+        "reached",
+        "grad_given",
+    )
     marks = {key: value for key, value in vars(param).items() if key not in ours}
     value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
     grad, param.grad = param.grad, None

@@ -236,8 +236,9 @@ class Residency:
         if self._plans > MOST_PLANS:
             log.warning(
                 "every step uses other parameters or states than those before: the plan of %d "
-                "steps together stays", MOST_PLANS
-            )  # fmt: skip
+                "steps together stays",
+                MOST_PLANS,
+            )
 
     def _try(self) -> StepPlan | None:
         """A plan for `_base`. Without one training goes on as before."""
@@ -302,8 +303,10 @@ class Residency:
         device.window_bytes = plan.arena.window_bytes
         left = send_away(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
         device.clear()
-        wanted = sorted((key for key, home in homes.items() if home == "device"),
-                        key=lambda key: -plan.step.facts[key].nbytes)  # fmt: skip
+        wanted = sorted(
+            (key for key, home in homes.items() if home == "device"),
+            key=lambda key: -plan.step.facts[key].nbytes,
+        )
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         homes = {key: home for key, home in homes.items() if key not in set(crowded)}
@@ -326,7 +329,7 @@ class Residency:
             plan.seconds,
             ", ".join(binding),
             f"; {lost} entries found no room where they should rest" if lost else "",
-        )  # fmt: skip
+        )
 
     def withdraw(self) -> None:
         """Nothing rests on the device any more, as far as other tiers have room."""
@@ -351,8 +354,11 @@ class Residency:
             self._quiet()
             send_away(session, held, {})
         again, self._let_go_in = self._seen - self._let_go_in == 1, self._seen
-        log.info("%d gradients that stayed go home: a forward needs their room%s", len(held),
-                 "; the next plan lets none stay" if again else "")  # fmt: skip
+        log.info(
+            "%d gradients that stayed go home: a forward needs their room%s",
+            len(held),
+            "; the next plan lets none stay" if again else "",
+        )
         if again:
             self._barred, self._tried = True, False
 

@@ -129,5 +129,11 @@ def _predicted(simulated: Timeline | None) -> form.StepRecord | None:
     if simulated is None:
         return None
     phases = {phase.value: seconds for phase, seconds in simulated.phases.items()}
-    return form.StepRecord(simulated.step_s, simulated.compute_s, simulated.stall_s, phases,
-                           simulated.nbytes, simulated.busy_s)  # fmt: skip
+    return form.StepRecord(
+        simulated.step_s,
+        simulated.compute_s,
+        simulated.stall_s,
+        phases,
+        simulated.nbytes,
+        simulated.busy_s,
+    )

@@ -28,28 +28,33 @@ _ROOT = re.compile(r"^L\['\w+'\](\.|$)")
 """What Dynamo calls the object that it traces a method of: "L['self'].", whatever its first
 argument is named."""
 
-UNANNOTATED_VIEWS = frozenset({
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.unsafe_split.Tensor,
-    torch.ops.aten.unsafe_split_with_sizes.default,
-})  # fmt: skip
+UNANNOTATED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
 """Ops whose result shares storage with their first argument, though the schema does not say so."""
 
-KEEP_STRIDES = frozenset({
-    torch.ops.aten.copy.default,
-    torch.ops.aten.slice_scatter.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.diagonal_scatter.default,
-    torch.ops.aten.as_strided_scatter.default,
-})  # fmt: skip
+KEEP_STRIDES = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
 """Their result lies as the first argument does, and its storage has room for the offset of that,
 which the stand-ins of tracing may leave out."""
 
 CASTS = frozenset({torch.ops.aten._to_copy.default})
 """Copies that are cheaper to make again from a gathered parameter than to keep."""
 
-TURNS = frozenset({torch.ops.aten.t.default, torch.ops.aten.transpose.int,
-                   torch.ops.aten.permute.default})  # fmt: skip
+TURNS = frozenset(
+    {torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
+)
 """Views that exchange dimensions."""
 
 

@@ -89,8 +89,10 @@ def spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[Part]:
     for row, elements in zip(rows, sizes, strict=True):
         far = tuple(n for n, c in enumerate(row.columns) if c.far and not c.resident)
         chunks = kinds.setdefault(far, [])
-        chunks += [(row, first, min(row.numel, first + elements))
-                   for first in range(0, row.numel, elements)]  # fmt: skip
+        chunks += [
+            (row, first, min(row.numel, first + elements))
+            for first in range(0, row.numel, elements)
+        ]
     placed = []
     for chunks in kinds.values():
         total, done = sum(last - first for _, first, last in chunks), 0

@@ -164,7 +164,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = [tuple(head), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
-        "  ".join(cell.rjust(w) if n else cell.ljust(w)
-                  for n, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(w) if n else cell.ljust(w)
+            for n, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
-    ]  # fmt: skip
+    ]

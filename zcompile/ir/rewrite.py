@@ -31,8 +31,17 @@ from zcompile.ir.types import Phase, row_major
 
 UNTOLD = UNANNOTATED_VIEWS | KEEP_STRIDES
 """What they make lies as what they are given does, and their schemas do not say so."""
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
-          torch.memory_format)  # fmt: skip
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 """Equal ones of one type mean the same to an op."""
 _KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
 """The one name here that changes after import: what is known of a graph goes with it."""
@@ -123,10 +132,18 @@ aten = torch.ops.aten
 SAME = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, *CASTS})
 """One input, and a result of the same dimensions."""
 RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-VIEWS = frozenset({
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.expand.default, *RESHAPES, *SAME,
-})  # fmt: skip
+VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.expand.default,
+        *RESHAPES,
+        *SAME,
+    }
+)
 """What carries the dimension of a tile along."""
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """In which dtype the sums over tiles of narrow values are kept."""

@@ -137,7 +137,10 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         for position, argument in enumerate(node.target._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = node.args[position] if position < len(node.args) else node.kwargs.get(
-                    argument.name)  # fmt: skip
+                given = (
+                    node.args[position]
+                    if position < len(node.args)
+                    else node.kwargs.get(argument.name)
+                )
                 many = given if isinstance(given, list | tuple) else (given,)
                 yield from (value for value in many if isinstance(value, fx.Node))

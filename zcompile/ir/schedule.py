@@ -275,8 +275,10 @@ class Schedule:
         """As it is if the gradients of these entries stay where compute makes them."""
         if not entries:
             return self
-        rows = [replace(x, stays=True) if isinstance(x, Reduce) and x.entry in entries else x
-                for x in self.instructions]  # fmt: skip
+        rows = [
+            replace(x, stays=True) if isinstance(x, Reduce) and x.entry in entries else x
+            for x in self.instructions
+        ]
         return replace(self, instructions=tuple(rows), serial=next(SERIALS))
 
     @cached_property

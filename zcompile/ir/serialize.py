@@ -474,8 +474,11 @@ class Run:
         """The last step that was written. raises  RunUnreadable, if none was"""
         path = timeline_file(self.path)
         if not path.exists():
-            raise RunUnreadable(self.path, "holds no timeline: the second step of an optimizer is "
-                                "written when the third begins, so train for three")  # fmt: skip
+            raise RunUnreadable(
+                self.path,
+                "holds no timeline: the second step of an optimizer is "
+                "written when the third begins, so train for three",
+            )
         return _read(TimelineRecord, path)
 
 

@@ -252,8 +252,11 @@ def is_random(node: fx.Node) -> bool:
         return True
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(
-                argument.name, argument.default_value)  # fmt: skip
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get(argument.name, argument.default_value)
+            )
             return bool(given != 0.0)
     return torch.Tag.nondeterministic_seeded in node.target.tags
 

@@ -13,12 +13,25 @@ GiB = 1 << 30
 TiB = 1 << 40
 
 _FACTORS = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB,
-}  # fmt: skip
-_FLOPS = {"FLOP": 1, "KFLOP": 10**3, "MFLOP": 10**6, "GFLOP": 10**9,
-          "TFLOP": 10**12, "PFLOP": 10**15}  # fmt: skip
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": KiB,
+    "MIB": MiB,
+    "GIB": GiB,
+    "TIB": TiB,
+}
+_FLOPS = {
+    "FLOP": 1,
+    "KFLOP": 10**3,
+    "MFLOP": 10**6,
+    "GFLOP": 10**9,
+    "TFLOP": 10**12,
+    "PFLOP": 10**15,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _RATE = re.compile(r"(.*?)\s*/\s*s\s*\Z")
 

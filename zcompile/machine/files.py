@@ -51,8 +51,10 @@ class MachineUnreadable(ZinfError, OSError):
     """A file of a machine that cannot be read."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"machine={str(path)!r} cannot be read ({why}); give another file, or the "
-                         "name of a machine that comes along")  # fmt: skip
+        super().__init__(
+            f"machine={str(path)!r} cannot be read ({why}); give another file, or the "
+            "name of a machine that comes along"
+        )
 
 
 def names() -> tuple[str, ...]:
@@ -94,12 +96,14 @@ def read(text: str, where: str) -> Machine:
         return Machine(
             name=_text(where, "name", top["name"]),
             tiers=_numbers(where, "tiers", top.get("tiers", {}), parse_size),
-            links={name: _link(where, name, _table(where, f"links.{name}", row))
-                   for name, row in links.items()},
+            links={
+                name: _link(where, name, _table(where, f"links.{name}", row))
+                for name, row in links.items()
+            },
             compute=_compute(where, _table(where, "compute", top["compute"])),
             ranks=top.get("ranks", 1),
             ranks_per_node=top.get("ranks_per_node", 1),
-        )  # fmt: skip
+        )
     except MachineInvalid as error:
         raise error.within(where) from None
 
@@ -164,8 +168,9 @@ def _compute(where: str, row: Mapping[str, Any]) -> Compute:
     )
 
 
-def _check_keys(where: str, row: Mapping[str, Any], kind: Any,
-                without: tuple[str, ...] = ()) -> None:  # fmt: skip
+def _check_keys(
+    where: str, row: Mapping[str, Any], kind: Any, without: tuple[str, ...] = ()
+) -> None:
     """Every key is a field of the dataclass `kind`, and every field without a default is there."""
     known = {f.name: f for f in fields(kind) if f.name not in without}
     for key in row:
@@ -177,8 +182,10 @@ def _check_keys(where: str, row: Mapping[str, Any], kind: Any,
 
 
 def _numbers(where: str, name: str, rows: object, parse: Callable[[Any], Any]) -> dict[str, Any]:
-    return {key: _number(f"{where}: {name}", key, value, parse)
-            for key, value in _table(where, name, rows).items()}  # fmt: skip
+    return {
+        key: _number(f"{where}: {name}", key, value, parse)
+        for key, value in _table(where, name, rows).items()
+    }
 
 
 def _number(where: str, key: str, value: object, parse: Callable[[Any], Any]) -> Any:

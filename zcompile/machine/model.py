@@ -18,8 +18,16 @@ TIERS = ("device", "host", "disk")
 TIER_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
 RANK_LINKS = ("rank_to_rank", "node_to_node")
 LINKS = (*TIER_LINKS, *RANK_LINKS)
-DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2",
-          "int8")  # fmt: skip
+DTYPES = (
+    "float64",
+    "float32",
+    "tfloat32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int8",
+)
 """Of torch, and the one that its matmuls may take for float32."""
 
 MOST_BUSY = 1.5
@@ -67,8 +75,12 @@ class Link:
         if self.shares is not None:
             _check_known(where, f"shares={self.shares!r}", "is no link", self.shares, LINKS)
             if self.shares == self.name:
-                raise MachineInvalid(where, f"shares={self.shares!r}", "is the link itself",
-                                     "name the other link, or leave it out")  # fmt: skip
+                raise MachineInvalid(
+                    where,
+                    f"shares={self.shares!r}",
+                    "is the link itself",
+                    "name the other link, or leave it out",
+                )
 
     @property
     def lane(self) -> str:
@@ -127,8 +139,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
-            raise MachineInvalid("machine", f"name={self.name!r}", "is no name",
-                                 "give it one of printable characters")  # fmt: skip
+            raise MachineInvalid(
+                "machine",
+                f"name={self.name!r}",
+                "is no name",
+                "give it one of printable characters",
+            )
         self._check_tiers()
         self._check_links()
         self._check_ranks()
@@ -145,41 +161,69 @@ class Machine:
         return lane if link is None or link.shares is None else f"{lane} and {link.shares}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Machine, (self.name, dict(self.tiers), dict(self.links), self.compute, self.ranks,
-                         self.ranks_per_node)  # fmt: skip
+        return Machine, (
+            self.name,
+            dict(self.tiers),
+            dict(self.links),
+            self.compute,
+            self.ranks,
+            self.ranks_per_node,
+        )
 
     def _check_tiers(self) -> None:
         for tier, nbytes in self.tiers.items():
             _check_known(self.name, repr(tier), "is no tier", tier, TIERS)
             if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
-                raise MachineInvalid(self.name, f"tiers.{tier}={nbytes!r}", "is no capacity",
-                                     "give bytes, more than zero, or leave it out")  # fmt: skip
+                raise MachineInvalid(
+                    self.name,
+                    f"tiers.{tier}={nbytes!r}",
+                    "is no capacity",
+                    "give bytes, more than zero, or leave it out",
+                )
 
     def _check_links(self) -> None:
         for name, link in self.links.items():
             if name != link.name:
-                raise MachineInvalid(self.name, f"links[{name!r}]", f"is called {link.name!r}",
-                                     "file it under its name")  # fmt: skip
+                raise MachineInvalid(
+                    self.name,
+                    f"links[{name!r}]",
+                    f"is called {link.name!r}",
+                    "file it under its name",
+                )
             other = link.shares and self.links.get(link.shares)
             if link.shares and (not other or other.shares != name):
-                raise MachineInvalid(self.name, f"links.{name} shares={link.shares!r}",
-                                     "which does not share in turn",
-                                     f"let links.{link.shares} share {name!r} too")  # fmt: skip
+                raise MachineInvalid(
+                    self.name,
+                    f"links.{name} shares={link.shares!r}",
+                    "which does not share in turn",
+                    f"let links.{link.shares} share {name!r} too",
+                )
 
     def _check_ranks(self) -> None:
         for field in ("ranks", "ranks_per_node"):
             count = getattr(self, field)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise MachineInvalid(self.name, f"{field}={count!r}", "is no number of ranks",
-                                     "give an int of at least 1")  # fmt: skip
+                raise MachineInvalid(
+                    self.name,
+                    f"{field}={count!r}",
+                    "is no number of ranks",
+                    "give an int of at least 1",
+                )
         if self.ranks % self.ranks_per_node:
-            raise MachineInvalid(self.name, f"ranks={self.ranks}", "do not fill nodes of "
-                                 f"ranks_per_node={self.ranks_per_node}",
-                                 "every node has as many ranks")  # fmt: skip
+            raise MachineInvalid(
+                self.name,
+                f"ranks={self.ranks}",
+                f"do not fill nodes of ranks_per_node={self.ranks_per_node}",
+                "every node has as many ranks",
+            )
         for link, needed in zip(RANK_LINKS, (self.ranks_per_node > 1, self.nodes > 1), strict=True):
             if needed and link not in self.links:
-                raise MachineInvalid(self.name, f"ranks={self.ranks}", "have no way between them",
-                                     f"add links.{link}")  # fmt: skip
+                raise MachineInvalid(
+                    self.name,
+                    f"ranks={self.ranks}",
+                    "have no way between them",
+                    f"add links.{link}",
+                )
 
 
 def with_tier(machine: Machine, tier: str, nbytes: int) -> Machine:
@@ -192,8 +236,13 @@ def with_tier(machine: Machine, tier: str, nbytes: int) -> Machine:
     return replace(machine, tiers=tiers if nbytes == 0 else {**tiers, tier: nbytes})
 
 
-def scaled(machine: Machine, links: Mapping[str, float] | None = None, *,
-           flops: float = 1.0, memory: float = 1.0) -> Machine:  # fmt: skip
+def scaled(
+    machine: Machine,
+    links: Mapping[str, float] | None = None,
+    *,
+    flops: float = 1.0,
+    memory: float = 1.0,
+) -> Machine:
     """`machine` with rates multiplied: of links by name, of matmuls, of the device's memory.
 
     raises  MachineInvalid, if the machine has no such link or a factor is not more than zero
@@ -220,8 +269,9 @@ def throttled(machine: Machine, rates: Mapping[str, float], latency_s: float = 0
     latency_s  what pacing adds to a transfer over a throttled link
     """
     links = dict(machine.links)
-    slowed = {name for name, rate in rates.items()
-              if name in links and rate < links[name].bytes_per_s}  # fmt: skip
+    slowed = {
+        name for name, rate in rates.items() if name in links and rate < links[name].bytes_per_s
+    }
     for name in slowed:
         link = links[name]
         links[name] = replace(link, bytes_per_s=rates[name], latency_s=link.latency_s + latency_s)
@@ -254,12 +304,23 @@ def _check_known(where: str, what: str, why: str, key: str, known: Iterable[str]
 
 def _check_rate(where: str, field: str, rate: float) -> None:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
-        raise MachineInvalid(where, f"{field}={rate!r}", "is no rate",
-                             "give a finite number per second, more than zero")  # fmt: skip
+        raise MachineInvalid(
+            where,
+            f"{field}={rate!r}",
+            "is no rate",
+            "give a finite number per second, more than zero",
+        )
 
 
 def _check_seconds(where: str, field: str, seconds: float) -> None:
-    if (isinstance(seconds, bool) or not isinstance(seconds, int | float)
-            or not 0 <= seconds < math.inf):  # fmt: skip
-        raise MachineInvalid(where, f"{field}={seconds!r}", "is no time",
-                             "give a finite number of seconds, zero or more")  # fmt: skip
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 <= seconds < math.inf
+    ):
+        raise MachineInvalid(
+            where,
+            f"{field}={seconds!r}",
+            "is no time",
+            "give a finite number of seconds, zero or more",
+        )

@@ -44,8 +44,12 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
     raises  ConfigInvalid if the budget is smaller than the least ring
     """
     if host_budget < LEAST_BYTES:
-        raise ConfigInvalid("host_memory", host_budget, "is too small: transfers are staged in at "
-                            f"least {show_size(LEAST_BYTES)}; give that or more")  # fmt: skip
+        raise ConfigInvalid(
+            "host_memory",
+            host_budget,
+            "is too small: transfers are staged in at "
+            f"least {show_size(LEAST_BYTES)}; give that or more",
+        )
     small = min(host_budget // 8, SMALL_RING_BYTES)
     part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
     target = min(part, _most(straight))

@@ -211,10 +211,13 @@ class StorageWalk:
         self.device = next((value.device for value in gathered), None)
         self.where = {node: index for index, node in enumerate(self.nodes)}
         self.boundary = next(
-            (i for i, n in enumerate(self.nodes)
-             if n.op == "call_function" and phase_of(n) is Phase.BACKWARD),
+            (
+                i
+                for i, n in enumerate(self.nodes)
+                if n.op == "call_function" and phase_of(n) is Phase.BACKWARD
+            ),
             len(self.nodes),
-        )  # fmt: skip
+        )
         if all(n.op != "call_function" or i >= self.boundary for i, n in enumerate(self.nodes)):
             self.boundary = len(self.nodes)
         self.results = set(output_of(graph).all_input_nodes)
@@ -259,8 +262,9 @@ class StorageWalk:
         value = node.meta.get("val")
         values = list(value) if isinstance(value, list | tuple) else [value]
         made = []
-        for part, (result, sources) in enumerate(zip(values, storage_sources(node, len(values)),
-                                                     strict=True)):  # fmt: skip
+        for part, (result, sources) in enumerate(
+            zip(values, storage_sources(node, len(values)), strict=True)
+        ):
             shared = unique(p for s in sources for p in self.parts.get(s, ()))
             made.append(shared if sources else self._fresh(index, node, part, result))
         return made
@@ -306,10 +310,13 @@ class StorageWalk:
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
         carried = [self._carried(node) for node in nodes]
         leaving = [
-            Leaving(self.where[node], departing_bytes(node, self.params),
-                    {id(s): (s.nbytes, s.last) for s in storages})
+            Leaving(
+                self.where[node],
+                departing_bytes(node, self.params),
+                {id(s): (s.nbytes, s.last) for s in storages},
+            )
             for node, storages in zip(nodes, carried, strict=True)
-        ]  # fmt: skip
+        ]
         alone = self._alone(nodes, carried)
         joins = plan_joins(leaving, self._curve(), fills=self.boundary == len(self.nodes))
         for storage in unique(carried):
@@ -333,9 +340,11 @@ class StorageWalk:
             if node.target is ops.reduce_grad and len(storages) == 1
             for storage in storages
             if storage.nbytes == departing_bytes(node, self.params)
-            and storage.maker.op == "call_function" and storage.maker is not node
-            and storage.last <= self.where[node] and times[id(storage)] == 1
-        )  # fmt: skip
+            and storage.maker.op == "call_function"
+            and storage.maker is not node
+            and storage.last <= self.where[node]
+            and times[id(storage)] == 1
+        )
 
     def _curve(self) -> list[int]:
         """Bytes held while each node runs, without what is only on its way."""
@@ -482,10 +491,12 @@ class Footprint:
     def told(self, index: int) -> list[tuple[str, int]]:
         """The holders of node `index` for people: name with its module, bytes."""
         return [
-            (f"{v.maker.name} ({module})" if (module := module_of(v.maker)) else v.maker.name,
-             v.nbytes)
+            (
+                f"{v.maker.name} ({module})" if (module := module_of(v.maker)) else v.maker.name,
+                v.nbytes,
+            )
             for v in self.holders(index)
-        ]  # fmt: skip
+        ]
 
     @property
     def where(self) -> str:
@@ -496,9 +507,12 @@ class Footprint:
     def as_curve(self) -> Curve:
         """What is held, as data that outlives the graph."""
         return Curve(
-            tuple(node.name for node in self.nodes), self.boundary, tuple(self.curve()),
-            self.where, dict(self.told(self.peak_at)[:MOST_HOLDERS]),
-        )  # fmt: skip
+            tuple(node.name for node in self.nodes),
+            self.boundary,
+            tuple(self.curve()),
+            self.where,
+            dict(self.told(self.peak_at)[:MOST_HOLDERS]),
+        )
 
     def handed_over(self, names: Iterable[str]) -> Given:
         """What a graph that has these nodes as placeholders is given; for `footprint` of it."""
@@ -524,10 +538,15 @@ def footprint(
     """
     walk = StorageWalk(graph, params, given or {}, size)
     departing, left, alone, carried = walk.walk()
-    kept = {id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
-            for s in walk.storages}  # fmt: skip
-    of = {node: tuple(kept[id(s)] for s in unique(parts))
-          for node, parts in walk.parts.items() if any(parts)}  # fmt: skip
+    kept = {
+        id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
+        for s in walk.storages
+    }
+    of = {
+        node: tuple(kept[id(s)] for s in unique(parts))
+        for node, parts in walk.parts.items()
+        if any(parts)
+    }
     values = tuple(sorted(kept.values(), key=lambda v: v.first))
     return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone, carried)
 
@@ -556,8 +575,9 @@ def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) ->
     left = frozenset(register for name, register in named if name in names and name in kept)
     ends = levels[-1].after if levels else 0
     stays = dict(storage for storages in kept.values() for storage in storages)
-    saved = sum(v.nbytes for v in held.values
-                if v.maker.op == "placeholder" and not is_tangent(v.maker))  # fmt: skip
+    saved = sum(
+        v.nbytes for v in held.values if v.maker.op == "placeholder" and not is_tangent(v.maker)
+    )
     return Holds(
         levels, given | made, given, left, held.left_bytes, ends, sum(stays.values()), saved
     )

@@ -489,8 +489,9 @@ class _Assembly:
         after = self._afters()
         yield from self._stages.leaving[0]
         for n, run in enumerate(self._stages.runs):
-            yield from (replace(v.fetch, after=after[v.fetch.ticket])
-                        for v in self._starting.get(n, ()))  # fmt: skip
+            yield from (
+                replace(v.fetch, after=after[v.fetch.ticket]) for v in self._starting.get(n, ())
+            )
             yield from (v.wait for v in self._arriving.get(n, ()))
             yield from (_borrow(v) for v in self._borrowed.get(n, ()))
             yield replace(run, ticket=self._tickets[n])
@@ -506,9 +507,10 @@ class _Assembly:
                 last = max((r for old, r in self._busy if old.overlaps(slot)), default=None)
                 after[value.fetch.ticket] = () if last is None else (self._ticket(last),)
                 self._busy = [
-                    (old, r) for old, r in self._busy
+                    (old, r)
+                    for old, r in self._busy
                     if not (slot.address <= old.address and old.end <= slot.end)
-                ]  # fmt: skip
+                ]
             self._busy += [(v.free.slot, n) for v in self._leaving.get(n, ())]
         return after
 

@@ -38,9 +38,13 @@ class SplitBudget(Pass):
             most, rows, where = held.peak, held.told(held.peak_at), held.where
         if most > plan.budget_bytes and not find(graph, ops.fetch):
             raise BudgetExceeded(
-                "device", plan.budget_bytes, most, where, rows,
+                "device",
+                plan.budget_bytes,
+                most,
+                where,
+                rows,
                 f"give zcompile.offload device_memory={most} or more, or a smaller batch",
-            )  # fmt: skip
+            )
         beside = Beside(most, where, tuple(rows), plan.budget_bytes)
         left = max(0, plan.budget_bytes - most)
         return replace(plan, beside=beside, budget_bytes=left, held=held.as_curve())

@@ -463,8 +463,11 @@ def _segment(
             elif link == "disk_write":
                 ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
             program.at_most(0.0, *ways)
-            beside = [(at, sign) for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
-                      if at in program.columns]  # fmt: skip
+            beside = [
+                (at, sign)
+                for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
+                if at in program.columns
+            ]
             if link in ("h2d", "disk_read"):
                 begin, end = (held, k, n), (held, k, after)
                 found = [(begin, -1.0), *((at, -1.0) for at, sign in beside if sign > 0)]
@@ -530,8 +533,10 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     sharper = least_seconds(demand, links, room)
     rows = plain
     if sharper is not None:
-        rows = tuple(Least(row.phase, row.nbytes, lanes)
-                     for row, lanes in zip(plain, sharper.lanes, strict=True))  # fmt: skip
+        rows = tuple(
+            Least(row.phase, row.nbytes, lanes)
+            for row, lanes in zip(plain, sharper.lanes, strict=True)
+        )
     due: dict[str, float] = {}
     nbytes = {link: 0 for link in links if link in TIER_LINKS}
     phases: dict[Phase, float] = {}

@@ -43,12 +43,28 @@ class Journey:
     after_over  journeys that wait for `over_s`; after_home: for `home_s`
     """
 
-    __slots__ = ("adds", "after_home", "after_over", "begin_s", "blockers", "disk_nbytes",
-                 "home_left", "home_s", "nbytes", "over_after", "over_left", "over_s", "queued_s",
-                 "route", "seconds", "unseen")  # fmt: skip
+    __slots__ = (
+        "adds",
+        "after_home",
+        "after_over",
+        "begin_s",
+        "blockers",
+        "disk_nbytes",
+        "home_left",
+        "home_s",
+        "nbytes",
+        "over_after",
+        "over_left",
+        "over_s",
+        "queued_s",
+        "route",
+        "seconds",
+        "unseen",
+    )
 
-    def __init__(self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0,
-                 seconds: float = 0.0) -> None:  # fmt: skip
+    def __init__(
+        self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0, seconds: float = 0.0
+    ) -> None:
         self.seconds = seconds
         self.adds = False
         self.nbytes = self.disk_nbytes = nbytes
@@ -93,8 +109,15 @@ class _Piece:
 
     __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
 
-    def __init__(self, journey: Journey, ways: "_Ways", nbytes: int, last: bool,
-                 pool: "_Pool | None", ring_bytes: int) -> None:  # fmt: skip
+    def __init__(
+        self,
+        journey: Journey,
+        ways: "_Ways",
+        nbytes: int,
+        last: bool,
+        pool: "_Pool | None",
+        ring_bytes: int,
+    ) -> None:
         self.journey = journey
         self.ways = ways
         self.nbytes = nbytes
@@ -149,8 +172,13 @@ class Traffic:
         self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
         self._reads, self._writes = _Pool(), _Pool()
 
-    def start(self, journey: Journey, at_s: float, after: Iterable[Journey] = (),
-              after_home: Iterable[Journey] = ()) -> None:  # fmt: skip
+    def start(
+        self,
+        journey: Journey,
+        at_s: float,
+        after: Iterable[Journey] = (),
+        after_home: Iterable[Journey] = (),
+    ) -> None:
         """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
         `after_home` is all done."""
         for other in after:

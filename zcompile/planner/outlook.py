@@ -58,8 +58,12 @@ class Terms:
         """The same for another machine, whose host has room for another staging ring."""
         host = machine.tiers["host"]
         ring = staging_size(host, self.emulates and "disk" in machine.tiers)
-        ways = replace(self.ways, chunk_bytes=ring.chunk_bytes, ring_bytes=ring.nbytes,
-                       backlog_bytes=backlog_bytes(host, self.emulates))  # fmt: skip
+        ways = replace(
+            self.ways,
+            chunk_bytes=ring.chunk_bytes,
+            ring_bytes=ring.nbytes,
+            backlog_bytes=backlog_bytes(host, self.emulates),
+        )
         return replace(self, machine=machine, ways=ways)
 
     def costs(self) -> Costs:
@@ -118,8 +122,9 @@ class Outlook:
         )
 
 
-def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
-         prices: bool = True) -> Outlook:  # fmt: skip
+def look(
+    step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0, prices: bool = True
+) -> Outlook:
     """The outlook of a step.
 
     beside_bytes  of the device, that graphs hold beside its arena
@@ -142,8 +147,7 @@ def look(step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0,
         return step_seconds(made, costs, homes, COMPARED)
 
     least = bound(demand, terms.machine.links, room)
-    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds,
-                        stay)  # fmt: skip
+    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds, stay)
     homes = planned.placement.homes
     used = _used(step, homes)
     return Outlook(

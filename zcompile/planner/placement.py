@@ -90,15 +90,18 @@ def group(
             phases = uses.setdefault(use.key, {})
             r, rn, w, wn = phases.get(call.phase, (0, 0, 0, 0))
             phases[call.phase] = (
-                r + use.read_bytes, rn + (use.read_bytes > 0),
-                w + use.written_bytes, wn + (use.written_bytes > 0),
-            )  # fmt: skip
+                r + use.read_bytes,
+                rn + (use.read_bytes > 0),
+                w + use.written_bytes,
+                wn + (use.written_bytes > 0),
+            )
     alike: dict[tuple[object, ...], list[int]] = {}
     for key, phases in uses.items():
         fact = step.facts.get(key)
         if fact is not None and fact.kind in PLACED:
-            alike.setdefault((fact.nbytes, fact.kind, *sorted(
-                (p.value, u) for p, u in phases.items())), []).append(key)  # fmt: skip
+            alike.setdefault(
+                (fact.nbytes, fact.kind, *sorted((p.value, u) for p, u in phases.items())), []
+            ).append(key)
     return [
         Group(
             step.facts[keys[0]].nbytes,
@@ -229,8 +232,9 @@ def fractions(
     scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
     cost = [TIE * seconds / scale for seconds in moving] + [1.0 / scale] * len(phases)
     cost += [0.0] * len(phases)
-    equal = [[float(n == k) for k, _ in columns] + [0.0] * 2 * len(phases)
-             for n in range(len(groups))]  # fmt: skip
+    equal = [
+        [float(n == k) for k, _ in columns] + [0.0] * 2 * len(phases) for n in range(len(groups))
+    ]
     bounds: list[Any] = [(0.0, None)] * len(columns)
     bounds += [(compute_seconds.get(phase, 0.0), None) for phase in phases]
     bounds += [(0.0, 0.0 if phase is Phase.STEP else late_s) for phase in phases]
@@ -249,8 +253,9 @@ def fractions(
 def _moving(loads: Loads) -> float:
     """Seconds on all links. What is written to disk before the step counts twice: the step waits
     for it to be home and reads it back, while what the step writes has until the next one."""
-    again = sum(s for (phase, link), s in loads.items()
-                if link == "disk_write" and phase is not Phase.STEP)  # fmt: skip
+    again = sum(
+        s for (phase, link), s in loads.items() if link == "disk_write" and phase is not Phase.STEP
+    )
     return sum(loads.values()) + again
 
 

@@ -17,8 +17,13 @@ from zcompile.planner import bounds, floor
 from zcompile.planner.outlook import Outlook, Shadow, Terms, activation_room
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
-_COLUMN_OF = {Kind.PARAM: "weights", Kind.GRAD: "gradients", Kind.STATE: "states",
-              Kind.COPY: "copies", Kind.RESULT: "states"}  # fmt: skip
+_COLUMN_OF = {
+    Kind.PARAM: "weights",
+    Kind.GRAD: "gradients",
+    Kind.STATE: "states",
+    Kind.COPY: "copies",
+    Kind.RESULT: "states",
+}
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,12 @@ class Report:
             floor_seconds=found.floor.seconds,
             floor_by=terms.machine.told(found.floor.binding),
             links=tuple(
-                LinkRow(name, timeline.nbytes.get(name, 0), least.nbytes.get(name, 0),
-                        timeline.busy_s.get(name, 0.0))
+                LinkRow(
+                    name,
+                    timeline.nbytes.get(name, 0),
+                    least.nbytes.get(name, 0),
+                    timeline.busy_s.get(name, 0.0),
+                )
                 for name in least.nbytes
             ),
             activation_room=activation_room(terms),
@@ -191,7 +200,7 @@ class Report:
             peak_device_bytes=found.plan.peak_bytes,
             annex_bytes=found.plan.annex_bytes,
             staying_bytes=found.plan.staying_bytes,
-        )  # fmt: skip
+        )
 
     @property
     def sequence(self) -> int:
@@ -263,28 +272,41 @@ def _lines(report: Report) -> Iterator[str]:
     yield from table(
         ("tier", "capacity", "used", *COLUMNS),
         [
-            (row.tier, *(show_size(n) for n in (row.capacity, row.used)),
-             *(_size(getattr(row, column)) for column in COLUMNS))
+            (
+                row.tier,
+                *(show_size(n) for n in (row.capacity, row.used)),
+                *(_size(getattr(row, column)) for column in COLUMNS),
+            )
             for row in report.tiers
         ],
-    )  # fmt: skip
+    )
     if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
     if report.staying_bytes:
-        yield (f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
-               "until the optimizer has read them")  # fmt: skip
+        yield (
+            f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
+            "until the optimizer has read them"
+        )
     if report.annex_bytes:
-        yield (f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
-               "no graph holds then")  # fmt: skip
+        yield (
+            f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
+            "no graph holds then"
+        )
     if report.fullest is not None:
         yield f"  graphs hold {report.fullest.told()}"
     yield ""
     yield from _times(report)
     if report.links:
         yield ""
-        rows = [(row.link, show_size(row.nbytes), show_size(row.least_nbytes),
-                 f"{row.busy_seconds / report.step_seconds:.0%}")
-                for row in report.links]  # fmt: skip
+        rows = [
+            (
+                row.link,
+                show_size(row.nbytes),
+                show_size(row.least_nbytes),
+                f"{row.busy_seconds / report.step_seconds:.0%}",
+            )
+            for row in report.links
+        ]
         yield from table(("link", "per step", "least", "busy"), rows)
     yield ""
     yield from _advice(report)
@@ -296,7 +318,8 @@ def _beside(report: Report) -> str:
     if report.bounded:
         held = f"{show_size(report.held_bytes)}, held by graphs,"
         return f"the device's capacity above is what {held} leave of its " + show_size(
-            left + report.held_bytes)  # fmt: skip
+            left + report.held_bytes
+        )
     activations = f"{show_size(report.activation_bytes)} of activations"
     most = report.activation_room
     if most is None:
@@ -304,8 +327,10 @@ def _beside(report: Report) -> str:
     whole = show_size(left + min(report.activation_bytes, most))
     if report.activation_bytes <= most:
         return f"the device's capacity above is what {activations} leave of its {whole}"
-    return (f"{activations} leave too little of the device's {whole}: the capacity above is the "
-            f"least that is kept for entries, so activations have {show_size(most)}")  # fmt: skip
+    return (
+        f"{activations} leave too little of the device's {whole}: the capacity above is the "
+        f"least that is kept for entries, so activations have {show_size(most)}"
+    )
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -344,8 +369,10 @@ def _times(report: Report) -> Iterator[str]:
         batch = f"{report.micro_batches} micro-batches, each {batch}"
     seconds = show_seconds(report.step_seconds)
     yield f"step of {batch}, {report.optimizer}: {seconds} ({phases}); {rate}"
-    yield (f"  compute {show_seconds(report.compute_seconds)}, idle "
-           f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}")  # fmt: skip
+    yield (
+        f"  compute {show_seconds(report.compute_seconds)}, idle "
+        f"{show_seconds(report.idle_seconds)}; bottleneck: {report.bottleneck}"
+    )
     yield (
         f"  least of a plan like this: {show_seconds(report.bound_seconds)} (bound by "
         f"{report.bound_by}); this one takes {report.gap:.2f} times that"
@@ -361,8 +388,10 @@ def _times(report: Report) -> Iterator[str]:
 def _advice(report: Report) -> Iterator[str]:
     yield _batch(report)
     for row in report.shadows:
-        yield (f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
-               f"{show_seconds(row.least_s)})")  # fmt: skip
+        yield (
+            f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
+            f"{show_seconds(row.least_s)})"
+        )
 
 
 def _batch(report: Report) -> str:
@@ -371,14 +400,19 @@ def _batch(report: Report) -> str:
     if most is not None and most < now:
         single = ", those of a single sample do not either" if now > 1 else ""
         most_told = f", those of {most} fit" if most else single
-        return (f"activations of batch {now} do not fit{most_told}: recompute some "
-                "(checkpoints), or take shorter samples")  # fmt: skip
+        return (
+            f"activations of batch {now} do not fit{most_told}: recompute some "
+            "(checkpoints), or take shorter samples"
+        )
     if hiding <= now:
-        return (f"batch {now}: compute hides what forward and backward move; from {hiding} on "
-                "it does")  # fmt: skip
+        return (
+            f"batch {now}: compute hides what forward and backward move; from {hiding} on it does"
+        )
     if most is not None and most < hiding:
-        return (f"batch {now} is small, but activations of at most {most} fit; only from {hiding} "
-                "on would compute hide what forward and backward move")  # fmt: skip
+        return (
+            f"batch {now} is small, but activations of at most {most} fit; only from {hiding} "
+            "on would compute hide what forward and backward move"
+        )
     return f"batch {now} is small: from {hiding} on, compute hides what forward and backward move"
 
 

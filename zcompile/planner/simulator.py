@@ -76,8 +76,16 @@ class Told(NamedTuple):
         sent = arrived = None
         if self.sent is not None:
             sent, arrived = time_of(self.sent.begin_s) - begun, time_of(self.sent.home_s) - begun
-        return Moment(self.call, self.number, self.instruction, begin - begun, end - begun, stall,
-                      sent, arrived)  # fmt: skip
+        return Moment(
+            self.call,
+            self.number,
+            self.instruction,
+            begin - begun,
+            end - begun,
+            stall,
+            sent,
+            arrived,
+        )
 
 
 def time_of(time_s: float | None) -> float:
@@ -116,8 +124,11 @@ class Flying:
         if not rows:
             return []
         self._rows[key] = rows = [row for row in rows if row[3].home_s is None]
-        return [journey for first, last, wrote, journey in rows
-                if first < end and begin < last and (wrote or writes)]  # fmt: skip
+        return [
+            journey
+            for first, last, wrote, journey in rows
+            if first < end and begin < last and (wrote or writes)
+        ]
 
 
 class Departing:
@@ -217,10 +228,16 @@ class SimulatedSteps:
         self._begin()
         # Not kept, or a walk would keep itself alive, and all its traffic.
         acts: dict[type, Any] = {
-            Run: self._run, Borrow: self._borrow, Store: self._store, Reduce: self._reduce,
-            Fetch: self._fetch, Wait: self._wait, Free: self._free, Left: self._left,
+            Run: self._run,
+            Borrow: self._borrow,
+            Store: self._store,
+            Reduce: self._reduce,
+            Fetch: self._fetch,
+            Wait: self._wait,
+            Free: self._free,
+            Left: self._left,
             Offload: self._offload,
-        }  # fmt: skip
+        }
         ends = []
         for number, call in enumerate(self._calls):
             before = self._calls[number - 1].schedule
@@ -378,15 +395,22 @@ class SimulatedSteps:
         return NOTHING_STARTED
 
     def _start(
-        self, journey: Journey, key: int, begin: int, nbytes: int, writes: bool,
-        after: Sequence[Ticket], follows: Sequence[Journey] = (),
-    ) -> None:  # fmt: skip
+        self,
+        journey: Journey,
+        key: int,
+        begin: int,
+        nbytes: int,
+        writes: bool,
+        after: Sequence[Ticket],
+        follows: Sequence[Journey] = (),
+    ) -> None:
         """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
         self._traffic.advance(self._host)
         blockers = self._flying.blockers(key, begin, begin + nbytes, writes)
         self._flying.start(key, begin, begin + nbytes, writes, journey)
-        self._traffic.start(journey, self._host, (*follows, *(self._done[t] for t in after)),
-                            blockers)  # fmt: skip
+        self._traffic.start(
+            journey, self._host, (*follows, *(self._done[t] for t in after)), blockers
+        )
         self._sent.append(journey)
 
     def _make_room(self, nbytes: int) -> None:

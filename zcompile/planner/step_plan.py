@@ -194,9 +194,13 @@ def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Secon
 
 
 def stay_and_annex(
-    step: Step, machine: Machine, arena_bytes: int, beside_bytes: int, chunk_bytes: int,
+    step: Step,
+    machine: Machine,
+    arena_bytes: int,
+    beside_bytes: int,
+    chunk_bytes: int,
     kept: frozenset[int] = frozenset(),
-) -> tuple[frozenset[int], StepRoom]:  # fmt: skip
+) -> tuple[frozenset[int], StepRoom]:
     """The gradients that stay beside the arena until the optimizer has read them, and what it may
     stream through there: what nobody holds then.
 

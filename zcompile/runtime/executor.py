@@ -102,8 +102,9 @@ def bytes_of(value: Tensor, layout: Layout) -> Tensor:
     lies like that."""
     value = materialised(value)
     if Layout.of(value) != layout:
-        wanted = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype,
-                                     device=value.device)  # fmt: skip
+        wanted = torch.empty_strided(
+            layout.size, layout.stride, dtype=layout.dtype, device=value.device
+        )
         value = wanted.copy_(value)
     return value.as_strided((layout.span,), (1,)).view(torch.uint8)
 

@@ -164,9 +164,12 @@ class Foresight:
                 return
             try:
                 ticket = self._store.fetch(
-                    entry, arena.slot(slot.address, fetch.nbytes), begin=fetch.begin, after=after,
+                    entry,
+                    arena.slot(slot.address, fetch.nbytes),
+                    begin=fetch.begin,
+                    after=after,
                     ahead=True,
-                )  # fmt: skip
+                )
             except BaseException as error:
                 arena.give_slot(slot.address, slot.nbytes)
                 if not isinstance(error, ZinfError | OSError):

@@ -125,21 +125,34 @@ class Meter:
             return dict(self._seconds)
 
     def peak(self) -> dict[str, int]:
-        return {"device": self.device.peak, "host": self.host.peak, "disk": self.disk.peak,
-                "activations": self.activations.peak, "together": self.together.peak}  # fmt: skip
+        return {
+            "device": self.device.peak,
+            "host": self.host.peak,
+            "disk": self.disk.peak,
+            "activations": self.activations.peak,
+            "together": self.together.peak,
+        }
 
     def planned_peak(self) -> dict[str, int]:
-        return {"device": self.planned_device.peak, "host": self.planned_host.peak,
-                "disk": self.planned_disk.peak,
-                "activations": self.planned_activations.peak,
-                "together": self.planned_together.peak}  # fmt: skip
+        return {
+            "device": self.planned_device.peak,
+            "host": self.planned_host.peak,
+            "disk": self.planned_disk.peak,
+            "activations": self.planned_activations.peak,
+            "together": self.planned_together.peak,
+        }
 
     def snapshot(self) -> dict[str, Value]:
         """All of it as a plain dict: the value of `zcompile.stats`."""
         with self._lock:
             counts = dict(self._counts)
-        return {"bytes": self.bytes(), "seconds": self.seconds(), "peak": self.peak(),
-                "planned_peak": self.planned_peak(), **counts}  # fmt: skip
+        return {
+            "bytes": self.bytes(),
+            "seconds": self.seconds(),
+            "peak": self.peak(),
+            "planned_peak": self.planned_peak(),
+            **counts,
+        }
 
     def reset(self) -> None:
         """Zero the totals; peaks start again from what is in use now."""

@@ -102,9 +102,11 @@ def shut(plant: Plant) -> None:
 
 
 def forked_error(name: str, pid: int) -> ParameterChanged:
-    return ParameterChanged(name, f"rests in process {pid}, this is a child that was forked from "
-                            "it", "use the model in its own process, or start the child with "
-                            "'spawn'")  # fmt: skip
+    return ParameterChanged(
+        name,
+        f"rests in process {pid}, this is a child that was forked from it",
+        "use the model in its own process, or start the child with 'spawn'",
+    )
 
 
 def closed_error(name: str) -> ParameterChanged:
@@ -153,8 +155,9 @@ def default_budgets(kind: str, free_bytes: int) -> dict[str, int]:
 def _host_budget(config: Config) -> int:
     budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
     if budget > machine_bytes():
-        raise ConfigInvalid("host_memory", budget,
-                            f"is more than this machine has ({machine_bytes()} bytes)")  # fmt: skip
+        raise ConfigInvalid(
+            "host_memory", budget, f"is more than this machine has ({machine_bytes()} bytes)"
+        )
     return budget
 
 

@@ -144,8 +144,10 @@ class Lane:
 def measure_lanes(there: Lane, back: Lane) -> dict[str, Link]:
     """Both as links by name, `shares` set where they take turns."""
     pieces = {lane.name: _batch(lane) for lane in (there, back)}
-    alone = {lane.name: best_of(partial(_lane_seconds, (lane, pieces[lane.name])))
-             for lane in (there, back)}  # fmt: skip
+    alone = {
+        lane.name: best_of(partial(_lane_seconds, (lane, pieces[lane.name])))
+        for lane in (there, back)
+    }
     both = best_of(partial(_lane_seconds, *((lane, pieces[lane.name]) for lane in (there, back))))
     turns = both > TAKES_TURNS * max(alone.values())
     links = {}
@@ -174,9 +176,11 @@ def best_of(seconds: Callable[[], float]) -> float:
 
 def _lane_seconds(*batches: tuple[Lane, int]) -> float:
     since = time.perf_counter()
-    tickets = [lane.start(n) for round_ in zip_longest(*(
-        [(lane, n) for n in range(pieces)] for lane, pieces in batches))
-        for lane, n in filter(None, round_)]  # fmt: skip
+    tickets = [
+        lane.start(n)
+        for round_ in zip_longest(*([(lane, n) for n in range(pieces)] for lane, pieces in batches))
+        for lane, n in filter(None, round_)
+    ]
     for ticket in tickets:
         ticket.wait()
     return time.perf_counter() - since
@@ -203,8 +207,13 @@ FORMAT = 1
 """Part of the key: what was measured in another way is measured again."""
 
 
-def cached(facts: Mapping[str, str], measure: Callable[[], Machine], *, again: bool = False,
-           busy: bool = False) -> Machine:  # fmt: skip
+def cached(
+    facts: Mapping[str, str],
+    measure: Callable[[], Machine],
+    *,
+    again: bool = False,
+    busy: bool = False,
+) -> Machine:
     """The machine that was measured when `facts` held, or is measured now.
 
     again  measure, whatever is there
@@ -218,8 +227,12 @@ def cached(facts: Mapping[str, str], measure: Callable[[], Machine], *, again: b
         if not again and (found := _read(kept)) is not None:
             return found
     machine = measure()
-    told = "\n".join(("Measured by zcompile; may be removed at any time.",
-                      *(f"{key}: {value}" for key, value in facts.items())))  # fmt: skip
+    told = "\n".join(
+        (
+            "Measured by zcompile; may be removed at any time.",
+            *(f"{key}: {value}" for key, value in facts.items()),
+        )
+    )
     _write(passing if busy and not again else path, write(machine, told))
     return machine
 
@@ -270,8 +283,10 @@ def _write(path: Path, text: str) -> None:
         logger.info("what was measured is not kept: %s", error)
 
 
-DTYPES = {"cpu": (torch.float32, torch.bfloat16),
-          "cuda": (torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 SIDES = {"cpu": (1024, 512, 256), "cuda": (8192, 4096, 1024)}
 """Of square matmuls, as large as memory and MOST_ONCE_S allow."""
 MOST_ONCE_S = 0.1
@@ -284,8 +299,10 @@ LAUNCHES = 500
 @torch.no_grad()
 def compute_of(device: torch.device) -> Compute:
     """Takes about a second; leaves random numbers alone and gives its memory back."""
-    flops = {str(dtype).removeprefix("torch."): rounded(_matmul(device, dtype))
-             for dtype in DTYPES[device.type]}  # fmt: skip
+    flops = {
+        str(dtype).removeprefix("torch."): rounded(_matmul(device, dtype))
+        for dtype in DTYPES[device.type]
+    }
     compute = Compute(flops, rounded(_elementwise(device)), rounded(_launch(device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else the allocator would keep it from arenas
@@ -414,10 +431,14 @@ def copy_links(torch_device: torch.device) -> dict[str, Link]:
                 device.copy(direction, *pair, (), arrival := underway.arrival())
                 return arrival
 
-            return Lane(direction, device.chunk_bytes,
-                        lambda n: start(at + n % pieces * device.chunk_bytes, device.chunk_bytes),
-                        SHORT_BYTES, lambda n: start(at + n % SHORTS * SHORT_STEP, SHORT_BYTES),
-                        most=256)  # fmt: skip
+            return Lane(
+                direction,
+                device.chunk_bytes,
+                lambda n: start(at + n % pieces * device.chunk_bytes, device.chunk_bytes),
+                SHORT_BYTES,
+                lambda n: start(at + n % SHORTS * SHORT_STEP, SHORT_BYTES),
+                most=256,
+            )
 
         return measure_lanes(lane("h2d", 0), lane("d2h", COPY_BYTES))
 
@@ -456,8 +477,9 @@ def disk_links(directories: Sequence[Path]) -> dict[str, Link]:
             offset = (n // len(files) + write * half) * piece
             buffer = memory[write].part(n * piece, n * piece + nbytes)
             arrival = underway.arrival()
-            engine.start(Move(write, target._replace(offset=offset), buffer, "a measurement",
-                              arrival.finish))  # fmt: skip
+            engine.start(
+                Move(write, target._replace(offset=offset), buffer, "a measurement", arrival.finish)
+            )
             return arrival
 
         def lane(name: str, write: bool) -> Lane:
@@ -476,25 +498,30 @@ def _device(device: torch.device, throttle: Mapping[str, float], underway: _Unde
 
 
 @contextmanager
-def _files(directories: Sequence[Path],
-           underway: _Underway) -> Iterator[list[tuple[Engine, Target]]]:  # fmt: skip
+def _files(
+    directories: Sequence[Path], underway: _Underway
+) -> Iterator[list[tuple[Engine, Target]]]:
     """A nameless file per directory and the engine that reaches it."""
     try:
         with ExitStack() as stack:
             opened = [stack.enter_context(Directory(path)) for path in directories]
             direct = [takes_direct(directory) for directory in opened]
-            fds = [stack.enter_context(nameless_file(directory, is_direct))
-                   for directory, is_direct in zip(opened, direct, strict=True)]  # fmt: skip
+            fds = [
+                stack.enter_context(nameless_file(directory, is_direct))
+                for directory, is_direct in zip(opened, direct, strict=True)
+            ]
             rings = trial.choose(list(zip(opened, direct, strict=True)))
             engines = {id(ring): Engine(ring, underway.crashed, _closed) for ring in rings}
             for engine in engines.values():
                 stack.callback(engine.close)
-            granules = [direct_granule(directory.system, fd) if is_direct else 1
-                        for directory, fd, is_direct in zip(opened, fds, direct,
-                                                            strict=True)]  # fmt: skip
-            yield [(engines[id(ring)], Target(path, fd, 0, granule))
-                   for ring, path, fd, granule in zip(rings, directories, fds, granules,
-                                                      strict=True)]  # fmt: skip
+            granules = [
+                direct_granule(directory.system, fd) if is_direct else 1
+                for directory, fd, is_direct in zip(opened, fds, direct, strict=True)
+            ]
+            yield [
+                (engines[id(ring)], Target(path, fd, 0, granule))
+                for ring, path, fd, granule in zip(rings, directories, fds, granules, strict=True)
+            ]
     except DiskUnusable:
         raise
     except OSError as error:
@@ -507,8 +534,11 @@ def _piece_bytes(directories: Sequence[Path]) -> int:
     pieces = len(directories) * DISK_PIECES
     fitting = free_disk_bytes(directories) // (2 * pieces) // SHORT_BYTES * SHORT_BYTES
     if fitting == 0:
-        raise DiskUnusable(directories[0], "is too full to be measured, which takes "
-                           f"{show_size(2 * pieces * SHORT_BYTES)}", _REMEDY)  # fmt: skip
+        raise DiskUnusable(
+            directories[0],
+            f"is too full to be measured, which takes {show_size(2 * pieces * SHORT_BYTES)}",
+            _REMEDY,
+        )
     return min(fitting, PIECE_BYTES)
 
 
@@ -539,8 +569,9 @@ def _closed(name: str) -> ParameterChanged:
 NAME = "probed"
 
 
-def machine_for(config: Config, device: Device,
-                capacities: Mapping[str, int] | None = None) -> Machine:  # fmt: skip
+def machine_for(
+    config: Config, device: Device, capacities: Mapping[str, int] | None = None
+) -> Machine:
     """What a run of `config` on `device` has: the machine of the config, or else the probed one.
 
     The first call on a machine measures for some seconds; later ones read a small file.
@@ -556,8 +587,9 @@ def machine_for(config: Config, device: Device,
         machine = replace(machine, tiers=_free(device, config_disks))
     budgets = {"device": config.device_memory, "host": config.host_memory}
     given = {tier: int(nbytes) for tier, nbytes in budgets.items() if nbytes is not None}
-    machine = replace(machine, tiers={**machine.tiers, **given} if capacities is None
-                      else dict(capacities))  # fmt: skip
+    machine = replace(
+        machine, tiers={**machine.tiers, **given} if capacities is None else dict(capacities)
+    )
     rates = {link: float(rate) for link, rate in config.throttle.items()}
     return throttled(machine, rates, _pacing_s(device.torch_device)) if rates else machine
 

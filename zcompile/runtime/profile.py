@@ -251,9 +251,13 @@ class Clocks:
     on_step called when a step is known to be over, since the next begins; only if `record` is set
     """
 
-    def __init__(self, device: Device, waited: Callable[[], float],
-                 traffic: Callable[[], Traffic] = dict,
-                 idle: Callable[[], bool] = lambda: False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        device: Device,
+        waited: Callable[[], float],
+        traffic: Callable[[], Traffic] = dict,
+        idle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.waited = waited
         self.idle = idle
         self._traffic, self._moved = traffic, traffic()
@@ -342,10 +346,13 @@ class Clocks:
     def _measure_links(self) -> None:
         """A step is over: what each link moved in it, and how long it took."""
         before, self._moved = self._moved, self._traffic()
-        step = {link: (n - before.get(link, IDLE)[0], s - before.get(link, IDLE)[1])
-                for link, (n, s) in self._moved.items()}  # fmt: skip
-        self._rates.append(({k: row[0] for k, row in step.items()},
-                            {k: row[1] for k, row in step.items()}))  # fmt: skip
+        step = {
+            link: (n - before.get(link, IDLE)[0], s - before.get(link, IDLE)[1])
+            for link, (n, s) in self._moved.items()
+        }
+        self._rates.append(
+            ({k: row[0] for k, row in step.items()}, {k: row[1] for k, row in step.items()})
+        )
 
     def timeline(self) -> tuple[Walked, ...]:
         """The walks of the last step that another followed, if `record` was set while it ran."""

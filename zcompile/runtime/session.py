@@ -94,11 +94,12 @@ class DeviceSplit:
         needed = held_bytes + beside + gathered
         if needed > self._store.device_budget:
             raise self._refusal(
-                needed, f"{op.name}, which takes whole tensors,",
+                needed,
+                f"{op.name}, which takes whole tensors,",
                 [*op.gathers, *op.beside, (OF_GRAPHS, held_bytes)],
                 f"give zcompile.offload device_memory={needed} or more, or take an optimizer "
                 "whose ops are elementwise (AdamW, Adam, SGD; foreach or fused): they stream",
-            )  # fmt: skip
+            )
         self.hold(held_bytes + beside, gathered)
 
     def hold(self, nbytes: int, least_arena: int = 0) -> None:
@@ -114,13 +115,14 @@ class DeviceSplit:
         store = self._store
         if nbytes + least_arena > store.device_budget:
             raise self._refusal(
-                nbytes + least_arena, "a call, with what compiled graphs keep for backward,",
+                nbytes + least_arena,
+                "a call, with what compiled graphs keep for backward,",
                 [(OF_GRAPHS, nbytes), ("parameters that are read together", least_arena)],
                 f"give zcompile.offload device_memory={nbytes + least_arena} or more, or a smaller "
                 "batch, or let go of results whose backward never comes; or call torch._dynamo."
                 "reset() and begin with the largest batch: what is compiled first for small ones "
                 "may keep what it would else make again",
-            )  # fmt: skip
+            )
         aside = max(nbytes, self.foreseen_bytes, self.held_bytes)
         if aside + least_arena > store.device_budget:
             aside = nbytes
@@ -147,8 +149,11 @@ class DeviceSplit:
             store.arena.give_way(aside)
             store.homes.device.resized()
             self.held_bytes = aside
-        log.info("compiled graphs hold %s of the device; the arena has the other %s",
-                 show_size(aside), show_size(store.arena.budget_bytes))  # fmt: skip
+        log.info(
+            "compiled graphs hold %s of the device; the arena has the other %s",
+            show_size(aside),
+            show_size(store.arena.budget_bytes),
+        )
 
     def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
         """`where` needs more of the arena than there is: what it needs of the device, with the
@@ -157,9 +162,11 @@ class DeviceSplit:
             return error
         needed = error.needed_bytes + self.held_bytes
         return self._refusal(
-            needed, where, [(what, error.needed_bytes), (OF_GRAPHS, self.held_bytes)],
+            needed,
+            where,
+            [(what, error.needed_bytes), (OF_GRAPHS, self.held_bytes)],
             f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
-        )  # fmt: skip
+        )
 
     def _refusal(
         self, needed: int, where: str, alive: Sequence[tuple[str, int]], todo: str
@@ -420,9 +427,10 @@ class Session(Store):
         here = [t for t in plain if self._counts(t)]
         beside = self.holding.more(here)
         whole = Whole(
-            f"{op} of {self.stepping}", [(e.name, aligned(e.nbytes)) for e in entries],
+            f"{op} of {self.stepping}",
+            [(e.name, aligned(e.nbytes)) for e in entries],
             [("plain tensors it is called with", beside), ("what it makes", nbytes)],
-        )  # fmt: skip
+        )
         if self.holding.nbytes + beside + nbytes > self.split.held_bytes:
             self.executor.join_departures()  # gradients on their way home, and those that stayed
             if self.planner is not None:
@@ -456,8 +464,10 @@ class Session(Store):
             self._told.add(self.stepping)
             logger.warning(
                 "%s uses %s, which is not elementwise: its operands are gathered whole, one tensor "
-                "after the other, which is right but slower than streaming", self.stepping, op
-            )  # fmt: skip
+                "after the other, which is right but slower than streaming",
+                self.stepping,
+                op,
+            )
 
     def fetch(
         self,

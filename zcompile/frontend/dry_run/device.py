@@ -133,8 +133,14 @@ class PaperDevice:
     def mark(self) -> Ticket:
         return Ready()
 
-    def copy(self, direction: Direction, target: Tensor, source: Tensor,
-             after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
+    def copy(
+        self,
+        direction: Direction,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Ticket],
+        landing: Landing,
+    ) -> None:
         _land(landing)
 
     def straight(self, direction: Direction) -> bool:

@@ -72,10 +72,12 @@ def quiet() -> Iterator[None]:
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType({
-    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, fused=True),
-})  # fmt: skip
+OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType(
+    {
+        "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+        "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, fused=True),
+    }
+)
 CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
 TRACED_BYTES = 4 * TiB
 """Of the arena that a step on paper is traced for: tracing never fails for want of room; a plan is
@@ -146,14 +148,23 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
     """
     bounded_by = terms.machine.tiers["device"] if terms.bounded else None
     if traced.device_bytes != bounded_by:
-        raise Unsupported("a step is planned for another device than it was traced for",
-                          "trace it anew: what graphs hold is chosen for the device")  # fmt: skip
+        raise Unsupported(
+            "a step is planned for another device than it was traced for",
+            "trace it anew: what graphs hold is chosen for the device",
+        )
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
     with quiet():
         found = look(traced.step, terms, beside, traced.chunk_bytes, prices)
-    facts = Facts(traced.parameters, traced.activation_bytes, traced.held_bytes, traced.memories,
-                  traced.samples, traced.tokens, traced.step.micro_batches,
-                  traced.optimizer)  # fmt: skip
+    facts = Facts(
+        traced.parameters,
+        traced.activation_bytes,
+        traced.held_bytes,
+        traced.memories,
+        traced.samples,
+        traced.tokens,
+        traced.step.micro_batches,
+        traced.optimizer,
+    )
     return Report.of(found, terms, facts)
 
 
@@ -163,8 +174,11 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable, Unsupported
     """
     if why := config.stays_because:
-        raise Unsupported(f"a plan says where entries rest best, and with {why} they stay where "
-                          "they are put first", "leave that out to plan a run without")  # fmt: skip
+        raise Unsupported(
+            f"a plan says where entries rest best, and with {why} they stay where "
+            "they are put first",
+            "leave that out to plan a run without",
+        )
     if machine is not None:
         config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
     device = torch.device(config.device or "cpu")
@@ -175,18 +189,24 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     found = machine_for(config, stand_in, _capacities(config) if here else None)
     for tier in ("device", "host"):
         if tier not in found.tiers:
-            raise ConfigInvalid("machine", found.name, f"has no tier {tier!r}; add it, or give "
-                                f"{tier}_memory")  # fmt: skip
+            raise ConfigInvalid(
+                "machine", found.name, f"has no tier {tier!r}; add it, or give {tier}_memory"
+            )
     ways = Ways(
         asynchronous=not (here and device.type == "cpu"),
         straight_read=emulates,
         straight_write=emulates,
     )
     terms = Terms(
-        found, ways, emulates, config.max_lead > 0, config.device_memory is not None,
-        stand_in.chunk_bytes, config.activations,
+        found,
+        ways,
+        emulates,
+        config.max_lead > 0,
+        config.device_memory is not None,
+        stand_in.chunk_bytes,
+        config.activations,
         None if config.tile_bytes is None else int(config.tile_bytes),
-    )  # fmt: skip
+    )
     return terms.on(found)
 
 
@@ -245,8 +265,9 @@ def trace(
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     found = [p for p in model.parameters() if p.requires_grad]
     if not found:
-        raise Unsupported("no parameter of the model requires a gradient",
-                          "plan a model that is to be trained")  # fmt: skip
+        raise Unsupported(
+            "no parameter of the model requires a gradient", "plan a model that is to be trained"
+        )
     return found
 
 
@@ -255,9 +276,10 @@ def _recorded(session: PaperSession, model: nn.Module) -> Step:
     if step is None:
         raise Unsupported(
             f"torch.compile captured nothing of {type(model).__name__}, so there is no step to "
-            "plan", "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
-            "before is left out from then on, until torch._dynamo.reset()"
-        )  # fmt: skip
+            "plan",
+            "see why with TORCH_LOGS=graph_breaks; code that failed in this process "
+            "before is left out from then on, until torch._dynamo.reset()",
+        )
     return step
 
 
@@ -266,21 +288,28 @@ def _session(terms: Terms) -> PaperSession:
     machine = terms.machine
     tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
     tiers["host"] -= terms.ways.ring_bytes
-    config = Config(device="cpu", machine=machine, activations=terms.activations,
-                    tile_bytes=terms.tile_bytes)  # fmt: skip
+    config = Config(
+        device="cpu", machine=machine, activations=terms.activations, tile_bytes=terms.tile_bytes
+    )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
     return PaperSession(config, device, terms.emulates, tiers, terms.ways)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise Unsupported(f"{type(model).__name__} is not a torch.nn.Module",
-                          "give zcompile.plan the model itself")  # fmt: skip
+        raise Unsupported(
+            f"{type(model).__name__} is not a torch.nn.Module",
+            "give zcompile.plan the model itself",
+        )
     if not any(True for _ in model.parameters()):
         raise Unsupported(f"{type(model).__name__} has no parameters", "plan a model that has")
     if optimizer is not None and not callable(optimizer) and optimizer not in OPTIMIZERS:
-        raise ConfigInvalid("optimizer", optimizer, f"is none of {', '.join(OPTIMIZERS)}; give "
-                            "one of them, or a function of the parameters")  # fmt: skip
+        raise ConfigInvalid(
+            "optimizer",
+            optimizer,
+            f"is none of {', '.join(OPTIMIZERS)}; give "
+            "one of them, or a function of the parameters",
+        )
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigInvalid("micro_batches", micro_batches, "must be an int of at least 1")
 

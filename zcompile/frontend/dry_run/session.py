@@ -74,8 +74,9 @@ class _BlankResults:
 
 def _blank(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return blank([hint(n) for n in value.size()], [hint(n) for n in value.stride()],
-                     value.dtype)  # fmt: skip
+        return blank(
+            [hint(n) for n in value.size()], [hint(n) for n in value.stride()], value.dtype
+        )
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
@@ -89,14 +90,19 @@ class PaperSession(Session):
     """
 
     def __init__(
-        self, config: Config, device_bytes: int, emulates: bool, beside: Mapping[str, int],
+        self,
+        config: Config,
+        device_bytes: int,
+        emulates: bool,
+        beside: Mapping[str, int],
         ways: Ways,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._beside, self._ways = beside, ways
         self.memories: list[Memory] = []
         """What the values of each graph that was compiled hold of the device, in that order."""
-        opening = partial(open_paper, device_bytes=device_bytes, emulates=emulates,
-                          has_disk="disk" in beside)  # fmt: skip
+        opening = partial(
+            open_paper, device_bytes=device_bytes, emulates=emulates, has_disk="disk" in beside
+        )
         super().__init__(config, TieredTensor.over, opening)
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
@@ -130,20 +136,29 @@ class PaperSession(Session):
                 free[tier], left = self._beside[tier] - taken, left - taken
         return free
 
-    def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
-              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
+    def fetch(
+        self,
+        entry: Entry,
+        target: Tensor,
+        *,
+        begin: int = 0,
+        after: Sequence[Ticket] = (),
+        ahead: bool = False,
+    ) -> Ticket:
         self.enter(entry.name)
         self._settle(entry, ahead)
         return Ready()
 
-    def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
-            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+    def put(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         self.enter(entry.name)
         entry.version += 1
         return Ready()
 
-    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
-            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+    def add(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         return self.put(entry, source)
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
@@ -153,8 +168,15 @@ class PaperSession(Session):
     def read_all(self, entry: Entry) -> Tensor:
         return blank((entry.nbytes,), (1,), torch.uint8)
 
-    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
-               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
+    def borrow(
+        self,
+        entry: Entry,
+        begin: int,
+        nbytes: int,
+        writes: bool,
+        overwrites: bool = False,
+        ahead: bool = False,
+    ) -> Tensor:
         self.enter(entry.name)
         entry.version += int(writes)
         return blank((nbytes,), (1,), torch.uint8)
@@ -223,8 +245,13 @@ class OnPaper(DispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Dispatched, types: Any, args: Sequence[Any] = (),
-                           kwargs: dict[str, Any] | None = None) -> Any:  # fmt: skip
+    def __torch_dispatch__(
+        self,
+        func: Dispatched,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if is_compiling_now() or not _computes(func, args, kwargs):
             return func(*args, **kwargs)
@@ -329,8 +356,9 @@ def run_step(
 
     # Dynamo keeps what it compiled with the code, and would come to its limit after some plans.
     # What lies behind a graph break is the model's own code, which is not ours to make anew.
-    fresh = types.FunctionType(loss_of.__code__.replace(), globals(), "loss_of",
-                               None, loss_of.__closure__)  # fmt: skip
+    fresh = types.FunctionType(
+        loss_of.__code__.replace(), globals(), "loss_of", None, loss_of.__closure__
+    )
     compiled = torch.compile(fresh, backend=paper_backend, dynamic=False)
     name, given = type(model).__name__, ", ".join(_told(inputs))
     for _ in range(times):
@@ -341,11 +369,13 @@ def run_step(
         ):
             loss = compiled(*inputs)
         if not loss.requires_grad:
-            raise Unsupported("the model's output does not depend on what it trains",
-                              "let forward return the loss")  # fmt: skip
+            raise Unsupported(
+                "the model's output does not depend on what it trains",
+                "let forward return the loss",
+            )
         with Running(f"backward of {name} with ({given})", REMEDY, failure_of):
             loss.backward()
-    with Running(f"a step of {type(optimizer).__name__}", REMEDY, failure_of):  # fmt: skip
+    with Running(f"a step of {type(optimizer).__name__}", REMEDY, failure_of):
         optimizer.step()
 
 
@@ -358,8 +388,10 @@ def _loss(result: Any) -> Tensor:
         return loss
     tensors = [x for x in trees.tree_leaves(result) if isinstance(x, Tensor)]
     if not tensors:
-        raise Unsupported(f"the model's forward returned {type(result).__name__} without a tensor",
-                          "let it return the loss, or what a loss can be made of")  # fmt: skip
+        raise Unsupported(
+            f"the model's forward returned {type(result).__name__} without a tensor",
+            "let it return the loss, or what a loss can be made of",
+        )
     return tensors[0].float().mean()
 
 

@@ -26,8 +26,12 @@ from zcompile.passes.plan_activations.rewrite import (
 )
 from zcompile.passes.plan_activations.solve import Choice, choose, split
 
-WAYS = {"auto": (AGAIN, "host", "disk"), "recompute": (AGAIN,), "offload": ("host", "disk"),
-        "keep": ()}  # fmt: skip
+WAYS = {
+    "auto": (AGAIN, "host", "disk"),
+    "recompute": (AGAIN,),
+    "offload": ("host", "disk"),
+    "keep": (),
+}
 """`Config.activations` -> what may be done to a value but to keep it."""
 ROUNDS = 6
 """Choices that are tried out; each leaves alone what the one before was over the budget."""
@@ -184,8 +188,9 @@ def _moves(
         starts = borders.after(borders.at(root))
         free_s = max(free_s, found.clock[min(starts, len(found.clock) - 1)]) + value.nbytes * rate
         at = value.read + 1
-        while (at < problem.boundary and found.clock[at] < free_s
-               and held[at] + value.nbytes <= most):  # fmt: skip
+        while (
+            at < problem.boundary and found.clock[at] < free_s and held[at] + value.nbytes <= most
+        ):
             held[at] += value.nbytes
             at += 1
         moves[root] = moved(borders, root, choice.actions[number], at)
@@ -205,16 +210,27 @@ def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation,
             away = problem.tiers[action]
             seconds = value.nbytes * (away.leave_s + away.back_s) + 2 * away.start_s
         root = found.roots[number]
-        rows.append(Activation(NodeName(root.name), name_of(root), value.nbytes, action, seconds,
-                               _why(values, root, value.wish, action, choice)))  # fmt: skip
+        rows.append(
+            Activation(
+                NodeName(root.name),
+                name_of(root),
+                value.nbytes,
+                action,
+                seconds,
+                _why(values, root, value.wish, action, choice),
+            )
+        )
     return tuple(rows)
 
 
 def _share(problem: Problem, choice: Choice, value: Value) -> float:
     """Of what its op costs: results that are made again together share it by their bytes."""
     made = problem.makers[value.maker].makes
-    again = [problem.values[n].nbytes for n in made
-             if choice.actions[n] == AGAIN and choice.answer.wanted[n] is not None]  # fmt: skip
+    again = [
+        problem.values[n].nbytes
+        for n in made
+        if choice.actions[n] == AGAIN and choice.answer.wanted[n] is not None
+    ]
     return value.nbytes / sum(again) if sum(again) else 1 / len(again)
 
 

@@ -74,10 +74,15 @@ class _Reading:
         weights = tuple(self._weight(gathers) for gathers in self.gathers)
         weights_s, weight_bytes = self._traffic()
         problem = Problem(
-            tuple(made), tuple(makers), weights, self._other(), self.boundary,
+            tuple(made),
+            tuple(makers),
+            weights,
+            self._other(),
+            self.boundary,
             {tier: self._away(tier, room) for tier, room in self.around.rooms.items()},
-            (0.0, 0.0), 0,
-        )  # fmt: skip
+            (0.0, 0.0),
+            0,
+        )
         clock = tuple(self._clock())
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
@@ -113,28 +118,48 @@ class _Reading:
             self.roots.append(root)
         seconds = predicted_seconds(work_of([node]), self.around.machine.compute)
         maker = Maker(
-            seconds, tuple(dict.fromkeys(reads)), tuple(range(first, first + len(results))),
-            tuple(dict.fromkeys(weights)), self.values.may_repeat(results[0]),
-        )  # fmt: skip
+            seconds,
+            tuple(dict.fromkeys(reads)),
+            tuple(range(first, first + len(results))),
+            tuple(dict.fromkeys(weights)),
+            self.values.may_repeat(results[0]),
+        )
         return maker, made
 
     def _value(self, node: fx.Node, root: fx.Node, number: int) -> Value:
         at = self.where[node]
         aliases = set(aliases_of(root))  # a view is taken where it is read, and reads nothing
-        read = sorted({self.where[user] for alias in aliases for user in alias.users
-                       if user.op != "output" and user not in aliases})  # fmt: skip
+        read = sorted(
+            {
+                self.where[user]
+                for alias in aliases
+                for user in alias.users
+                if user.op != "output" and user not in aliases
+            }
+        )
         forward = [when for when in read if when < self.boundary]
         held = root in self.values.returned
         return Value(
-            root.name, storage_bytes(root), at, max(forward, default=at),
-            tuple(when for when in read if when >= self.boundary), number,
-            self.values.may_move(root), "MUST_SAVE" if held else wish_of(root) or wish_of(node),
-        )  # fmt: skip
+            root.name,
+            storage_bytes(root),
+            at,
+            max(forward, default=at),
+            tuple(when for when in read if when >= self.boundary),
+            number,
+            self.values.may_move(root),
+            "MUST_SAVE" if held else wish_of(root) or wish_of(node),
+        )
 
     def _weight(self, gathers: list[fx.Node]) -> Weight:
         family = {n for gather in gathers for n in (gather, *self._family(gather))}
-        read = sorted({self.where[user] for n in family for user in n.users
-                       if user not in family and user.op != "output"})  # fmt: skip
+        read = sorted(
+            {
+                self.where[user]
+                for n in family
+                for user in n.users
+                if user not in family and user.op != "output"
+            }
+        )
         nbytes = aligned(Layout.of(gathers[0].meta["val"]).nbytes)
         early = tuple(at for at in read if at < self.boundary)
         return Weight(nbytes, early, tuple(at for at in read if at >= self.boundary))
@@ -149,8 +174,14 @@ class _Reading:
         sinks = self._sinks()
         for node in self.nodes:
             for root, first in self._late(node):
-                last = max((self.where[user] for alias in aliases_of(root)
-                            for user in (alias, *alias.users)), default=first)  # fmt: skip
+                last = max(
+                    (
+                        self.where[user]
+                        for alias in aliases_of(root)
+                        for user in (alias, *alias.users)
+                    ),
+                    default=first,
+                )
                 if root in sinks and last == len(self.nodes) - 1:
                     last = sinks[root]
                 nbytes = storage_bytes(root)
@@ -207,8 +238,9 @@ class _Reading:
         links = self.around.machine.links
         out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
         start = sum(link.latency_s for link in (*out, *back))
-        leave_s, back_s = (max((1 / link.bytes_per_s for link in ways), default=0.0)
-                           for ways in (out, back))  # fmt: skip
+        leave_s, back_s = (
+            max((1 / link.bytes_per_s for link in ways), default=0.0) for ways in (out, back)
+        )
         return Away(leave_s, back_s, room, start)
 
     def _clock(self) -> Iterator[float]:

@@ -160,8 +160,9 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
         curve[:] = accumulate(curve[:-1])
     held = [a + b for a, b in zip(held, problem.other, strict=True)]
     again_s = sum((problem.makers[number].seconds for number in repeats), 0.0)
-    return Answer(held, slots, wanted, repeats, again_s, moved,
-                  starts + _exposed(problem, moved, again_s))  # fmt: skip
+    return Answer(
+        held, slots, wanted, repeats, again_s, moved, starts + _exposed(problem, moved, again_s)
+    )
 
 
 def _add(curve: list[int], first: int, last: int, nbytes: int) -> None:
@@ -180,8 +181,11 @@ def _wanted(
     repeats: dict[int, int] = {}
     for number in range(len(problem.makers) - 1, -1, -1):
         op = problem.makers[number]
-        firsts = [want[0] for made in op.makes
-                  if actions[made] == AGAIN and (want := wanted[made]) is not None]  # fmt: skip
+        firsts = [
+            want[0]
+            for made in op.makes
+            if actions[made] == AGAIN and (want := wanted[made]) is not None
+        ]
         if firsts:
             at = repeats[number] = min(firsts)
             for read in op.reads:

@@ -46,9 +46,12 @@ class Rewriting:
     """
 
     def __init__(
-        self, values: SavedValues, plan: Plan, again: frozenset[fx.Node],
+        self,
+        values: SavedValues,
+        plan: Plan,
+        again: frozenset[fx.Node],
         moved: Mapping[fx.Node, Moved],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._graph, self._values, self._plan = values.graph, values, plan
         self._again = again | {values.maker(root) for root in again}
         self._moved = moved
@@ -60,8 +63,15 @@ class Rewriting:
         handles = {root: self._offload(root, move) for root, move in self._moved.items()}
         for root, move in self._moved.items():
             with self._graph.inserting_before(move.left):
-                insert(self._graph, ops.left, root, handles[root], like=root,
-                       phase=Phase.FORWARD, val=None)  # fmt: skip
+                insert(
+                    self._graph,
+                    ops.left,
+                    root,
+                    handles[root],
+                    like=root,
+                    phase=Phase.FORWARD,
+                    val=None,
+                )
         for reader in readers:
             for source in reader.all_input_nodes:
                 if (other := self._in_backward(source, reader, handles)) is not source:
@@ -112,8 +122,19 @@ class Rewriting:
     def _read_back(self, root: fx.Node, handle: fx.Node, before: fx.Node) -> fx.Node:
         lies, value = layout_of(root), root.meta["val"]
         with self._graph.inserting_before(before):
-            return insert(self._graph, ops.gather, handle, lies.size, lies.stride, 0, lies.dtype,
-                          value.device, like=root, phase=Phase.BACKWARD, val=value)  # fmt: skip
+            return insert(
+                self._graph,
+                ops.gather,
+                handle,
+                lies.size,
+                lies.stride,
+                0,
+                lies.dtype,
+                value.device,
+                like=root,
+                phase=Phase.BACKWARD,
+                val=value,
+            )
 
 
 def sink_views(graph: fx.Graph) -> None:

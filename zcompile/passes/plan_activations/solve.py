@@ -82,8 +82,9 @@ def relaxed(problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> Rela
             columns.append(column)
             numbers.append(number)
     matrix = coo_matrix((numbers, (rows, columns)), shape=(len(limits), program.size))
-    found = linprog(program.cost(), A_ub=matrix.tocsr(), b_ub=limits, bounds=program.bounds(),
-                    method="highs")  # fmt: skip
+    found = linprog(
+        program.cost(), A_ub=matrix.tocsr(), b_ub=limits, bounds=program.bounds(), method="highs"
+    )
     if not found.success:
         return None
     return Relaxed(program.rounded(found.x, begin), max(0.0, float(found.fun)) * program.scale)
@@ -202,8 +203,9 @@ class _Program:
                     parts[self.ops + n] = -maker.seconds / self.scale
             yield parts, max(0.0, slack) / self.scale
         for tier in self.tiers():
-            room = {self.column(n, tier): v.nbytes / self.unit
-                    for n, v in enumerate(problem.values)}  # fmt: skip
+            room = {
+                self.column(n, tier): v.nbytes / self.unit for n, v in enumerate(problem.values)
+            }
             yield room, problem.tiers[tier].nbytes / self.unit
 
     def rounded(self, found: Sequence[float], begin: Sequence[str]) -> tuple[str, ...]:
@@ -384,8 +386,10 @@ class Search:
     def _moved_s(self, moved: dict[str, int]) -> float:
         tiers = self.problem.tiers
         added = 0.0
-        for rate, slack in (("leave_s", self.problem.slack_s[0]),
-                            ("back_s", self.problem.slack_s[1] + self.answer.again_s)):  # fmt: skip
+        for rate, slack in (
+            ("leave_s", self.problem.slack_s[0]),
+            ("back_s", self.problem.slack_s[1] + self.answer.again_s),
+        ):
             now, then = (
                 sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
                 for each in (self.answer.moved, moved)
@@ -426,7 +430,7 @@ class Search:
         by_cost = sorted(
             self.given_up(self.begin),
             key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
-        )  # fmt: skip
+        )
         for number in by_cost:
             before, was = self.actions[number], self.answer
             self.actions[number] = self.begin[number]
@@ -585,10 +589,13 @@ def split(problem: Problem, streams: Streams, ways: Sequence[str], margin: int =
     begin = answer(problem, wishes(problem, ways))
     least = max(begin.slots, default=0)
     rest = problem.budget - max(begin.held, default=0)
-    windows = sorted({
-        *(int(least * part) for part in WINDOWS), max(rest, least),
-        *(2 * least + int(streams.nbytes * part) for part in RESTING),
-    })  # fmt: skip
+    windows = sorted(
+        {
+            *(int(least * part) for part in WINDOWS),
+            max(rest, least),
+            *(2 * least + int(streams.nbytes * part) for part in RESTING),
+        }
+    )
     best: tuple[bool, float, int] | None = None
     for window in windows:
         made = choose(replace(problem, window=window), ways, quickly=True)

@@ -209,9 +209,14 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
         end = following
     found = dict(_ends(end, weight, rows))
     return Gradients(
-        top, picked, tuple(spreads), tuple(chain),
-        found.get("rows"), found.get("weight"), found.get("bias"),
-    )  # fmt: skip
+        top,
+        picked,
+        tuple(spreads),
+        tuple(chain),
+        found.get("rows"),
+        found.get("weight"),
+        found.get("bias"),
+    )
 
 
 def _terms(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:

@@ -424,9 +424,15 @@ def _starts(
     if (likelihood := gradients.likelihood) is not None:
         start, _, _, weight, reduction, _, weights = likelihood.args
         picked = pen(
-            likelihood.target, start, facts.log_prob, facts.targets, weight, reduction, IGNORED,  # type: ignore[arg-type]  # an op
+            likelihood.target,  # type: ignore[arg-type]  # an op
+            start,
+            facts.log_prob,
+            facts.targets,
+            weight,
+            reduction,
+            IGNORED,
             weights,
-        )  # fmt: skip
+        )
         picked = pen.cast(picked, tiles.dtype)
     for more in gradients.spreads:
         more = pen.cast(more, tiles.dtype)

@@ -93,16 +93,21 @@ class TileMatmuls(Pass):
 
     def _cut(self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]) -> Plan:
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
-        notes = [Note(self.name, NodeName(n), w.whole) for n, w in weights.items()
-                 if w.whole and self._is_too_large(w, plan)]  # fmt: skip
+        notes = [
+            Note(self.name, NodeName(n), w.whole)
+            for n, w in weights.items()
+            if w.whole and self._is_too_large(w, plan)
+        ]
         roundings = [
             Rounding(self.name, weights[name].name, why)
             for name, most in cuts.items()
             if (why := _rounding(weights[name], most))
         ]
         for name, most in cuts.items():
-            notes += [Note(self.name, NodeName(name), text)
-                      for text in _cut(graph, plan, weights[name], most)]  # fmt: skip
+            notes += [
+                Note(self.name, NodeName(name), text)
+                for text in _cut(graph, plan, weights[name], most)
+            ]
         roundings = [*plan.roundings, *roundings]
         return replace(plan, notes=(*plan.notes, *notes), roundings=tuple(roundings))
 

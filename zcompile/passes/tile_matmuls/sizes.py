@@ -107,8 +107,11 @@ def fullest(held: Sequence[Held], cut: Mapping[str, int]) -> tuple[int, int]:
     """The most bytes that are held at once, and where. Of a cut value: a row, where it is read."""
     change: dict[int, int] = {}
     for value in held:
-        spans = [(p, p) for p in value.reads] if value.key in cut else [
-            (value.reads[0], value.reads[-1])]  # fmt: skip
+        spans = (
+            [(p, p) for p in value.reads]
+            if value.key in cut
+            else [(value.reads[0], value.reads[-1])]
+        )
         nbytes = aligned(value.row_nbytes if value.key in cut else value.nbytes)
         for first, last in spans:
             # Twice a place and one: what ends at a place is held there, what begins there too.

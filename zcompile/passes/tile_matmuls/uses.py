@@ -105,8 +105,10 @@ def _matmul_over(other: int, other_dim: int) -> Rule:
 
     def rule(use: Use, write: Writer, tile: Tile) -> Result:
         others = write.split(_node(use.node.args[other]), use.sizes, other_dim)
-        pairs = ((others[n], tile(n)) if other == 0 else (tile(n), others[n])
-                 for n in range(len(use.sizes)))  # fmt: skip
+        pairs = (
+            (others[n], tile(n)) if other == 0 else (tile(n), others[n])
+            for n in range(len(use.sizes))
+        )
         return Result(_total(use.node, write, pairs))
 
     return rule

@@ -135,9 +135,13 @@ class _Trials:
     """
 
     def __init__(
-        self, graph: fx.Graph, plan: Plan, cutter: Cutter, regions: Sequence[Region],
+        self,
+        graph: fx.Graph,
+        plan: Plan,
+        cutter: Cutter,
+        regions: Sequence[Region],
         why: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.plan, self.cutter = graph, plan, cutter
         self.regions, self.why = regions, why
         self.cuts: Mapping[str, int] = {}

@@ -155,9 +155,7 @@ class Ruled:
         maker = self.values.maker(node)
         return maker is not node or self.values.may_repeat(node)
 
-    def halves(
-        self, nodes: frozenset[fx.Node], inside: frozenset[fx.Node]
-    ) -> tuple[Half, ...]:  # fmt: skip
+    def halves(self, nodes: frozenset[fx.Node], inside: frozenset[fx.Node]) -> tuple[Half, ...]:
         """Forward and backward of a region; none, if it reads what is made of its results."""
         if not nodes <= self.rules.keys():
             return ()
@@ -195,10 +193,20 @@ class Ruled:
         late = self._late(outer, start, set(nodes))
         if late & {start, *inputs, *wholes}:
             return None
-        rows, sums = ([n for n in outer if self.rules[n].results[0] == kind]
-                      for kind in (ROWS, SUM))  # fmt: skip
-        return Half(phase, tuple(again), tuple(nodes), tuple(inputs), tuple(wholes), tuple(rows),
-                    tuple(sums), start, tuple(sorted(late)))  # fmt: skip
+        rows, sums = (
+            [n for n in outer if self.rules[n].results[0] == kind] for kind in (ROWS, SUM)
+        )
+        return Half(
+            phase,
+            tuple(again),
+            tuple(nodes),
+            tuple(inputs),
+            tuple(wholes),
+            tuple(rows),
+            tuple(sums),
+            start,
+            tuple(sorted(late)),
+        )
 
     def _given(
         self, nodes: Sequence[fx.Node]
@@ -238,8 +246,11 @@ class Ruled:
         )
 
     def _start(self, given: Sequence[fx.Node], phase: Phase) -> fx.Node:
-        nodes: list[fx.Node] = [n for n in self.values.graph.nodes if n.op == "output" or (
-            n.op == "call_function" and phase_of(n) is phase)]  # fmt: skip
+        nodes: list[fx.Node] = [
+            n
+            for n in self.values.graph.nodes
+            if n.op == "output" or (n.op == "call_function" and phase_of(n) is phase)
+        ]
         last = max((self.where[n] for n in given), default=-1)
         return next(n for n in nodes if self.where[n] > last)
 
@@ -356,8 +367,13 @@ def _split(graph: fx.Graph, count: int) -> tuple[int, int] | None:
             continue
         pair = [n.meta["val"].shape for n in (node.args[0], node)]
         for flat, deep in (pair, pair[::-1]):
-            if (len(flat) == 2 and len(deep) >= 3 and flat[0] == count and deep[0] != count
-                    and deep[0] * deep[1] == count):  # fmt: skip
+            if (
+                len(flat) == 2
+                and len(deep) >= 3
+                and flat[0] == count
+                and deep[0] != count
+                and deep[0] * deep[1] == count
+            ):
                 return int(deep[0]), int(deep[1])
     return None
 
@@ -383,8 +399,9 @@ class _Search(Ruled):
             return False
         return all(
             member in self.rules and user in self.rules and member in self.rules[user].rows
-            for member in self.families[root] for user in member.users
-        )  # fmt: skip
+            for member in self.families[root]
+            for user in member.users
+        )
 
     def components(self) -> Iterator[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
         """(nodes, storages inside), the widest first."""
@@ -401,8 +418,11 @@ class _Search(Ruled):
                 near = {self.values.maker(root), *members, *(u for m in members for u in m.users)}
                 near |= {user for node in near for user in node.users if self._picks(user, node)}
                 nodes |= near
-                for other in {self.values.root(n) for node in near for n in (node, *self.rules[
-                        node].rows)} if near <= self.rules.keys() else ():  # fmt: skip
+                for other in (
+                    {self.values.root(n) for node in near for n in (node, *self.rules[node].rows)}
+                    if near <= self.rules.keys()
+                    else ()
+                ):
                     if other in free and free[other] > least:
                         del free[other]
                         queue.append(other)

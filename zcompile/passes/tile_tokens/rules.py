@@ -22,17 +22,26 @@ aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 ROWS, TURNED, SUM = "rows", "turned", "sum"
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-                   aten.expand.default})  # fmt: skip
+VIEWS = frozenset(
+    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
+)
 """Ops that are given the sizes of their result."""
-OVER_FEATURES = frozenset({aten.mean.dim, aten.sum.dim_IntList, aten.amax.default,
-                           aten.amin.default})  # fmt: skip
+OVER_FEATURES = frozenset(
+    {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
+)
 CUTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor})
-UNTAGGED = frozenset({
-    aten._to_copy.default, aten.detach.default, aten.leaky_relu_backward.default,
-    aten.softplus_backward.default, aten.hardswish_backward.default, aten.mish_backward.default,
-    aten.hardsigmoid_backward.default, aten.log_sigmoid_backward.default,
-})  # fmt: skip
+UNTAGGED = frozenset(
+    {
+        aten._to_copy.default,
+        aten.detach.default,
+        aten.leaky_relu_backward.default,
+        aten.softplus_backward.default,
+        aten.hardswish_backward.default,
+        aten.mish_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.log_sigmoid_backward.default,
+    }
+)
 """Elementwise, though torch does not say so."""
 
 

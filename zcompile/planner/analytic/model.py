@@ -128,8 +128,11 @@ def read_shape(options: Mapping[str, str], others: Iterable[str] = ()) -> Transf
         values[name] = _number(name, text)
     for name in ("layers", "hidden", "heads"):
         if name not in values:
-            raise ConfigInvalid("transformer", dict(options), f"lacks {name}=...; a shape is "
-                                "written like layers=128,hidden=25600,heads=256")  # fmt: skip
+            raise ConfigInvalid(
+                "transformer",
+                dict(options),
+                f"lacks {name}=...; a shape is written like layers=128,hidden=25600,heads=256",
+            )
     return Transformer(**values)  # type: ignore[arg-type]  # _number gives ints where they must be
 
 
@@ -264,8 +267,15 @@ ZERO_3 = Strategy("ZeRO-3", _SHARDS, _SHARDS, _SHARDS)
 INFINITY_CPU = Strategy("Infinity-CPU", *(Rest(_HOST, True),) * 3, "host")
 INFINITY_NVME = Strategy("Infinity-NVMe", *(Rest(_DISK, True),) * 3, "host")
 
-STRATEGIES = (DATA_PARALLEL, ZERO_2, ZERO_OFFLOAD, MODEL_PARALLEL, ZERO_3, INFINITY_CPU,
-              INFINITY_NVME)  # fmt: skip
+STRATEGIES = (
+    DATA_PARALLEL,
+    ZERO_2,
+    ZERO_OFFLOAD,
+    MODEL_PARALLEL,
+    ZERO_3,
+    INFINITY_CPU,
+    INFINITY_NVME,
+)
 
 WIDTHS = (1536, 4096, 8192, 18 * 1024, 25 * 1024, 48 * 1024, 64 * 1024, 88 * 1024)
 """Hidden sizes of the paper's models."""

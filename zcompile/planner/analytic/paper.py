@@ -210,16 +210,21 @@ def figure_2a(_cluster: Cluster) -> Iterator[Row]:
     for row in FIGURE_2A:
         shape, small = row.shape(32), row.shape(4)
         parameters, printed, why = ODDITY_2A
-        yield Row(f"{row.parameters}T parameters", "T", shape.parameters / 1e12, row.parameters,
-                  "formula")  # fmt: skip
+        yield Row(
+            f"{row.parameters}T parameters", "T", shape.parameters / 1e12, row.parameters, "formula"
+        )
         for name, unit, nbytes, text in (
             ("model states", "TiB", shape.model_state_bytes, row.states),
             ("all activations", "TiB", shape.activation_bytes, row.activations),
             ("checkpoints", "TiB", shape.checkpoint_bytes, row.checkpoints),
             ("model working memory", "GiB", shape.model_working_bytes, row.model_working),
-            ("activation working memory", "GiB", small.activation_working_bytes,
-             row.activation_working),
-        ):  # fmt: skip
+            (
+                "activation working memory",
+                "GiB",
+                small.activation_working_bytes,
+                row.activation_working,
+            ),
+        ):
             odd = why if (row.parameters, text) == (parameters, printed) else ""
             ours = nbytes / (TiB if unit == "TiB" else GiB)
             yield Row(f"{row.parameters}T {name}", unit, ours, text, "formula", odd)
@@ -230,13 +235,23 @@ def figure_3(_cluster: Cluster) -> Iterator[Row]:
     weights = model.weights_intensity(1, 1024)
     states = model.optimizer_intensity(1, 1024)
     times = model.bandwidth_for(0.5, states) / model.bandwidth_for(0.5, weights)
-    yield Row("weights and gradients, batch 1, 70 GB/s", "%",
-              100 * model.efficiency(weights, 70e9), "50.6", "formula")  # fmt: skip
+    yield Row(
+        "weights and gradients, batch 1, 70 GB/s",
+        "%",
+        100 * model.efficiency(weights, 70e9),
+        "50.6",
+        "formula",
+    )
     yield Row("optimizer states, bandwidth over that of weights", "x", times, "4", "formula")
     for hidden_k, rate in ((2, 2e9), (8, 1e9)):
         intensity = model.checkpoint_intensity(hidden_k * KILO)
-        yield Row(f"checkpoints, hidden {hidden_k}K, {rate / 1e9:.0f} GB/s", "%",
-                  100 * model.efficiency(intensity, rate), "50", "at least")  # fmt: skip
+        yield Row(
+            f"checkpoints, hidden {hidden_k}K, {rate / 1e9:.0f} GB/s",
+            "%",
+            100 * model.efficiency(intensity, rate),
+            "50",
+            "at least",
+        )
     for name, of_batch, rates in (
         ("weights and gradients", model.weights_intensity, (1e9, 10e9, 70e9, 100e9, 1e12)),
         ("optimizer states", model.optimizer_intensity, (1e9, 10e9, 100e9, 1e12, 1.5e12)),
@@ -288,8 +303,14 @@ def _trained(runs: tuple[Trained, ...], cluster: Cluster) -> Iterator[Row]:
     for run in runs:
         ours = step_time(run.job, cluster(run.nodes)).flops_per_s / 1e12
         printed = None if run.tflops is None else f"{run.tflops:g}"
-        yield Row(f"{run.name} on {run.nodes} node{'s' * (run.nodes > 1)}", "TFLOP/s", ours,
-                  printed, "at least" if run.at_least else "measured", run.why)  # fmt: skip
+        yield Row(
+            f"{run.name} on {run.nodes} node{'s' * (run.nodes > 1)}",
+            "TFLOP/s",
+            ours,
+            printed,
+            "at least" if run.at_least else "measured",
+            run.why,
+        )
 
 
 def figure_6a(cluster: Cluster) -> Iterator[Row]:

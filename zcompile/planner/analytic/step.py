@@ -188,20 +188,27 @@ class Rates:
     def __post_init__(self) -> None:
         job, machine = self.job, self.machine
         if job.mp < 1 or machine.ranks_per_node % job.mp:
-            raise ConfigInvalid("mp", job.mp, f"does not divide the {machine.ranks_per_node} ranks "
-                                "of a node")  # fmt: skip
+            raise ConfigInvalid(
+                "mp", job.mp, f"does not divide the {machine.ranks_per_node} ranks of a node"
+            )
         for what in ("weights", "optimizer", "checkpoints"):
             if (tier := getattr(job, what)) not in machine.tiers:
-                raise ConfigInvalid(what, tier, f"is no tier of {machine.name}, which has "
-                                    f"{', '.join(machine.tiers)}")  # fmt: skip
+                raise ConfigInvalid(
+                    what,
+                    tier,
+                    f"is no tier of {machine.name}, which has {', '.join(machine.tiers)}",
+                )
         if TIERS.index(job.optimizer) < TIERS.index(job.weights):
             why = f"is faster than the weights' tier, {job.weights}; swap the two"
             raise ConfigInvalid("optimizer", job.optimizer, why)
         if job.checkpoints == "disk":
             raise ConfigInvalid("checkpoints", "disk", "is not simulated; use device or host")
         if self.assumed.dtype not in machine.compute.flops_per_s:
-            raise ConfigInvalid("dtype", self.assumed.dtype, f"has no rate on {machine.name}; "
-                                f"known: {', '.join(machine.compute.flops_per_s)}")  # fmt: skip
+            raise ConfigInvalid(
+                "dtype",
+                self.assumed.dtype,
+                f"has no rate on {machine.name}; known: {', '.join(machine.compute.flops_per_s)}",
+            )
 
     @property
     def gathering_ranks(self) -> int:
@@ -238,8 +245,9 @@ class Rates:
         """All-gather of a block's weights, or reduce-scatter of its gradients."""
         group = self.gathering_ranks
         nbytes = WEIGHT_BYTES * self.job.shape.block_parameters / self.job.mp
-        return max(way.latency_s + nbytes * (group - 1) / group / way.bytes_per_s
-                   for way in self.ways)  # fmt: skip
+        return max(
+            way.latency_s + nbytes * (group - 1) / group / way.bytes_per_s for way in self.ways
+        )
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -323,8 +331,13 @@ def step_time(job: Job, machine: Machine, assumed: Assumptions | None = None) ->
     passes, update = simulate(passes_tasks(rates)), simulate(update_tasks(rates))
     seconds = passes.seconds + update.seconds
     busy_s = {machine.told(lane): s for lane, s in _sum(passes, update).items()}
-    return StepTime(passes.seconds, update.seconds, passes.busy_s["device"],
-                    job.shape.step_flops / seconds, busy_s)  # fmt: skip
+    return StepTime(
+        passes.seconds,
+        update.seconds,
+        passes.busy_s["device"],
+        job.shape.step_flops / seconds,
+        busy_s,
+    )
 
 
 def _sum(*timelines: Timeline) -> dict[str, float]:

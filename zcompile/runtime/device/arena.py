@@ -86,8 +86,9 @@ class Arena:
     transfers_over  returns when no transfer that is under way now holds memory any more
     """
 
-    def __init__(self, device: Device, budget_bytes: int, in_use: Gauge,
-                 transfers_over: Callable[[], None]) -> None:  # fmt: skip
+    def __init__(
+        self, device: Device, budget_bytes: int, in_use: Gauge, transfers_over: Callable[[], None]
+    ) -> None:
         self.budget_bytes, self.beside_bytes = budget_bytes, 0
         self.annex = Annex(device)
         self._device = device
@@ -145,8 +146,14 @@ class Arena:
         if address + nbytes > self.budget_bytes:
             if (beside := self.annex.slot(address, nbytes)) is not None:
                 return beside
-            raise BudgetExceeded("device", self.budget_bytes, address + nbytes,
-                                 "a planned slot", (), "raise device_memory")  # fmt: skip
+            raise BudgetExceeded(
+                "device",
+                self.budget_bytes,
+                address + nbytes,
+                "a planned slot",
+                (),
+                "raise device_memory",
+            )
         memory = self._memory if self._memory is not None else self._whole()
         return memory[address : address + nbytes]
 
@@ -175,8 +182,10 @@ class Arena:
             holder = self._occupy(address, address + nbytes, name)
         if holder is not None:
             with self._lock:
-                raise self._crowded(nbytes, f"a slot at {address} of a schedule, which the "
-                                    f"gathered {holder!r} overlaps,")  # fmt: skip
+                raise self._crowded(
+                    nbytes,
+                    f"a slot at {address} of a schedule, which the gathered {holder!r} overlaps,",
+                )
 
     @uninterrupted
     def give_slot(self, address: int, nbytes: int) -> None:
@@ -207,8 +216,9 @@ class Arena:
             with self._lock:
                 raise self._crowded(size, f"gathering {name!r}", whole=True)
         try:
-            return self._device.lend(self._whole()[begin : begin + nbytes],
-                                     partial(self._watch, begin))  # fmt: skip
+            return self._device.lend(
+                self._whole()[begin : begin + nbytes], partial(self._watch, begin)
+            )
         except BaseException:
             if begin not in self._ties:
                 self._returned.append(begin)
@@ -328,10 +338,16 @@ class Arena:
             holes = [top - low for low, top in self._holes()] or [0]
             alive.append((f"free, in pieces of {show_size(max(holes))} or less", sum(holes)))
             needed = budget + nbytes - max(holes)
-        return BudgetExceeded("device", budget, needed, where, alive,
-                              f"give zcompile.offload device_memory={needed} or more, drop "
-                              "references to gathered values, or compile the model, so that "
-                              "gathers are planned")  # fmt: skip
+        return BudgetExceeded(
+            "device",
+            budget,
+            needed,
+            where,
+            alive,
+            f"give zcompile.offload device_memory={needed} or more, drop "
+            "references to gathered values, or compile the model, so that "
+            "gathers are planned",
+        )
 
     def _whole(self) -> Tensor:
         with self._lock:

@@ -56,8 +56,14 @@ class Device(Protocol):
     def mark(self) -> Ticket:
         """Complete once all compute that this thread submitted so far is."""
 
-    def copy(self, direction: Direction, target: Tensor, source: Tensor,
-             after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
+    def copy(
+        self,
+        direction: Direction,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Ticket],
+        landing: Landing,
+    ) -> None:
         """Start a copy between host and device memory once the marks `after` are complete.
 
         target, source  uint8 [n], contiguous
@@ -96,8 +102,12 @@ class Arriving:
     def __enter__(self) -> None:
         return
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> bool:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if error is None:
             self._landing.enqueued(None)
         self._landing.landed(error)

@@ -101,8 +101,9 @@ class CpuDevice:
     """At 2 GB/s of a disk 8 ms, many times what starting a transfer costs; three chunks of four
     operands are under way, which keeps a disk busy."""
 
-    def __init__(self, throttle: Mapping[str, float], meter: Meter,
-                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+    def __init__(
+        self, throttle: Mapping[str, float], meter: Meter, crashed: Callable[[BaseException], None]
+    ) -> None:
         give_back_freed_blocks()  # the activations of this device lie in malloc's heap
         self._meter = meter
         self.reaches_host = not {"h2d", "d2h"} & throttle.keys()
@@ -132,11 +133,19 @@ class CpuDevice:
     def mark(self) -> Ticket:
         return Ready()
 
-    def copy(self, direction: Direction, target: Tensor, source: Tensor,
-             after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
-        self._start(direction, target.numel(),
-                    partial(self._copy, direction, target, source, landing,
-                            time.perf_counter()))  # fmt: skip
+    def copy(
+        self,
+        direction: Direction,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Ticket],
+        landing: Landing,
+    ) -> None:
+        self._start(
+            direction,
+            target.numel(),
+            partial(self._copy, direction, target, source, landing, time.perf_counter()),
+        )
 
     def straight(self, direction: Direction) -> bool:
         return self._paces[direction].bytes_per_s is None
@@ -166,8 +175,9 @@ class CpuDevice:
         else:
             self._workers[direction].submit(job)
 
-    def _copy(self, direction: Direction, target: Tensor, source: Tensor,
-              landing: Landing, asked: float) -> None:  # fmt: skip
+    def _copy(
+        self, direction: Direction, target: Tensor, source: Tensor, landing: Landing, asked: float
+    ) -> None:
         """A paced link begins when it is asked to, not when its thread has woken up."""
         with Arriving(landing):
             pace, nbytes = self._paces[direction], target.numel()

@@ -60,8 +60,12 @@ class _Borrowed:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.memory.numel(),), "typestr": "|u1", "version": 2,
-                "data": (self.memory.data_ptr(), False)}  # fmt: skip
+        return {
+            "shape": (self.memory.numel(),),
+            "typestr": "|u1",
+            "version": 2,
+            "data": (self.memory.data_ptr(), False),
+        }
 
 
 class CudaDevice:
@@ -75,8 +79,9 @@ class CudaDevice:
     def compiled(self) -> None:
         """Nothing that counts: activations do not lie in malloc's heap."""
 
-    def __init__(self, device: torch.device, meter: Meter,
-                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+    def __init__(
+        self, device: torch.device, meter: Meter, crashed: Callable[[BaseException], None]
+    ) -> None:
         index = _CUDA.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self._meter = meter
@@ -102,9 +107,13 @@ class CudaDevice:
             with _CUDA.device(self.torch_device):
                 status = int(_CUDA.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
             if status != 0:
-                raise ConfigInvalid("host_memory", nbytes, "cannot be pinned (cudaHostRegister "
-                                    f"gave error {status}); lower it, or raise the limit on "
-                                    "locked memory (ulimit -l)")  # fmt: skip
+                raise ConfigInvalid(
+                    "host_memory",
+                    nbytes,
+                    "cannot be pinned (cudaHostRegister "
+                    f"gave error {status}); lower it, or raise the limit on "
+                    "locked memory (ulimit -l)",
+                )
             self._pinned.append(block)
         return block
 
@@ -120,13 +129,25 @@ class CudaDevice:
         event.record(_CUDA.current_stream(self.torch_device))
         return Mark(event, self.torch_device)
 
-    def copy(self, direction: Direction, target: Tensor, source: Tensor,
-             after: Sequence[Ticket], landing: Landing) -> None:  # fmt: skip
+    def copy(
+        self,
+        direction: Direction,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Ticket],
+        landing: Landing,
+    ) -> None:
         if target.device == source.device:  # a gradient that is on the host already
             self._host.submit(partial(_copy_on_host, target, source, landing))
         else:
-            self._enqueue(direction, partial(target.copy_, source, non_blocking=True), after,
-                          landing, [target, source], target.numel())  # fmt: skip
+            self._enqueue(
+                direction,
+                partial(target.copy_, source, non_blocking=True),
+                after,
+                landing,
+                [target, source],
+                target.numel(),
+            )
 
     def straight(self, direction: Direction) -> bool:
         return True
@@ -156,8 +177,15 @@ class CudaDevice:
         while self._pinned:
             _CUDA.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
-    def _enqueue(self, direction: Direction, work: Callable[[], object], after: Sequence[Ticket],
-                 landing: Landing, alive: list[Tensor], nbytes: int) -> None:  # fmt: skip
+    def _enqueue(
+        self,
+        direction: Direction,
+        work: Callable[[], object],
+        after: Sequence[Ticket],
+        landing: Landing,
+        alive: list[Tensor],
+        nbytes: int,
+    ) -> None:
         stream = self._streams[direction]
         event = _CUDA.Event(blocking=True)
         try:
@@ -173,10 +201,12 @@ class CudaDevice:
             landing.landed(error)
             return
         self._reapers[direction].submit(
-            partial(self._reap, direction, event, landing, alive, nbytes))  # fmt: skip
+            partial(self._reap, direction, event, landing, alive, nbytes)
+        )
 
-    def _reap(self, direction: Direction, event: Any, landing: Landing,
-              alive: list[Tensor], nbytes: int) -> None:  # fmt: skip
+    def _reap(
+        self, direction: Direction, event: Any, landing: Landing, alive: list[Tensor], nbytes: int
+    ) -> None:
         """`alive` is held until the copy is over, so that no allocator reuses it under that, and no
         longer: whoever waits for the copy may count on the memory then."""
         error: RuntimeError | None = None

@@ -91,17 +91,18 @@ class Moving:
 
     def _chunks(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         size = self._staging.chunk_bytes
-        return [(low, min(low + size, end)) for begin, end in ranges
-                for low in range(begin, end, size)]  # fmt: skip
+        return [
+            (low, min(low + size, end)) for begin, end in ranges for low in range(begin, end, size)
+        ]
 
-    def _write(self, place: Place, extent: Extent, begin: int, end: int,
-               buffer: Buffer) -> Promise:  # fmt: skip
+    def _write(self, place: Place, extent: Extent, begin: int, end: int, buffer: Buffer) -> Promise:
         for at, memory in place.tier.pieces(place.extent, begin, min(end, place.extent.nbytes)):
             copy_bytes(buffer.memory[at - begin :], memory, memory.numel())
         return self._tier.write(extent, begin, buffer.part(0, end - begin))
 
-    def _copy(self, extent: Extent, versions: Versions, begin: int, end: int,
-              buffer: Buffer) -> Promise:  # fmt: skip
+    def _copy(
+        self, extent: Extent, versions: Versions, begin: int, end: int, buffer: Buffer
+    ) -> Promise:
         part = buffer.part(0, end - begin)
         over = Countdown()
         assert versions.working is not None
@@ -110,15 +111,22 @@ class Moving:
         self._tier.disk.read(versions.committed, begin, part).then(write)
         return over
 
-    def _copied(self, working: Extent, begin: int, part: Buffer, over: Countdown,
-                error: BaseException | None) -> None:  # fmt: skip
+    def _copied(
+        self,
+        working: Extent,
+        begin: int,
+        part: Buffer,
+        over: Countdown,
+        error: BaseException | None,
+    ) -> None:
         if error is not None:
             over.drop(error)
         else:
             self._tier.disk.write(working, begin, part).then(over.drop)
 
-    def _add(self, extent: Extent, running: Running, begin: int, end: int,
-             buffer: Buffer) -> Promise:  # fmt: skip
+    def _add(
+        self, extent: Extent, running: Running, begin: int, end: int, buffer: Buffer
+    ) -> Promise:
         part = buffer.part(0, end - begin)
         over = Countdown()
 
@@ -207,16 +215,18 @@ class Ledger:
         if self._failed is not None:
             raise self._failed
         if not self.resumed and self.files.index is not None:
-            raise DurableHeld(self.files.home.path,
-                              f"holds step {self.files.index.step} of an earlier run")  # fmt: skip
+            raise DurableHeld(
+                self.files.home.path, f"holds step {self.files.index.step} of an earlier run"
+            )
         extents = [extent for entry in changing if (extent := self._extent_of(entry)) is not None]
         needed = self.tier.bytes_to_come(extents)
         _, used, most = self.tier.usage()
         if used + needed > most:
             raise TierFull("the new version of what this step changes", needed, [self.tier.usage()])
 
-    def commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
-               step: int) -> None:  # fmt: skip
+    def commit(
+        self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object], step: int
+    ) -> None:
         """raises  DurableHeld, TierFull, CommitFailed, and what a transfer failed with"""
         self.check()
         for entry, _ in named.values():
@@ -229,8 +239,9 @@ class Ledger:
                 if self._failed is not None:
                     self.tier.freeze(self._failed)
 
-    def _commit(self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object],
-                step: int) -> None:  # fmt: skip
+    def _commit(
+        self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object], step: int
+    ) -> None:
         # Until the end nobody knows which copies and which index are good; nor after an error.
         self._failed = CommitFailed(self.files.home.path, step, self.step, _BROKEN_OFF)
         self.files.unsure = False
@@ -245,8 +256,9 @@ class Ledger:
             self.files.switch(content)
         except BaseException as error:
             why = error if isinstance(error, OSError) else _BROKEN_OFF
-            self._failed = CommitFailed(self.files.home.path, step, self.step, why,
-                                        self.files.unsure)  # fmt: skip
+            self._failed = CommitFailed(
+                self.files.home.path, step, self.step, why, self.files.unsure
+            )
             if why is error:
                 raise self._failed from error
             raise
@@ -301,21 +313,38 @@ class Ledger:
         versions = self.tier.versions_of(extent)
         if versions.working is None:
             return
-        left = [(low, high) for piece in versions.pieces.all()
-                for low, high, holder in versions.where(piece.begin, piece.end)
-                if holder is not versions.working]  # fmt: skip
+        left = [
+            (low, high)
+            for piece in versions.pieces.all()
+            for low, high, holder in versions.where(piece.begin, piece.end)
+            if holder is not versions.working
+        ]
         moving.over(extent, versions, left)
         moving.sum(extent, versions, [p for p in versions.pieces.all() if p.checksum is None])
 
-    def _content(self, named: Named, versions: Mapping[str, Versions],
-                 smalls: Mapping[str, Tensor], meta: Mapping[str, object],
-                 step: int) -> bytes:  # fmt: skip
+    def _content(
+        self,
+        named: Named,
+        versions: Mapping[str, Versions],
+        smalls: Mapping[str, Tensor],
+        meta: Mapping[str, object],
+        step: int,
+    ) -> bytes:
         rows, raw = pack_smalls(smalls)
-        tensors = tuple(_resting(name, entry, layout, versions[name])
-                        for name, (entry, layout) in named.items())  # fmt: skip
-        index = rf.Index(self.files.run, step, self.serial, time.strftime("%F %T"),
-                         self.tier.granule, self.files.named, tensors,
-                         rows, meta)  # fmt: skip
+        tensors = tuple(
+            _resting(name, entry, layout, versions[name]) for name, (entry, layout) in named.items()
+        )
+        index = rf.Index(
+            self.files.run,
+            step,
+            self.serial,
+            time.strftime("%F %T"),
+            self.tier.granule,
+            self.files.named,
+            tensors,
+            rows,
+            meta,
+        )
         return rf.encode(index, raw)
 
     def _forget(self, alive: set[int]) -> None:
@@ -360,13 +389,25 @@ def _value(entry: Entry, layout: Layout) -> Tensor:
 
 def _resting(name: str, entry: Entry, layout: Layout, versions: Versions) -> rf.Resting:
     extent = versions.current
-    written = tuple((low, high) for low, high, held in entry.place.written.pieces(0, entry.nbytes)
-                    if held)  # fmt: skip
+    written = tuple(
+        (low, high) for low, high, held in entry.place.written.pieces(0, entry.nbytes) if held
+    )
     return rf.Resting(
-        name=name, kind=entry.kind.value, dtype=str(layout.dtype).removeprefix("torch."),
-        size=layout.size, stride=layout.stride, start=layout.offset, nbytes=entry.nbytes,
-        file=extent.file, offset=extent.offset, room=extent.nbytes, step=versions.step,
-        written=written, sum=BEST, pieces=versions.pieces.all())  # fmt: skip
+        name=name,
+        kind=entry.kind.value,
+        dtype=str(layout.dtype).removeprefix("torch."),
+        size=layout.size,
+        stride=layout.stride,
+        start=layout.offset,
+        nbytes=entry.nbytes,
+        file=extent.file,
+        offset=extent.offset,
+        room=extent.nbytes,
+        step=versions.step,
+        written=written,
+        sum=BEST,
+        pieces=versions.pieces.all(),
+    )
 
 
 def pack_smalls(smalls: Mapping[str, Tensor]) -> tuple[tuple[rf.Small, ...], bytes]:
@@ -375,8 +416,15 @@ def pack_smalls(smalls: Mapping[str, Tensor]) -> tuple[tuple[rf.Small, ...], byt
     for name, tensor in smalls.items():
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         part = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-        rows.append(rf.Small(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape),
-                             at, at + len(part)))  # fmt: skip
+        rows.append(
+            rf.Small(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                at,
+                at + len(part),
+            )
+        )
         parts.append(part)
         at += len(part)
     return tuple(rows), b"".join(parts)

@@ -82,13 +82,18 @@ def read_header(directory: Directory) -> DataHeader | None:
         raise DurableDamaged(path, "the data file", "does not begin as one of ours")
     try:
         header = decode(DataHeader, sound_json.loads(text))
-        if not (0 <= header.number < header.of and header.first.startswith("/")
-                and "\0" not in header.first and header.run.isalnum()):  # fmt: skip
+        if not (
+            0 <= header.number < header.of
+            and header.first.startswith("/")
+            and "\0" not in header.first
+            and header.run.isalnum()
+        ):
             raise ValueError(f"file {header.number} of {header.of}, run {header.run!r:.40}")
         return header
     except ValueError as error:
-        raise DurableDamaged(path, "the data file", f"has a first block that cannot be "
-                             f"understood: {error}") from error  # fmt: skip
+        raise DurableDamaged(
+            path, "the data file", f"has a first block that cannot be understood: {error}"
+        ) from error
 
 
 def is_unfinished(directory: Directory) -> bool:
@@ -126,8 +131,9 @@ def data_bytes(directory: Directory) -> int:
     """Size of the data file. raises DurableDamaged if there is none"""
     found = directory.stat(DATA_NAME)
     if found is None:
-        raise DurableDamaged(directory.path / DATA_NAME, "the data file",
-                             "is gone; the index names it")  # fmt: skip
+        raise DurableDamaged(
+            directory.path / DATA_NAME, "the data file", "is gone; the index names it"
+        )
     return found.st_size
 
 
@@ -215,8 +221,11 @@ def index_gone(directory: Directory, header: DataHeader) -> DurableDamaged:
         return DurableDamaged(
             directory.path / INDEX_NAME, "the index", f"is gone; {data} belongs to a commit"
         )
-    return DurableDamaged(data, f"the commit in {header.first}", "is gone or damaged, and this is "
-                          f"file {header.number} of it")  # fmt: skip
+    return DurableDamaged(
+        data,
+        f"the commit in {header.first}",
+        f"is gone or damaged, and this is file {header.number} of it",
+    )
 
 
 def check_data(index: Index, home: Directory, directories: Sequence[Directory]) -> None:
@@ -324,8 +333,11 @@ class DurableFile(TierFile):
             raise
         except OSError as error:
             self.close()
-            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror or error})",
-                               "free space on it or give another directory") from error  # fmt: skip
+            raise DiskUnusable(
+                self.directory.path,
+                f"takes no files ({error.strerror or error})",
+                "free space on it or give another directory",
+            ) from error
         self.extents.grow(HEADER_BYTES)
 
     def close(self) -> None:
@@ -445,17 +457,23 @@ class DurableFiles:
             return
         self.index, self.smalls = found
         if len(self.index.directories) != len(self.named):
-            raise DurableHeld(self.home.path, f"holds step {self.index.step} of a run over "
-                              f"{len(self.index.directories)} directories "
-                              f"({', '.join(self.index.directories)}), and "
-                              f"{len(self.named)} are given")  # fmt: skip
+            raise DurableHeld(
+                self.home.path,
+                f"holds step {self.index.step} of a run over "
+                f"{len(self.index.directories)} directories "
+                f"({', '.join(self.index.directories)}), and "
+                f"{len(self.named)} are given",
+            )
         self.run = self.index.run
 
     def _check_header(self, directory: Directory, wanted: DataHeader) -> None:
         found = read_header(directory)
         if found is None:
-            raise DurableDamaged(directory.path / DATA_NAME, "the data file",
-                                 f"is gone; {self.home.path / INDEX_NAME} names it")  # fmt: skip
+            raise DurableDamaged(
+                directory.path / DATA_NAME,
+                "the data file",
+                f"is gone; {self.home.path / INDEX_NAME} names it",
+            )
         if (found.run, found.number) != (wanted.run, wanted.number):
             raise DurableDamaged(
                 directory.path / DATA_NAME,
@@ -482,8 +500,11 @@ class DurableFiles:
             )
         if found.committed:
             raise index_gone(directory, found)
-        logger.warning("%s: a run ended before its first commit; what it kept there is lost, %s "
-                       "is removed", directory.path, DATA_NAME)  # fmt: skip
+        logger.warning(
+            "%s: a run ended before its first commit; what it kept there is lost, %s is removed",
+            directory.path,
+            DATA_NAME,
+        )
         directory.unlink(DATA_NAME)
 
     def _reserve(self, index: Index) -> None:

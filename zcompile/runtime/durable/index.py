@@ -219,18 +219,26 @@ def parse(path: Path, content: bytes) -> tuple[Index, bytes]:
     if not newline or len(words) != 6 or words[0] != MAGIC:
         raise DurableDamaged(path, "the index", "does not begin as an index does")
     if words[1] != str(FORMAT):
-        raise DurableDamaged(path, "the index", f"has format {words[1]}, this version of zcompile "
-                             f"reads format {FORMAT}")  # fmt: skip
+        raise DurableDamaged(
+            path,
+            "the index",
+            f"has format {words[1]}, this version of zcompile reads format {FORMAT}",
+        )
     if words[4] not in SUMS:
-        raise DurableDamaged(path, "the index", f"has checksums of kind {words[4]}, which needs "
-                             "the package xxhash")  # fmt: skip
+        raise DurableDamaged(
+            path, "the index", f"has checksums of kind {words[4]}, which needs the package xxhash"
+        )
     body = content[len(header) + 1 :]
     if not _NUMBERS.fullmatch(" ".join((*words[2:4], words[5]))):
         raise DurableDamaged(path, "the index", "has a first line that is not one")
     text_bytes, small_bytes, checksum = int(words[2]), int(words[3]), int(words[5], 16)
     if len(body) != text_bytes + small_bytes:
-        raise DurableDamaged(path, "the index", f"has {len(body)} bytes after its first line, and "
-                             f"had {text_bytes + small_bytes} when it was written")  # fmt: skip
+        raise DurableDamaged(
+            path,
+            "the index",
+            f"has {len(body)} bytes after its first line, and "
+            f"had {text_bytes + small_bytes} when it was written",
+        )
     if SUMS[words[4]](memoryview(body)) != checksum:
         raise DurableDamaged(path, "the index", "does not have the checksum it was written with")
     try:
@@ -249,8 +257,10 @@ def _check_sense(index: Index, small_bytes: int) -> None:
     _require(_RUN.fullmatch(index.run), f"run {index.run!r:.40}")
     _require(_are_counts(index.step, index.serial), f"step {index.step}, serial {index.serial}")
     _require(index.written_at.isprintable() and len(index.written_at) < 64, "when it was written")
-    _require(_is_count(index.granule) and index.granule > 0 and BLOCK_BYTES % index.granule == 0,
-             f"granule {index.granule}")  # fmt: skip
+    _require(
+        _is_count(index.granule) and index.granule > 0 and BLOCK_BYTES % index.granule == 0,
+        f"granule {index.granule}",
+    )
     _require(index.directories, "directories: there are none")
     for name in index.directories:
         _require(name.startswith("/") and "\0" not in name, f"directory {name!r:.80}")
@@ -258,10 +268,13 @@ def _check_sense(index: Index, small_bytes: int) -> None:
     _require(len(set(names)) == len(names), "tensors: two have one name")
     at = 0
     for small in index.smalls:
-        _require(small.dtype.isidentifier() and _are_counts(*small.size)
-                 and _are_counts(small.begin, small.end)
-                 and at <= small.begin <= small.end <= small_bytes,
-                 f"{small.name!r:.80}: a row that cannot be")  # fmt: skip
+        _require(
+            small.dtype.isidentifier()
+            and _are_counts(*small.size)
+            and _are_counts(small.begin, small.end)
+            and at <= small.begin <= small.end <= small_bytes,
+            f"{small.name!r:.80}: a row that cannot be",
+        )
         at = small.end
     for tensor in index.tensors:
         for what, holds in _facts(index, tensor):
@@ -365,8 +378,11 @@ def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:
     for tensor in index.tensors:
         end = tensor.offset + tensor.room
         if not (0 <= tensor.file < len(capacities) and end <= capacities[tensor.file]):
-            raise DurableDamaged(path, repr(tensor.name), f"lies at [{tensor.offset}, {end}) of "
-                                 "its data file, which ends before that")  # fmt: skip
+            raise DurableDamaged(
+                path,
+                repr(tensor.name),
+                f"lies at [{tensor.offset}, {end}) of its data file, which ends before that",
+            )
         taken.setdefault(tensor.file, []).append((tensor.offset, end, tensor.name))
     for rows in taken.values():
         rows.sort()

@@ -56,8 +56,10 @@ class DataReader:
         self._directories = directories
         self._files: list[int] = []
         self._ahead = ThreadPoolExecutor(1, "zinf-check")
-        self._buffers = [mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                         for _ in range(BUFFERS)]  # fmt: skip
+        self._buffers = [
+            mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for _ in range(BUFFERS)
+        ]
 
     def __enter__(self) -> "DataReader":
         try:
@@ -75,8 +77,12 @@ class DataReader:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -131,9 +137,11 @@ class DataReader:
         if summing.value() != piece.checksum:
             begin = tensor.offset + piece.begin
             raise DurableDamaged(
-                self.paths[tensor.file], repr(tensor.name),
+                self.paths[tensor.file],
+                repr(tensor.name),
                 f"is damaged: bytes [{begin}, {begin + piece.end - piece.begin}) of the file do "
-                "not have the checksum they were written with")  # fmt: skip
+                "not have the checksum they were written with",
+            )
 
 
 def check_all(index: Index, directories: Sequence[Directory], done: Progress | None = None) -> int:
@@ -143,8 +151,11 @@ def check_all(index: Index, directories: Sequence[Directory], done: Progress | N
     with DataReader(directories) as data:
         for tensor in index.tensors:
             if tensor.sum not in SUMS:
-                raise DurableDamaged(data.paths[tensor.file], repr(tensor.name), "has checksums "
-                                     f"of kind {tensor.sum}, which needs xxhash")  # fmt: skip
+                raise DurableDamaged(
+                    data.paths[tensor.file],
+                    repr(tensor.name),
+                    f"has checksums of kind {tensor.sum}, which needs xxhash",
+                )
             for piece in tensor.pieces:
                 data.check(tensor, piece)
                 read += piece.end - piece.begin
@@ -234,8 +245,7 @@ class Adopter(Copier):
         """Extents that nobody took; the next commit does not name them."""
         return [_extent(kept) for kept in self._index.tensors if kept.name not in self._adopted]
 
-    def _to_host(self, data: DataReader, kept: Resting, entry: Entry, begin: int,
-                 end: int) -> None:  # fmt: skip
+    def _to_host(self, data: DataReader, kept: Resting, entry: Entry, begin: int, end: int) -> None:
         low, high = _blocks(kept, begin, end)
         for at, view in data.chunks(kept, low, high):
             first, last = max(at, begin), min(at + len(view), end)

@@ -57,8 +57,10 @@ class Versions:
         """[begin, end) cut into (begin, end, the extent that holds it now)."""
         if self.working is None or self.committed is None:
             return [(begin, end, self.current)]
-        return [(low, high, self.working if fresh else self.committed)
-                for low, high, fresh in self.fresh.pieces(begin, end)]  # fmt: skip
+        return [
+            (low, high, self.working if fresh else self.committed)
+            for low, high, fresh in self.fresh.pieces(begin, end)
+        ]
 
 
 logger = logging.getLogger("zcompile.runtime.durable.tier")
@@ -74,8 +76,9 @@ class DurableTier:
     in_memory = False
     on_device = False
 
-    def __init__(self, disk: TierIO, files: DurableFiles,
-                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+    def __init__(
+        self, disk: TierIO, files: DurableFiles, crashed: Callable[[BaseException], None]
+    ) -> None:
         self.disk = disk
         self.files = files
         self.alignment = disk.alignment
@@ -148,8 +151,11 @@ class DurableTier:
     def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
         with self._lock:
             found = self._versions[extent.file].where(begin, end)
-        return [stretch for low, high, holder in found
-                for stretch in self.disk.stretches(holder, low, high)]  # fmt: skip
+        return [
+            stretch
+            for low, high, holder in found
+            for stretch in self.disk.stretches(holder, low, high)
+        ]
 
     def usage(self) -> tuple[str, int, int]:
         return self.disk.usage()
@@ -166,8 +172,9 @@ class DurableTier:
         """What writes to `extents` will reserve beside the committed versions."""
         with self._lock:
             found = [self._versions[extent.file] for extent in extents]
-        return sum(v.committed.nbytes for v in found
-                   if v.committed is not None and v.working is None)  # fmt: skip
+        return sum(
+            v.committed.nbytes for v in found if v.committed is not None and v.working is None
+        )
 
     def bury(self, extents: Sequence[Extent]) -> None:
         """Nobody holds them; they are given back when the next index does not name them."""
@@ -208,8 +215,9 @@ class DurableTier:
             self._versions[key] = versions
         return Extent(key, 0, nbytes, name)
 
-    def _sum(self, versions: Versions, begin: int, end: int, source: Buffer,
-             whole: Countdown) -> None:  # fmt: skip
+    def _sum(
+        self, versions: Versions, begin: int, end: int, source: Buffer, whole: Countdown
+    ) -> None:
         checksum = SUMS[BEST](source.view)
         with self._lock:
             versions.pieces.know(begin, end, checksum)

@@ -44,11 +44,24 @@ class Move:
     flying  requests under way or to be tried again
     """
 
-    __slots__ = ("_address", "_target", "buffer", "done", "error", "flying", "granule", "name",
-                 "nbytes", "over", "rest", "write")  # fmt: skip
+    __slots__ = (
+        "_address",
+        "_target",
+        "buffer",
+        "done",
+        "error",
+        "flying",
+        "granule",
+        "name",
+        "nbytes",
+        "over",
+        "rest",
+        "write",
+    )
 
-    def __init__(self, write: bool, target: Target, buffer: Buffer, name: str,
-                 over: Callback) -> None:  # fmt: skip
+    def __init__(
+        self, write: bool, target: Target, buffer: Buffer, name: str, over: Callback
+    ) -> None:
         self.write = write
         self.name = name
         self.buffer = buffer
@@ -61,8 +74,9 @@ class Move:
         self._address = buffer.memory.data_ptr()
 
     def request(self, key: int, at: int, nbytes: int) -> Request:
-        return Request(key, self.write, self._target.fd, self._address + at, nbytes,
-                       self._target.offset + at)  # fmt: skip
+        return Request(
+            key, self.write, self._target.fd, self._address + at, nbytes, self._target.offset + at
+        )
 
     def fail(self, error: BaseException) -> None:
         """One of its requests is over, badly; the first error stays."""
@@ -70,8 +84,16 @@ class Move:
         self.error = self.error or error
 
     def fault(self, code: int, why: str) -> IOFault:
-        return IOFault(code, "write" if self.write else "read", self._target.path, self.name,
-                       self._target.offset, self.done, self.nbytes, why)  # fmt: skip
+        return IOFault(
+            code,
+            "write" if self.write else "read",
+            self._target.path,
+            self.name,
+            self._target.offset,
+            self.done,
+            self.nbytes,
+            why,
+        )
 
     def ending(self) -> str:
         """Why nothing was moved although nothing failed."""
@@ -172,8 +194,12 @@ class Engine:
     closed   what moves that `close` cancels, or that come later, fail with; by name of the tensor
     """
 
-    def __init__(self, ring: Ring, crashed: Callable[[BaseException], None],
-                 closed: Callable[[str], BaseException]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        ring: Ring,
+        crashed: Callable[[BaseException], None],
+        closed: Callable[[str], BaseException],
+    ) -> None:
         self.ring = ring
         self._closed_error = closed
         most = ring.depth // 2
@@ -193,8 +219,12 @@ class Engine:
     def start(self, move: Move) -> None:
         """Put `move` under way; `move.over` is called when it has ended, in some thread."""
         if os.getpid() != self._pid:  # asked before the lock, which a fork may have left locked
-            move.over(move.fault(errno.EBADF, f"the file belongs to process {self._pid}, and this "
-                                 "is a fork of it"))  # fmt: skip
+            move.over(
+                move.fault(
+                    errno.EBADF,
+                    f"the file belongs to process {self._pid}, and this is a fork of it",
+                )
+            )
             return
         with deferred_interrupts():  # one between two lines would leave the engine at it for ever
             with self._lock:
@@ -212,14 +242,16 @@ class Engine:
             return
         with self._lock:
             again, self._closed = self._closed, True
-            ended = [move for lane in self._lanes.values() for move in lane.cancel(
-                self._closed_error)]  # fmt: skip
+            ended = [
+                move for lane in self._lanes.values() for move in lane.cancel(self._closed_error)
+            ]
             if again:
                 return
         self._finish(ended)
         with self._lock:
             still = self._still.wait_for(
-                lambda: not (self._submitting or self._reaping), MOST_CLOSING_SECONDS)  # fmt: skip
+                lambda: not (self._submitting or self._reaping), MOST_CLOSING_SECONDS
+            )
         self._thread.stop()
         if still:  # else the device hangs, and what is under way must not lose its ring
             self.ring.close()

@@ -119,8 +119,12 @@ class Directory:
     def __enter__(self) -> "Directory":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -194,14 +198,18 @@ class Directory:
         if not is_regular(found):
             raise self._refused(name, f"is {kind_of(found)}")
         if found.st_nlink > 1:
-            raise self._refused(name, f"is known by {found.st_nlink} names (hard links), so that "
-                                "others would change with it")  # fmt: skip
+            raise self._refused(
+                name,
+                f"is known by {found.st_nlink} names (hard links), so that "
+                "others would change with it",
+            )
         if found.st_uid not in self._trusted:
             raise self._refused(name, f"belongs to user {found.st_uid}")
 
     def _refused(self, name: str, why: str) -> DiskUnusable:
-        return DiskUnusable(self.path, f"has a {name} which {why}",
-                            "remove it, or give another directory")  # fmt: skip
+        return DiskUnusable(
+            self.path, f"has a {name} which {why}", "remove it, or give another directory"
+        )
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` names this directory now."""
@@ -221,8 +229,9 @@ def made(path: Path, system: SystemCalls = KERNEL) -> Directory:
         if found_at(system, path) is None:
             _make(path, system)
     except OSError as error:
-        raise DiskUnusable(path, f"cannot be made ({error.strerror})",
-                           "create it or give another directory") from error  # fmt: skip
+        raise DiskUnusable(
+            path, f"cannot be made ({error.strerror})", "create it or give another directory"
+        ) from error
     return opened(path, system)
 
 
@@ -238,14 +247,20 @@ def opened(path: Path, system: SystemCalls = KERNEL) -> Directory:
     try:
         return Directory(path, system)
     except OSError as error:
-        raise DiskUnusable(path, f"cannot be opened ({error.strerror})",
-                           "give a directory that one may read and write") from error  # fmt: skip
+        raise DiskUnusable(
+            path,
+            f"cannot be opened ({error.strerror})",
+            "give a directory that one may read and write",
+        ) from error
 
 
 def unusable(path: Path, error: OSError) -> DiskUnusable:
     """What a call of the system on a directory, or on a file in it, failed with."""
-    return DiskUnusable(path, f"does not do what it is asked ({error.strerror or error})",
-                        "look after the disk, or give another directory")  # fmt: skip
+    return DiskUnusable(
+        path,
+        f"does not do what it is asked ({error.strerror or error})",
+        "look after the disk, or give another directory",
+    )
 
 
 def let_go(path: Path, close: Callable[[], None]) -> None:

@@ -101,7 +101,8 @@ class ThreadRing:
     def submit(self, requests: Sequence[Request]) -> int:
         for request in requests[: self.depth]:
             self._workers[request.write].submit(
-                partial(_serve, request, self._direct, self._outcomes))  # fmt: skip
+                partial(_serve, request, self._direct, self._outcomes)
+            )
         return min(len(requests), self.depth)
 
     def reap(self) -> list[Outcome]:
@@ -115,8 +116,9 @@ class ThreadRing:
             workers.stop()
 
 
-def _serve(request: Request, direct: bool,
-           outcomes: "SimpleQueue[Outcome | BaseException]") -> None:  # fmt: skip
+def _serve(
+    request: Request, direct: bool, outcomes: "SimpleQueue[Outcome | BaseException]"
+) -> None:
     view = memoryview((ctypes.c_ubyte * request.nbytes).from_address(request.address))
     try:
         move = os.pwritev if request.write else os.preadv
@@ -162,8 +164,7 @@ class KernelAio:
         self.depth = depth
         self._iocbs = ctypes.create_string_buffer(depth * _IOCB.size)
         base = ctypes.addressof(self._iocbs)
-        self._pointers = (ctypes.c_void_p * depth)(
-            *(base + n * _IOCB.size for n in range(depth)))  # fmt: skip
+        self._pointers = (ctypes.c_void_p * depth)(*(base + n * _IOCB.size for n in range(depth)))
         self._events = ctypes.create_string_buffer(depth * _EVENT.size)
         context = ctypes.c_ulong(0)
         system_call(numbers.setup, depth, ctypes.addressof(context))
@@ -172,19 +173,36 @@ class KernelAio:
     def submit(self, requests: Sequence[Request]) -> int:
         count = min(len(requests), self.depth)
         for n, (key, write, fd, address, nbytes, offset) in enumerate(requests[:count]):
-            _IOCB.pack_into(self._iocbs, n * _IOCB.size, key, 0, 0, _PWRITE if write else _PREAD,
-                            0, fd, address, nbytes, offset, 0, 0, 0)  # fmt: skip
-        return system_call(self._numbers.submit, self._context, count,
-                           ctypes.addressof(self._pointers))  # fmt: skip
+            _IOCB.pack_into(
+                self._iocbs,
+                n * _IOCB.size,
+                key,
+                0,
+                0,
+                _PWRITE if write else _PREAD,
+                0,
+                fd,
+                address,
+                nbytes,
+                offset,
+                0,
+                0,
+                0,
+            )
+        return system_call(
+            self._numbers.submit, self._context, count, ctypes.addressof(self._pointers)
+        )
 
     def reap(self) -> list[Outcome]:
-        count = system_call(self._numbers.getevents, self._context, 1, self.depth,
-                            ctypes.addressof(self._events), 0)  # fmt: skip
+        count = system_call(
+            self._numbers.getevents, self._context, 1, self.depth, ctypes.addressof(self._events), 0
+        )
         return [
             Outcome(key, result)
             for key, _, result, _ in _EVENT.iter_unpack(
-                memoryview(self._events)[: count * _EVENT.size])
-        ]  # fmt: skip
+                memoryview(self._events)[: count * _EVENT.size]
+            )
+        ]
 
     def close(self) -> None:
         if self._context:

@@ -154,16 +154,19 @@ def choose(
     """
     opened: dict[str, Ring] = {}
     try:
-        return [_first(directory, names if direct else BUFFERED, direct, opened)
-                for directory, direct in directories]  # fmt: skip
+        return [
+            _first(directory, names if direct else BUFFERED, direct, opened)
+            for directory, direct in directories
+        ]
     except BaseException:  # a thread that cannot be started is none of the system's
         for ring in opened.values():
             ring.close()
         raise
 
 
-def _first(directory: Directory, names: Sequence[str], direct: bool,
-           opened: dict[str, Ring]) -> Ring:  # fmt: skip
+def _first(
+    directory: Directory, names: Sequence[str], direct: bool, opened: dict[str, Ring]
+) -> Ring:
     refusal = OSError(errno.ENOSYS, "there is no way to read and write")
     for name in names:
         try:

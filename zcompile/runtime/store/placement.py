@@ -29,8 +29,9 @@ class Homes:
         """So many bytes more of the host are for gradients, as far as there is a disk instead."""
         self._kept_bytes += nbytes
 
-    def reserve(self, name: str, kind: Kind, nbytes: int, of: int | None = None,
-                tier: str | None = None) -> Place:  # fmt: skip
+    def reserve(
+        self, name: str, kind: Kind, nbytes: int, of: int | None = None, tier: str | None = None
+    ) -> Place:
         """`of`: key of the parameter that it is the gradient of; `tier`: where it would best rest.
 
         raises  TierFull

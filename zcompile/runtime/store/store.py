@@ -124,8 +124,9 @@ class Entry:
     tiles    and of its tiles: offset -> (elements, how -> result)
     """
 
-    def __init__(self, store: "Store", kind: Kind, place: Place, unset: bool,
-                 of: int | None) -> None:  # fmt: skip
+    def __init__(
+        self, store: "Store", kind: Kind, place: Place, unset: bool, of: int | None
+    ) -> None:
         self.key = handles.new_key()
         self.kind = self.born = kind
         self.nbytes = place.nbytes
@@ -157,8 +158,9 @@ class Entry:
         return self.place.tier.name
 
     @uninterrupted
-    def gather(self, size: Sequence[int], stride: Sequence[int], offset: int,
-               dtype: torch.dtype) -> Tensor:  # fmt: skip
+    def gather(
+        self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
+    ) -> Tensor:
         """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
         store = self.store
         store.deferrals.settle(self)  # which takes room in the arena too
@@ -192,8 +194,9 @@ class Store:
         self.device = plant.means.device
         self.device_budget = plant.device_budget
         self.host_budget = plant.host_budget
-        self.arena = Arena(self.device, self.device_budget, self.meter.device,
-                           plant.mover.memories_free)  # fmt: skip
+        self.arena = Arena(
+            self.device, self.device_budget, self.meter.device, plant.mover.memories_free
+        )
         self._means = plant.means
         self._mover = plant.mover
         self.durable = plant.durable
@@ -207,9 +210,17 @@ class Store:
         self.reaches_host = plant.means.device.reaches_host
 
     @uninterrupted
-    def create(self, name: str, kind: Kind, nbytes: int, *, unset: bool = False,
-               of: int | None = None, tier: str | None = None,
-               at: Place | None = None) -> Entry:  # fmt: skip
+    def create(
+        self,
+        name: str,
+        kind: Kind,
+        nbytes: int,
+        *,
+        unset: bool = False,
+        of: int | None = None,
+        tier: str | None = None,
+        at: Place | None = None,
+    ) -> Entry:
         """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull
 
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
@@ -238,8 +249,15 @@ class Store:
         return entry.key in self._entries
 
     @uninterrupted
-    def fetch(self, entry: Entry, target: Tensor, *, begin: int = 0,
-              after: Sequence[Ticket] = (), ahead: bool = False) -> Ticket:  # fmt: skip
+    def fetch(
+        self,
+        entry: Entry,
+        target: Tensor,
+        *,
+        begin: int = 0,
+        after: Sequence[Ticket] = (),
+        ahead: bool = False,
+    ) -> Ticket:
         """Start moving bytes of `entry`, from `begin` on, into `target`; returns at once.
 
         target  uint8 [n], contiguous, on the compute device; must not be touched before the ticket
@@ -249,8 +267,15 @@ class Store:
         """
         self.enter(entry.name)
         self._settle(entry, ahead)
-        fetch = Fetch(entry.place, begin, self.arena.window(target), target, marks_of(after),
-                      self._means, self.arena.holds(target))  # fmt: skip
+        fetch = Fetch(
+            entry.place,
+            begin,
+            self.arena.window(target),
+            target,
+            marks_of(after),
+            self._means,
+            self.arena.holds(target),
+        )
         return self._submit(fetch, after)
 
     def lendable(self, entry: Entry) -> bool:
@@ -262,8 +287,15 @@ class Store:
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     @uninterrupted
-    def borrow(self, entry: Entry, begin: int, nbytes: int, writes: bool,
-               overwrites: bool = False, ahead: bool = False) -> Tensor:  # fmt: skip
+    def borrow(
+        self,
+        entry: Entry,
+        begin: int,
+        nbytes: int,
+        writes: bool,
+        overwrites: bool = False,
+        ahead: bool = False,
+    ) -> Tensor:
         """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
 
         Compute may touch them until the caller uses the entry. `overwrites`: all, before it reads.
@@ -280,8 +312,9 @@ class Store:
         return memory
 
     @uninterrupted
-    def put(self, entry: Entry, source: Tensor, *, begin: int = 0,
-            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+    def put(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         """Start moving `source` to the bytes of `entry` from `begin` on.
 
         Returns at once, unless sources outside the arena pile up: their memory is bounded
@@ -297,20 +330,35 @@ class Store:
             entry.deferred = ()
         self.deferrals.settle(entry)
         window = self.arena.window(source)
-        put = Put(entry.place, begin, window, source, marks_of(after), self._means,
-                  self.arena.holds(source))  # fmt: skip
+        put = Put(
+            entry.place,
+            begin,
+            window,
+            source,
+            marks_of(after),
+            self._means,
+            self.arena.holds(source),
+        )
         return self._submit_write(entry, put, source, after)
 
     @uninterrupted
-    def add(self, entry: Entry, source: Tensor, *, begin: int = 0,
-            after: Sequence[Ticket] = ()) -> Ticket:  # fmt: skip
+    def add(
+        self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
+    ) -> Ticket:
         """As `Tensor.add_`: start adding `source` (1-D; else as in `put`) from byte `begin` on."""
         self.enter(entry.name)
         check_memory(source)
         self._settle(entry)
         raw = source.view(torch.uint8)
-        add = Add(entry.place, begin, self.arena.window(raw), raw, marks_of(after), self._means,
-                  source.dtype)  # fmt: skip
+        add = Add(
+            entry.place,
+            begin,
+            self.arena.window(raw),
+            raw,
+            marks_of(after),
+            self._means,
+            source.dtype,
+        )
         return self._submit_write(entry, add, raw, after)
 
     @uninterrupted
@@ -404,8 +452,9 @@ class Store:
         self._mover.submit(transfer, after)
         return transfer
 
-    def _submit_write(self, entry: Entry, transfer: Transfer, source: Tensor,
-                      after: Sequence[Ticket]) -> Transfer:  # fmt: skip
+    def _submit_write(
+        self, entry: Entry, transfer: Transfer, source: Tensor, after: Sequence[Ticket]
+    ) -> Transfer:
         before_write(entry)
         nbytes = 0 if self.arena.holds(source) else source.numel()
         self._backlog.enter(nbytes)

@@ -149,8 +149,11 @@ class Extents:
         nbytes = self.aligned(nbytes)
         if nbytes == 0:
             return 0
-        fits = [(end - begin, begin, at) for at, (begin, end) in enumerate(self._free)
-                if end - begin >= nbytes]  # fmt: skip
+        fits = [
+            (end - begin, begin, at)
+            for at, (begin, end) in enumerate(self._free)
+            if end - begin >= nbytes
+        ]
         if not fits:
             return None
         _, begin, at = min(fits)
@@ -163,10 +166,13 @@ class Extents:
         """Offset of `nbytes` (rounded up) in the first hole of [begin, end) that has them, at its
         beginning; `last`: in the last, at its end. None when none has."""
         nbytes = self.aligned(nbytes)
-        holes = ((max(low, begin), min(high, end)) for low, high in
-                 (reversed(self._free) if last else self._free))  # fmt: skip
-        offset = next((high - nbytes if last else low for low, high in holes
-                       if high - low >= nbytes), None)  # fmt: skip
+        holes = (
+            (max(low, begin), min(high, end))
+            for low, high in (reversed(self._free) if last else self._free)
+        )
+        offset = next(
+            (high - nbytes if last else low for low, high in holes if high - low >= nbytes), None
+        )
         if offset is not None:
             taken = self.take_at(offset, nbytes)
             assert taken, "a hole is free"

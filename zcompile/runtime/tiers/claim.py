@@ -48,15 +48,21 @@ class Claim:
             self._fd = self._locked()
         try:
             if (died := _told(directory, self._fd)) is not None:
-                logger.warning("%s: process %s since %s, ended without closing its model",
-                               directory.path, *died)  # fmt: skip
+                logger.warning(
+                    "%s: process %s since %s, ended without closing its model",
+                    directory.path,
+                    *died,
+                )
             self._system.truncate(self._fd, 0)
             told = f"{os.getpid()} since {time.strftime('%F %T')}\n"
             self._system.write_all(self._fd, told.encode())
         except OSError as error:
             self.release()
-            raise DiskUnusable(directory.path, f"takes no files ({error.strerror})",
-                               "free space on it or give another directory") from error  # fmt: skip
+            raise DiskUnusable(
+                directory.path,
+                f"takes no files ({error.strerror})",
+                "free space on it or give another directory",
+            ) from error
         _CLAIMS.add(self)
         try:
             if reclaiming:
@@ -98,8 +104,11 @@ class Claim:
                 raise DiskOwned(self.directory.path, owner) from None
             except OSError as error:
                 self._system.close(fd)
-                raise DiskUnusable(self.directory.path, f"cannot be locked ({error.strerror})",
-                                   "give a directory on a local filesystem") from error  # fmt: skip
+                raise DiskUnusable(
+                    self.directory.path,
+                    f"cannot be locked ({error.strerror})",
+                    "give a directory on a local filesystem",
+                ) from error
             # The file may have been removed, by its last owner, since it was opened.
             try:
                 if _is_named(self.directory, fd):
@@ -115,8 +124,11 @@ class Claim:
         except DiskUnusable:
             raise
         except OSError as error:
-            raise DiskUnusable(self.directory.path, f"takes no files ({error.strerror})",
-                               "give a directory one may write to") from error  # fmt: skip
+            raise DiskUnusable(
+                self.directory.path,
+                f"takes no files ({error.strerror})",
+                "give a directory one may write to",
+            ) from error
 
 
 def scratch_files(directory: Directory) -> list[str]:
@@ -135,12 +147,20 @@ def reclaim(directory: Directory) -> int:
         directory.unlink(name)
         freed += left.st_blocks * 512
         if found is None:
-            logger.warning("%s: %s was left when it was tried what the disk takes, and is removed",
-                           directory.path, name)  # fmt: skip
+            logger.warning(
+                "%s: %s was left when it was tried what the disk takes, and is removed",
+                directory.path,
+                name,
+            )
             continue
-        logger.warning("%s: process %s, which last wrote at %s, ended without closing its "
-                       "model; what it kept there is lost, %s is removed",
-                       directory.path, found[1], when, name)  # fmt: skip
+        logger.warning(
+            "%s: process %s, which last wrote at %s, ended without closing its "
+            "model; what it kept there is lost, %s is removed",
+            directory.path,
+            found[1],
+            when,
+            name,
+        )
     return freed
 
 

@@ -106,8 +106,11 @@ class TierFile:
         except DiskUnusable:
             raise
         except OSError as error:
-            raise DiskUnusable(directory.path, f"takes no files ({error.strerror or error})",
-                               "free space on it or give another directory") from error  # fmt: skip
+            raise DiskUnusable(
+                directory.path,
+                f"takes no files ({error.strerror or error})",
+                "free space on it or give another directory",
+            ) from error
         self.granule = direct_granule(self.system, self._fd) if self.direct else 1
 
     @property
@@ -157,7 +160,9 @@ class TierFile:
         takes_blocks(self.directory)
         logger.warning(
             "%s does not take O_DIRECT: transfers go through the page cache, which is slower and "
-            "uses memory beyond host_memory", self.directory.path)  # fmt: skip
+            "uses memory beyond host_memory",
+            self.directory.path,
+        )
         return False
 
     def _grow(self, nbytes: int) -> bool:
@@ -167,13 +172,18 @@ class TierFile:
             except OSError as error:
                 if error.errno not in NOT_ALLOCATED:
                     raise
-                logger.warning("%s reserves no room: a disk that is full is noticed when it is "
-                               "written to", self.directory.path)  # fmt: skip
+                logger.warning(
+                    "%s reserves no room: a disk that is full is noticed when it is written to",
+                    self.directory.path,
+                )
                 self.system.truncate(self._fd, self.extents.capacity + nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise DiskUnusable(self.directory.path, f"cannot be grown into ({error.strerror})",
-                                   "give another directory") from error  # fmt: skip
+                raise DiskUnusable(
+                    self.directory.path,
+                    f"cannot be grown into ({error.strerror})",
+                    "give another directory",
+                ) from error
             return False
         self.extents.grow(nbytes)
         return True
@@ -203,11 +213,17 @@ class DiskTier:
     in_memory = False
     on_device = False
 
-    def __init__(self, directories: Sequence[Path], throttle: Mapping[str, float], meter: Meter,
-                 crashed: Callable[[BaseException], None],
-                 rings: Sequence[str] = trial.DIRECT,
-                 open_file: Callable[[Directory], TierFile] = TierFile,
-                 striped: bool = True, system: SystemCalls = KERNEL) -> None:  # fmt: skip
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        throttle: Mapping[str, float],
+        meter: Meter,
+        crashed: Callable[[BaseException], None],
+        rings: Sequence[str] = trial.DIRECT,
+        open_file: Callable[[Directory], TierFile] = TierFile,
+        striped: bool = True,
+        system: SystemCalls = KERNEL,
+    ) -> None:
         self._meter = meter
         self._striped = striped and len(directories) > 1
         self._keys = itertools.count(len(directories))
@@ -281,8 +297,10 @@ class DiskTier:
         return self._start(True, extent, begin, source)
 
     def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
-        return [Stretch(self._files[part.file].at(0).fd, part.offset + at, high - low)
-                for part, at, low, high in self._lying(extent, begin, end)]  # fmt: skip
+        return [
+            Stretch(self._files[part.file].at(0).fd, part.offset + at, high - low)
+            for part, at, low, high in self._lying(extent, begin, end)
+        ]
 
     def usage(self) -> tuple[str, int, int]:
         used = sum(file.extents.used_bytes for file in self._files)
@@ -327,8 +345,9 @@ class DiskTier:
         self._parts[key] = tuple(parts)
         return Extent(key, 0, -(-nbytes // ALIGNMENT) * ALIGNMENT, name)
 
-    def _lying(self, extent: Extent, begin: int,
-               end: int) -> Iterator[tuple[Extent, int, int, int]]:  # fmt: skip
+    def _lying(
+        self, extent: Extent, begin: int, end: int
+    ) -> Iterator[tuple[Extent, int, int, int]]:
         """(part, where in it, begin, end) of each piece of [begin, end) that lies in one file."""
         parts = self._parts.get(extent.file)
         if parts is None:
@@ -377,15 +396,21 @@ class DiskTier:
 class _Link:
     """One direction of the disk: counts what has travelled, and paces it where asked to."""
 
-    def __init__(self, name: str, bytes_per_s: float | None, meter: Meter,
-                 crashed: Callable[[BaseException], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        bytes_per_s: float | None,
+        meter: Meter,
+        crashed: Callable[[BaseException], None],
+    ) -> None:
         self._name = name
         self._meter = meter
         self._pace = Pace(bytes_per_s)
         self._pacer = Workers(f"zinf-{name}", 1, crashed) if bytes_per_s is not None else None
 
-    def arrived(self, promise: Promise, nbytes: int, since: float,
-                error: BaseException | None) -> None:  # fmt: skip
+    def arrived(
+        self, promise: Promise, nbytes: int, since: float, error: BaseException | None
+    ) -> None:
         """`nbytes` that set out at `since` have really been moved, or failed."""
         if error is None:
             self._meter.moved(self._name, nbytes)

@@ -36,8 +36,13 @@ class HostTier:
     in_memory = True
     on_device = False
 
-    def __init__(self, budget_bytes: int, make_block: Callable[[int], Tensor],
-                 in_use: Gauge, whole: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        budget_bytes: int,
+        make_block: Callable[[int], Tensor],
+        in_use: Gauge,
+        whole: bool = False,
+    ) -> None:
         self._block_bytes = max(budget_bytes, 1) if whole else BLOCK_BYTES
         self._extents = Extents(self.alignment, budget_bytes)
         self._make_block = make_block

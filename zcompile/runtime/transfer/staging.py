@@ -63,8 +63,10 @@ class Staging:
         self._ranges = Extents(BLOCK_BYTES, size.nbytes)
         self._in_use = in_use
         most = lane_bytes(size.nbytes)
-        self._lanes = {"read": _Lane(size.nbytes - most, size.nbytes, at_end=True),
-                       "write": _Lane(0, most, at_end=False)}  # fmt: skip
+        self._lanes = {
+            "read": _Lane(size.nbytes - most, size.nbytes, at_end=True),
+            "write": _Lane(0, most, at_end=False),
+        }
         self._lock = threading.Lock()
         self._pumping = False
 

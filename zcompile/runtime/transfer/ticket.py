@@ -142,8 +142,12 @@ class _Reporting:
     def __enter__(self) -> None:
         return
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> bool:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if error is not None:
             self._report(error)
         return True
@@ -190,8 +194,9 @@ class Workers:
                 thread.join(timeout_s)
 
 
-def several(names: Mapping[Key, str], threads: int,
-            crashed: Callable[[BaseException], None]) -> dict[Key, Workers]:  # fmt: skip
+def several(
+    names: Mapping[Key, str], threads: int, crashed: Callable[[BaseException], None]
+) -> dict[Key, Workers]:
     """`Workers` for each name: all of them, or an error and none."""
     found: dict[Key, Workers] = {}
     with ExitStack() as undo:

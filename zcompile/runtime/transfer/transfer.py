@@ -65,9 +65,16 @@ class Transfer(ABC):
     cut_in = 1
     """Times the bytes of a chunk that its buffer holds."""
 
-    def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
-                 marks: Sequence[Ticket], means: Means,
-                 padded: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: Place,
+        begin: int,
+        memory: Tensor,
+        owner: Tensor,
+        marks: Sequence[Ticket],
+        means: Means,
+        padded: bool = False,
+    ) -> None:
         assert memory.dtype == torch.uint8, "transfers move bytes"
         assert memory.is_contiguous(), "transfers move bytes that lie in one piece"
         self.place = place
@@ -219,7 +226,8 @@ class Fetch(Transfer):
             elif (buffer := self.straight(begin, end)) is not None:
                 self.hold(1)
                 self.place.tier.read(self.place.extent, begin, buffer).then(
-                    partial(self._went_straight, end - begin))  # fmt: skip
+                    partial(self._went_straight, end - begin)
+                )
             else:
                 staged.append((begin, end))
         self.by_chunks(staged)
@@ -236,16 +244,21 @@ class Fetch(Transfer):
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         low, high = self.place.blocks(begin, end)
         self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(
-            partial(self._chunk_read, begin, end, buffer))  # fmt: skip
+            partial(self._chunk_read, begin, end, buffer)
+        )
 
-    def _chunk_read(self, begin: int, end: int, buffer: Buffer,
-                    error: BaseException | None) -> None:  # fmt: skip
+    def _chunk_read(
+        self, begin: int, end: int, buffer: Buffer, error: BaseException | None
+    ) -> None:
         if error is not None:
             self.chunk_failed(buffer, error)
             return
         skip = begin - self.place.blocks(begin, end)[0]
-        self.copy(self.part(begin, end), buffer.memory[skip : skip + end - begin],
-                   _FetchedChunk(self, buffer))  # fmt: skip
+        self.copy(
+            self.part(begin, end),
+            buffer.memory[skip : skip + end - begin],
+            _FetchedChunk(self, buffer),
+        )
 
     def copy(self, target: Tensor, source: Tensor, landing: Landing) -> None:
         self.means.device.copy("h2d", target, source, self.marks, landing)
@@ -297,8 +310,9 @@ class Put(Transfer):
             return
         for at, memory in self.place.tier.pieces(self.place.extent, self.begin, self.end):
             self.hold(1)
-            self.means.device.copy("d2h", memory, self.part(at, at + memory.numel()),
-                                    self.marks, self)  # fmt: skip
+            self.means.device.copy(
+                "d2h", memory, self.part(at, at + memory.numel()), self.marks, self
+            )
 
     def _to_disk(self) -> None:
         buffer = self.straight(self.begin, self.end)
@@ -327,8 +341,9 @@ class Put(Transfer):
         else:
             step(None)
 
-    def _copy_chunk(self, begin: int, end: int, buffer: Buffer,
-                    error: BaseException | None) -> None:  # fmt: skip
+    def _copy_chunk(
+        self, begin: int, end: int, buffer: Buffer, error: BaseException | None
+    ) -> None:
         if error is not None:
             self.chunk_failed(buffer, error)
             return
@@ -342,7 +357,8 @@ class Put(Transfer):
             self.written(buffer, error)
         else:
             self.place.tier.write(self.place.extent, low, buffer.part(0, high - low)).then(
-                partial(self.written, buffer))  # fmt: skip
+                partial(self.written, buffer)
+            )
 
     def written(self, buffer: Buffer, error: BaseException | None) -> None:
         self.means.staging.give(buffer)
@@ -374,8 +390,16 @@ class Add(Put):
 
     cut_in = 2  # half a buffer for what comes, half for what was there
 
-    def __init__(self, place: Place, begin: int, memory: Tensor, owner: Tensor,
-                 marks: Sequence[Ticket], means: Means, dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(
+        self,
+        place: Place,
+        begin: int,
+        memory: Tensor,
+        owner: Tensor,
+        marks: Sequence[Ticket],
+        means: Means,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__(place, begin, memory, owner, marks, means)
         self._dtype = dtype
 
@@ -390,12 +414,15 @@ class Add(Put):
         if not self.place.tier.in_memory and self.was.touches(low, high):
             both.hold()
             self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(both.drop)
-        self.means.device.copy("d2h", buffer.memory[half : half + end - begin],
-                                self.part(begin, end), self.marks,
-                                LeftChunk(self, both.drop))  # fmt: skip
+        self.means.device.copy(
+            "d2h",
+            buffer.memory[half : half + end - begin],
+            self.part(begin, end),
+            self.marks,
+            LeftChunk(self, both.drop),
+        )
 
-    def _sum_later(self, begin: int, end: int, buffer: Buffer,
-                   error: BaseException | None) -> None:  # fmt: skip
+    def _sum_later(self, begin: int, end: int, buffer: Buffer, error: BaseException | None) -> None:
         self.means.adder.submit(partial(self._sum, begin, end, buffer, error))
 
     def _sum(self, begin: int, end: int, buffer: Buffer, error: BaseException | None) -> None:

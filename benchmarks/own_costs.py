@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zcompile.frontend.replan import Residency
+from zcompile.frontend.replan import StepController
 from zcompile.runtime.profile import Clocks, Walked
 from zcompile.runtime.session import Session
 
@@ -21,12 +21,12 @@ def walks_of(session: Session) -> list[tuple[Walked, ...]]:
 
 
 def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any] | None:
-    """What is predicted under the plan in force, and the least, as `Residency.prediction` says, at
-    what the regions of one step took. Links, and what the host takes beside regions, are as of
-    late; regions that did not run, as chunks of another size, cost what those alike did. None
+    """What is predicted under the plan in force, and the least, as `StepController.prediction`
+    says, at what the regions of one step took. Links, and what the host takes beside regions, are
+    as of late; regions that did not run, as chunks of another size, cost what those alike did. None
     where nothing is planned."""
     residency = session.planner
-    if not isinstance(residency, Residency) or residency.plan is None:
+    if not isinstance(residency, StepController) or residency.plan is None:
         return None
     assert session.device.torch_device.type == "cpu", "elsewhere regions are timed by events"
     clocks = Clocks(session.device, lambda: 0.0)

@@ -31,7 +31,7 @@ from benchmarks.own_costs import at_own_costs, walks_of
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.units import GiB, MiB, show_rate, show_size
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
@@ -142,7 +142,7 @@ def held_bytes(args: argparse.Namespace, whole: int) -> int:
     return held
 
 
-def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run, Step | None]:
+def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run, StepTrace | None]:
     """Train for some steps, the first of which count for nothing; and the record of the last. What
     is predicted is so before the steps that it is compared with."""
     with tempfile.TemporaryDirectory(dir=args.disk) as disk:
@@ -179,7 +179,7 @@ def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run,
     ), recorded
 
 
-def lru_bytes(step: Step, device: int) -> int:
+def lru_bytes(step: StepTrace, device: int) -> int:
     """Bytes over the bus if the device were a cache of entries that forgets the least recently
     used: counted over the second of two steps, in which it is warm."""
     held: OrderedDict[int, bool] = OrderedDict()  # key -> whether it must be written back
@@ -245,7 +245,7 @@ def ablations(args: argparse.Namespace, whole: int, throttle: dict[str, float]) 
         "no residency": {"residency": False},
     }
     base: Run | None = None
-    seen: Step | None = None
+    seen: StepTrace | None = None
     for name, how in variants.items():
         run, step = measured(args, device, throttle=throttle, host_memory="4GiB", **how)
         base, seen = base or run, seen or step

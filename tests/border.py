@@ -24,7 +24,7 @@ from zcompile.config import build
 from zcompile.frontend.offload import move_in, open_session
 from zcompile.runtime.io.rings import Outcome, Request, Ring
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.open import open_plant
+from zcompile.runtime.open import open_resources
 
 NAMELESS = "zinf-trial-0"
 """What we call a file without a name."""
@@ -209,4 +209,4 @@ class WatchedRing:
 def offloaded(model: nn.Module, system: SystemCalls, **fields: Any) -> nn.Module:
     """As `zcompile.offload`, with all calls on files made by `system`."""
     config = build(None, fields, "zcompile.offload")
-    return move_in(open_session(config, partial(open_plant, system=system)), model)
+    return move_in(open_session(config, partial(open_resources, system=system)), model)

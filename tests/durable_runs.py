@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.commit import CommitLog
 
 ON_DISK = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB", "durable": True}
 ON_HOST = {**ON_DISK, "host_memory": "64MiB"}
@@ -45,7 +45,7 @@ class Run:
         self.disk = disk
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> CommitLog:
         found = session_behind(self.model).ledger
         assert found is not None
         return found

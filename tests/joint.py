@@ -20,7 +20,7 @@ from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, output_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import aot_backend, boxed, gradient_of, handle_input, hint
 from zcompile.ir.types import Phase
@@ -41,7 +41,7 @@ class Joint:
     """
 
     gm: fx.GraphModule
-    plan: Plan
+    plan: GraphPlan
     values: list[Any]
     session: Session
     names: dict[int, str]
@@ -68,7 +68,7 @@ class Joint:
         made = self.copy()
 
         class Interpreting(Silence):
-            def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+            def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None:
                 made.plan = plan
                 found.append((name, results(made)))
 
@@ -82,16 +82,16 @@ class Catcher(backend._Graph):
     """Compiles as the backend does, and keeps the graphs and schedules on the way."""
 
     joints: list[fx.GraphModule] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[GraphPlan] = field(default_factory=list)
     calls: list[list[Any]] = field(default_factory=list)
     schedules: list[Schedule] = field(default_factory=list)
 
-    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> Plan:
+    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> GraphPlan:
         joint = copied(gm)
         assign_phases(joint.graph, forward_outputs)
         self.joints.append(joint)
         plan = super()._passes(gm, forward_outputs)
-        self.plans.append(Plan(plan.params, plan.budget_bytes))
+        self.plans.append(GraphPlan(plan.params, plan.budget_bytes))
         return plan
 
     def _executable(self, gm: fx.GraphModule, phase: Phase, *rest: Any) -> Callable[..., Any]:

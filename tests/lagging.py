@@ -16,7 +16,7 @@ from zcompile.runtime import open
 from zcompile.runtime.device.base import Landing
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.pages import copy_bytes
-from zcompile.runtime.transfer.queue import Mover
+from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.ticket import Promise
 
 
@@ -87,7 +87,7 @@ class Lagging(CpuDevice):
 def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
     """From here on models are offloaded to lagging devices; those that were made."""
     made: list[Lagging] = []
-    settle, drain = Promise.settle, Mover.drain
+    settle, drain = Promise.settle, TransferQueue.drain
 
     def make(*given):
         made.append(Lagging(*given))
@@ -105,5 +105,5 @@ def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
 
     patch.setattr(open, "CpuDevice", make)
     patch.setattr(Promise, "settle", wait_for_it)
-    patch.setattr(Mover, "drain", wait_for_all)
+    patch.setattr(TransferQueue, "drain", wait_for_all)
     return made

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.frontend import backend
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, moved, sink_views
@@ -26,7 +26,7 @@ class Forced(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset()
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         sink_views(graph)
         values, borders = SavedValues(graph), Borders(graph)
         again, away = set(), {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 ON_DISK = {"device": "cpu", "device_memory": "1MiB", "host_memory": "256KiB"}
 """The host budget is the least there is, and all of it staging: every entry rests on disk."""
@@ -120,7 +120,7 @@ def same_training(
     return plain, tiered
 
 
-def entries(model: nn.Module, kind: Kind | None = None) -> list[str]:
+def entries(model: nn.Module, kind: EntryKind | None = None) -> list[str]:
     """Names of the entries that the model's store holds, of a kind or all."""
     store = session_behind(model)
     store.enter("a test")

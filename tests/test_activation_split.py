@@ -4,7 +4,7 @@ import pytest
 from test_activation_choice import chain
 
 from zcompile.passes.plan_activations.problem import KEEP, Away
-from zcompile.passes.plan_activations.solve import STREAMED_S, Streams, seconds, split
+from zcompile.passes.plan_activations.solve import STREAMED_S, StreamingLoad, seconds, split
 
 UNSEEN = {"tiers": {"host": Away(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
 """Transfers that compute hides."""
@@ -12,7 +12,7 @@ UNSEEN = {"tiers": {"host": Away(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
 
 def streams(count):
     """Parameters of 10 bytes in all."""
-    return Streams((9.0, 9.0), (0.0, 0.0), 10, count)
+    return StreamingLoad((9.0, 9.0), (0.0, 0.0), 10, count)
 
 
 def test_many_parameters_rest_with_their_gradients_while_values_travel():

@@ -12,7 +12,7 @@ from small_models import SMALL_MODELS, small
 import zcompile
 from zcompile.errors import TierFull
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 
 def offloaded(name, tmp_path, **config):
@@ -43,7 +43,7 @@ def away(model) -> int:
     """Activations that the store holds."""
     gc.collect()
     kinds = [entry.kind for entry in session_behind(model).entries()]
-    return kinds.count(Kind.ACTIVATION)
+    return kinds.count(EntryKind.ACTIVATION)
 
 
 def assert_same_parameters(model, twin):

@@ -55,20 +55,20 @@ number = 3
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A module `paper_models` where one stands."""
-    (tmp_path / "paper_models.py").write_text(MODELS)
+    """A module `given_models` where one stands."""
+    (tmp_path / "given_models.py").write_text(MODELS)
     (tmp_path / "failing_models.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("paper_models", None)
+    sys.modules.pop("given_models", None)
 
 
 ON = ("--machine", "desktop-24gb")
 
 
 def test_a_plan_says_whether_it_fits_and_what_a_step_takes(zinf, models):
-    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--batch", 2)
+    code, out, _ = zinf("plan", "given_models:tiny", *ON, "--batch", 2)
     assert code == 0
     assert out.startswith("4.16 K parameters on desktop-24gb: fits\n")
     assert "least of a plan like this: " in out
@@ -76,7 +76,7 @@ def test_a_plan_says_whether_it_fits_and_what_a_step_takes(zinf, models):
 
 
 def test_a_plan_for_a_program_is_the_report(zinf, models):
-    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--json", "--micro-batches", 3)
+    code, out, _ = zinf("plan", "given_models:tiny", *ON, "--json", "--micro-batches", 3)
     told = json.loads(out)
     assert code == 0
     assert told["fits"] is True
@@ -86,7 +86,7 @@ def test_a_plan_for_a_program_is_the_report(zinf, models):
 
 def test_a_model_of_floats_is_planned_by_the_shape_of_its_input(zinf, models):
     code, out, _ = zinf(
-        "plan", "paper_models:picture", *ON, "--shape", "3,4,4", "--optimizer", "sgd"
+        "plan", "given_models:picture", *ON, "--shape", "3,4,4", "--optimizer", "sgd"
     )
     assert code == 0
     assert "samples/s" in out
@@ -94,7 +94,7 @@ def test_a_model_of_floats_is_planned_by_the_shape_of_its_input(zinf, models):
 
 
 def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
-    code, out, _ = zinf("plan", "paper_models:tiny", "--machine", models / "none.toml")
+    code, out, _ = zinf("plan", "given_models:tiny", "--machine", models / "none.toml")
     assert code == 2, "a machine that is not there is a wrong question"
     machine = models / "small.toml"
     machine.write_text(
@@ -103,7 +103,7 @@ def test_a_model_that_does_not_fit_exits_with_1(zinf, models):
         '[compute]\nmemory_bytes_per_s = "9GB/s"\n'
         '[compute.flops_per_s]\nfloat32 = "1TFLOP/s"\n'
     )
-    code, out, _ = zinf("plan", "paper_models:tiny", "--machine", machine)
+    code, out, _ = zinf("plan", "given_models:tiny", "--machine", machine)
     assert code == 1
     assert "does not fit, it lacks" in out
 
@@ -112,7 +112,7 @@ def test_a_sweep_is_a_table_a_plot_and_a_picture(zinf, models):
     picture = models / "sweep.svg"
     code, out, _ = zinf(
         "plan",
-        "paper_models:tiny",
+        "given_models:tiny",
         *ON,
         "--host",
         "1MiB",
@@ -131,7 +131,7 @@ def test_a_sweep_is_a_table_a_plot_and_a_picture(zinf, models):
 
 
 def test_a_sweep_for_a_program_has_a_point_per_size(zinf, models):
-    _, out, _ = zinf("plan", "paper_models:tiny", *ON, "--sweep", "device=1KiB..64MiB:2", "--json")
+    _, out, _ = zinf("plan", "given_models:tiny", *ON, "--sweep", "device=1KiB..64MiB:2", "--json")
     first, last = json.loads(out)
     assert first["step_seconds"] is None
     assert first["fits"] is False
@@ -154,43 +154,43 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
     [
         ((), "is missing; name a model"),
         (("gpt",), "is neither module:name nor a config.json that is there"),
-        (("paper_models:",), "is neither module:name"),
+        (("given_models:",), "is neither module:name"),
         (("no_such_module:model",), "cannot be imported"),
-        (("paper_models:huge",), "has no 'huge'; paper_models has Shape, Tiny"),
-        (("paper_models:number",), "is a int; name a module, or what makes one"),
-        (("paper_models:sized",), "needs arguments (width)"),
-        (("paper_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
-        (("paper_models:picture",), "takes (input), which cannot be guessed; give --shape"),
+        (("given_models:huge",), "has no 'huge'; given_models has Shape, Tiny"),
+        (("given_models:number",), "is a int; name a module, or what makes one"),
+        (("given_models:sized",), "needs arguments (width)"),
+        (("given_models:nothing",), "makes a NoneType, which is no torch.nn.Module"),
+        (("given_models:picture",), "takes (input), which cannot be guessed; give --shape"),
         (
-            ("paper_models:picture", "--shape", "3,5"),
+            ("given_models:picture", "--shape", "3,5"),
             "forward of Sequential with (float32[1, 3, 5])",
         ),
-        (("paper_models:picture", "--shape", "3,5"), "give it inputs that it takes"),
-        (("paper_models:tiny", "--shape", "3"), "forward of Tiny with (float32[1, 3]) failed at "),
-        (("paper_models:broken",), "paper_models:broken() failed at "),
-        (("paper_models:broken",), "LookupError: no such checkpoint; see that it makes its model"),
-        (("paper_models:looking",), "where no tensor has values"),
+        (("given_models:picture", "--shape", "3,5"), "give it inputs that it takes"),
+        (("given_models:tiny", "--shape", "3"), "forward of Tiny with (float32[1, 3]) failed at "),
+        (("given_models:broken",), "given_models:broken() failed at "),
+        (("given_models:broken",), "LookupError: no such checkpoint; see that it makes its model"),
+        (("given_models:looking",), "where no tensor has values"),
         (("failing_models:any",), "importing failing_models failed at "),
-        (("paper_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
-        (("paper_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
-        (("paper_models:tiny", "--batch", "0"), "must be at least 1"),
-        (("paper_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
+        (("given_models:picture", "--shape", "3,x"), "is not sizes as in 3,224,224"),
+        (("given_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
+        (("given_models:tiny", "--batch", "0"), "must be at least 1"),
+        (("given_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
         (("--paper", "table-3", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
-        (("paper_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
-        (("paper_models:tiny", "--disk-bytes", "many"), "cannot be used"),
+        (("given_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
+        (("given_models:tiny", "--disk-bytes", "many"), "cannot be used"),
         (
-            ("paper_models:tiny", "--sweep", "device=8..9"),
+            ("given_models:tiny", "--sweep", "device=8..9"),
             "sweep='8' has no unit, and so means 8 b",
         ),
-        (("paper_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
+        (("given_models:tiny", "--host", "16"), "write it with one, as 16GiB"),
         (
             ("transformer:layers=1,hidden=64,heads=1", "--device", "16"),
             "write it with one, as 16GiB",
         ),
         (("--paper", "figure-2a", "--sweep", "device=1GiB..2GiB"), "leave it out"),
-        (("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "no/x.svg"), "no is no dir"),
+        (("given_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "no/x.svg"), "no is no dir"),
         (
-            ("paper_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "."),
+            ("given_models:tiny", "--sweep", "host=1GiB..2GiB", "--plot", "."),
             "is a directory; name a",
         ),
         (("config.json",), "is not there"),
@@ -204,13 +204,13 @@ def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, as
 
 
 def test_a_device_too_small_for_one_region_is_told_by_the_size_that_was_asked_for(zinf, models):
-    code, _, err = zinf("plan", "paper_models:tiny", *ON, "--device", "10KiB")
+    code, _, err = zinf("plan", "given_models:tiny", *ON, "--device", "10KiB")
     assert code == 1
     assert "the budget is 10.0 KiB" in err
 
 
 def test_a_plan_says_what_step_it_is_about(zinf, models):
-    asked = ("plan", "paper_models:tiny", *ON, "--batch", 2, "--seq", 8, "--optimizer", "sgd")
+    asked = ("plan", "given_models:tiny", *ON, "--batch", 2, "--seq", 8, "--optimizer", "sgd")
     _, out, _ = zinf(*asked)
     assert "\nstep of batch 2 of 8 tokens, SGD: " in out
     _, out, _ = zinf(*asked, "--micro-batches", 3)
@@ -246,7 +246,7 @@ def test_a_transformer_is_swept_as_a_model_is(zinf, tmp_path):
 
 
 def test_a_model_without_parameters_cannot_be_planned(zinf, models):
-    code, _, err = zinf("plan", "paper_models:empty", *ON, "--shape", "3")
+    code, _, err = zinf("plan", "given_models:empty", *ON, "--shape", "3")
     assert code == 1
     assert "ReLU has no parameters" in err
 
@@ -287,7 +287,7 @@ def test_a_config_that_cannot_be_used_says_why(tmp_path, text, says):
 
 
 def test_a_model_that_is_made_for_a_plan_takes_no_memory(models):
-    model = find_model("paper_models:tiny")
+    model = find_model("given_models:tiny")
     assert all(p.is_meta for p in model.parameters())
     assert set(example_inputs(model, 3, None, None)[0]) == {"ids", "targets"}
 
@@ -332,7 +332,7 @@ def test_a_picture_is_well_formed_whatever_its_words():
 
 def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
     picture = models / "held.svg"
-    code, out, _ = zinf("plan", "paper_models:tiny", *ON, "--device", "1MiB", "--plot", picture)
+    code, out, _ = zinf("plan", "given_models:tiny", *ON, "--device", "1MiB", "--plot", picture)
     assert code == 0
     assert "held by graphs, leave of its 1.00 MiB" in out
     texts = [node.text for node in ElementTree.parse(picture).iter() if node.text]
@@ -343,7 +343,7 @@ def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
 def test_a_sweep_of_a_bounded_device_plans_what_graphs_hold_for_each_size(zinf, models):
     code, out, _ = zinf(
         "plan",
-        "paper_models:tiny",
+        "given_models:tiny",
         *ON,
         "--device",
         "1MiB",

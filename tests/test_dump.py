@@ -101,7 +101,7 @@ def test_a_pass_record_says_what_the_pass_did(graphs):
     }
     assert rows["release-params"].did == {"zinf.release": 5}
     assert rows["reduce-grads"].did == {"zinf.reduce_grad": 4, "aten.t": -4}
-    assert rows["plan-arena"].did == {}
+    assert rows["allocate-arena"].did == {}
     assert rows["release-params"].peak_after > 0
 
 

@@ -15,7 +15,7 @@ import zcompile
 from zcompile.errors import CommitFailed, NothingCommitted
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import KiB
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.commit import CommitLog
 
 
 def sgd(params, lr):
@@ -130,7 +130,7 @@ def test_a_model_built_under_init_commits_and_resumes(tmp_path):
 def test_between_commits_nothing_touches_what_the_last_one_names(tmp_path, monkeypatch):
     run = Run(tmp_path).train(0, 2)
     index, _ = read_index(tmp_path)
-    monkeypatch.setattr(Ledger, "commit", lambda *args, **kwargs: None)
+    monkeypatch.setattr(CommitLog, "commit", lambda *args, **kwargs: None)
     run.train(2, 5)
     session_behind(run.model).drain()
     assert read_index(tmp_path)[0] == index

@@ -12,7 +12,7 @@ from test_bounds import B, F, P, S, links, schedule, training
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Run
-from zcompile.ir.step import Step, StepCall
+from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import Region, Work
 from zcompile.ir.units import KiB
 from zcompile.machine.cost import Costs, Ways
@@ -41,7 +41,7 @@ def floor_of(compute_s, room, ways):
     calls = [StepCall(schedule(phase, Run(regions[phase], (), ())), ()) for phase, _ in phases]
     seconds = {regions[phase].key: s for phase, s in zip((F, B, S), compute_s, strict=True)}
     known = Costs(MACHINE, Ways(), regions=seconds)
-    return floor(Step(tuple(calls)), training(compute_s), known, ways, room)
+    return floor(StepTrace(tuple(calls)), training(compute_s), known, ways, room)
 
 
 def test_the_floor_is_the_busiest_of_compute_and_the_links_over_the_whole_step():

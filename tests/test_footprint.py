@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zcompile.frontend import backend
 from zcompile.ir.graph import assign_phases, is_compute, output_of, region_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Run
 from zcompile.ir.torch_compat import is_tangent
 from zcompile.ir.types import Phase
@@ -152,7 +152,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         saved[id(self.plan)] = {n.name for n, of in held.of.items() if {*of} & {*held.saved}}
         return made
 
-    def lowered(gm: fx.GraphModule, plan: Plan, phase: Phase, *rest: Any) -> Any:
+    def lowered(gm: fx.GraphModule, plan: GraphPlan, phase: Phase, *rest: Any) -> Any:
         schedule = lower(gm, plan, phase, *rest)
         given = kept.get(id(plan), {}) if phase is Phase.BACKWARD else {}
         held = found.held[schedule.serial] = footprint(gm.graph, plan.params, given)

@@ -17,7 +17,7 @@ import zcompile
 from zcompile.checkpoint.stream import NewFile
 from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.eager.tensor import TieredTensor
@@ -107,7 +107,7 @@ def uses_the_store(model):
     store = session_behind(model)
     memory = torch.ones(8 * KiB, dtype=torch.uint8)
     with deferred_interrupts():
-        entry = store.create("new", Kind.STATE, memory.numel())
+        entry = store.create("new", EntryKind.STATE, memory.numel())
         handle = store.handle(entry)
     store.put(entry, memory).wait()
     store.add(entry, memory.view(torch.float32)).wait()

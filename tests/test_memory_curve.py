@@ -9,7 +9,7 @@ from planned_runs import STEPS, begun, train
 import zcompile
 from zcompile.cli import main
 from zcompile.cli.format import CURVE_HEIGHT, CURVE_WIDTH, curve_lines
-from zcompile.ir.plan import Curve, Memory
+from zcompile.ir.plan import Memory, MemoryCurve
 from zcompile.ir.serialize import open_run
 from zcompile.ir.units import KiB
 
@@ -133,7 +133,7 @@ def test_a_graph_of_inference_keeps_everything(tmp_path, capsys):
 
 
 def curve(nodes, nbytes, backward):
-    return Curve(tuple(nodes), backward, tuple(nbytes), "backward pass of it", {})
+    return MemoryCurve(tuple(nodes), backward, tuple(nbytes), "backward pass of it", {})
 
 
 def test_a_curve_is_laid_over_another_by_its_nodes():

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import zcompile
 from zcompile.errors import Unsupported
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
@@ -123,7 +123,7 @@ def test_recurrent_modules_that_were_built_before(name, mode, tmp_path):
     tiered = zcompile.offload(copy.deepcopy(plain), **ON_DISK, disk=tmp_path)
     refs = [ref() for ref in tiered._flat_weight_refs]
     assert all(a is b for a, b in zip(refs, tiered._flat_weights, strict=True))
-    assert len(entries(tiered, Kind.PARAM)) == len(list(plain.parameters()))
+    assert len(entries(tiered, EntryKind.PARAM)) == len(list(plain.parameters()))
     inputs = [torch.randn(4, 3, 6) for _ in range(3)]
     trained(plain, plain, inputs, lambda out: out[0].square().sum())
     trained(tiered, called(tiered, mode), inputs, lambda out: out[0].square().sum())

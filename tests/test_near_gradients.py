@@ -11,12 +11,12 @@ from torch import nn
 import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.planner import step_plan
 from zcompile.runtime.gradients import near
 from zcompile.runtime.gradients.gradients import Gradients
-from zcompile.runtime.gradients.near import NearGradients
+from zcompile.runtime.gradients.near import DeviceGradients
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""
@@ -112,7 +112,7 @@ def test_who_waits_for_a_gradient_is_told_when_it_is_there():
 
 def test_after_a_call_that_broke_off_no_gradient_came_and_the_next_is_eagers(monkeypatch):
     model, compiled, optimizer = begun(4, **ROOM)
-    receive, left = NearGradients.receive, [3]
+    receive, left = DeviceGradients.receive, [3]
 
     def breaks(self, entry, grad):
         left[0] -= 1
@@ -121,12 +121,12 @@ def test_after_a_call_that_broke_off_no_gradient_came_and_the_next_is_eagers(mon
         return receive(self, entry, grad)
 
     with monkeypatch.context() as patch:
-        patch.setattr(NearGradients, "receive", breaks)
+        patch.setattr(DeviceGradients, "receive", breaks)
         with pytest.raises(ZeroDivisionError):
             backward(model, compiled)
     session = session_behind(model)
     assert [p.grad for p in model.parameters()] == [None] * len(list(model.parameters()))
-    assert [e.name for e in session.entries() if e.kind is Kind.GRAD] == []
+    assert [e.name for e in session.entries() if e.kind is EntryKind.GRAD] == []
     train(model, compiled, optimizer, 4, 5)
     assert same(model, expected())
 
@@ -135,7 +135,7 @@ def test_a_gradient_is_measured_for_clipping_where_it_rests():
     model, compiled = offloaded(**ROOM)
     train(model, compiled, adamw(model), clip=True)
     backward(model, compiled)
-    measured = [e.norms for e in session_behind(model).entries() if e.kind is Kind.GRAD]
+    measured = [e.norms for e in session_behind(model).entries() if e.kind is EntryKind.GRAD]
     assert len(measured) == len(list(model.parameters()))
     assert all(measured)
 

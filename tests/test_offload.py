@@ -24,7 +24,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.runtime.closing import wait_for_the_dead
 
 
@@ -48,7 +48,7 @@ def test_gradients_that_were_there_move_along(tmp_path):
     for m in (plain, model):
         m(torch.ones(2, 16)).sum().backward()
     on_disk(model, tmp_path)
-    assert entries(model, Kind.GRAD) == [
+    assert entries(model, EntryKind.GRAD) == [
         f"{n}.grad" for n in ("0.bias", "0.weight", "2.bias", "2.weight")
     ]
     for m in (plain, model):
@@ -176,7 +176,7 @@ def test_nothing_is_left_when_model_and_optimizer_are_gone(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     train(model, optimizer)
     model(torch.ones(1, 16)).sum().backward()
-    assert (len(entries(model, Kind.GRAD)), len(entries(model, Kind.STATE))) == (4, 8)
+    assert (len(entries(model, EntryKind.GRAD)), len(entries(model, EntryKind.STATE))) == (4, 8)
     model.zero_grad()
     assert len(entries(model)) == 12
     del optimizer

@@ -8,7 +8,7 @@ from pairs import assert_equal, assert_same, entries, mlp, on_disk, plain_of, sa
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 FUSED = {
@@ -218,7 +218,7 @@ def test_state_of_a_plain_optimizer_becomes_tiered_and_continues(tmp_path):
     assert train(plain, first) == train(tiered, second)
     assert_same(plain, tiered)
     assert_same_state(first, second)
-    assert len(entries(tiered, Kind.STATE)) == 8
+    assert len(entries(tiered, EntryKind.STATE)) == 8
 
 
 def test_state_of_another_offloaded_model_is_copied(tmp_path):
@@ -237,7 +237,7 @@ def test_state_of_another_offloaded_model_is_copied(tmp_path):
 
 def test_states_have_the_names_people_know(tmp_path):
     _, tiered, _, _ = both(tmp_path, lambda m: optim.AdamW(m.parameters()))
-    assert entries(tiered, Kind.STATE)[:2] == ["0.bias.exp_avg", "0.bias.exp_avg_sq"]
+    assert entries(tiered, EntryKind.STATE)[:2] == ["0.bias.exp_avg", "0.bias.exp_avg_sq"]
 
 
 def test_a_plain_optimizer_is_left_alone(tmp_path):

@@ -15,7 +15,7 @@ from zcompile.ir import ops
 from zcompile.ir.graph import find
 from zcompile.ir.types import ALIGNMENT, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
-from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
 
@@ -156,7 +156,7 @@ def scheduled_blocks(model: str, lead: int, budget_bytes: int) -> list[list[Bloc
         patch.setattr(
             "zcompile.passes.allocate_arena.pack", lambda blocks: met.append(blocks) or pack(blocks)
         )
-        PlanArena().rewrite(joint.graph, joint.plan)
+        AllocateArena().rewrite(joint.graph, joint.plan)
     assert sum(len(blocks) for blocks in met) == len(list(find(joint.graph, ops.fetch)))
     return met
 

@@ -10,7 +10,7 @@ from small_models import SMALL_MODELS
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, GraphInvalid, PassOrder
 from zcompile.ir import printer
-from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.pipeline import pipeline, run
@@ -37,10 +37,10 @@ def test_every_pass_shows_the_graph_before_and_after():
 def test_a_pass_before_its_time_is_refused_with_the_order():
     joint = captured("mlp").copy()
     with pytest.raises(PassOrder) as caught:
-        run(joint.gm, joint.plan, (GatherParams(), PlanArena()))
+        run(joint.gm, joint.plan, (GatherParams(), AllocateArena()))
     assert str(caught.value) == (
-        "plan-arena needs fetches placed, which no earlier pass gives "
-        "(order: gather-params > plan-arena)"
+        "allocate-arena needs fetches placed, which no earlier pass gives "
+        "(order: gather-params > allocate-arena)"
     )
 
 

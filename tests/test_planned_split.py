@@ -1,4 +1,5 @@
-"""A plan on paper shares the device between its arena and what graphs hold as a real run does."""
+"""A plan in a dry run shares the device between its arena and what graphs hold as a real run
+does."""
 
 import json
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""`zcompile.plan`: a training step on paper, and what is told of it."""
+"""`zcompile.plan`: a training step of a dry run, and what is told of it."""
 
 import json
 import resource
@@ -13,9 +13,9 @@ from torch import nn
 import zcompile
 from zcompile.config import Config
 from zcompile.errors import Unsupported
-from zcompile.frontend.backend import surroundings
+from zcompile.frontend.backend import activation_budget
 from zcompile.frontend.dry_run import plan
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.model import Compute, Link, Machine, with_tier
 from zcompile.planner import bounds, floor
@@ -72,16 +72,16 @@ def within(terms, machine):
 @pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])
 def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
     session = plan._session(plan.terms_of(Config(device="cpu"), machine))
-    assert surroundings(session).beside is beside
+    assert activation_budget(session).beside is beside
 
 
-def test_a_step_on_paper_has_the_calls_of_a_real_one(traced):
+def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):
     phases = [call.phase for call in traced.step.calls]
     assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2 + [Phase.STEP]
     assert traced.step.micro_batches == 2
 
 
-def test_a_step_on_paper_is_about_the_entries_of_a_real_one(traced):
+def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     model = Text()
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -102,7 +102,7 @@ def test_a_step_on_paper_is_about_the_entries_of_a_real_one(traced):
 
 
 def test_tied_weights_are_one_entry(traced):
-    weights = [f.name for f in traced.step.facts.values() if f.kind is Kind.PARAM]
+    weights = [f.name for f in traced.step.facts.values() if f.kind is EntryKind.PARAM]
     assert len(weights) == len(set(weights)) == len(list(on_meta().parameters()))
 
 
@@ -218,7 +218,7 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
 @pytest.mark.parametrize(("device", "has"), [(MiB, True), (2 * MiB, False)])
 def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
     report = plan.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
-    assert bool(report.annex_bytes) is has
+    assert bool(report.scratch_bytes) is has
     assert ("the optimizer streams through" in str(report)) is has
 
 
@@ -282,7 +282,7 @@ def test_arguments_may_go_by_name_and_the_loss_may_be_a_field():
     assert report.tokens == 0
 
 
-def test_a_graph_break_is_walked_on_paper_too():
+def test_a_graph_break_is_walked_in_a_dry_run_too():
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -296,7 +296,7 @@ def test_a_graph_break_is_walked_on_paper_too():
     terms = plan.terms_of(Config(device="cpu"), SMALL)
     found = plan.trace(Broken(), (torch.empty(4, 8, device="meta"),), terms)
     assert sum(call.phase is Phase.FORWARD for call in found.step.calls) == 2
-    grads = [f for f in found.step.facts.values() if f.kind is Kind.GRAD]
+    grads = [f for f in found.step.facts.values() if f.kind is EntryKind.GRAD]
     assert len(grads) == 4
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from zcompile.frontend.dry_run import plan as module
-from zcompile.frontend.dry_run.plan import quiet
+from zcompile.frontend.dry_run.plan import gc_paused
 
 
 class Cycle:
@@ -31,20 +31,20 @@ def collecting() -> Iterator[None]:
 
 
 def test_nothing_is_collected_inside_and_all_goes_on_afterwards() -> None:
-    with quiet():
+    with gc_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_what_was_disabled_stays_so() -> None:
     gc.disable()
-    with quiet():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
 
 def test_what_was_made_is_old_afterwards_and_can_still_be_collected() -> None:
-    with quiet():
+    with gc_paused():
         made = Cycle()
     assert any(x is made for x in gc.get_objects(generation=2))
     assert not gc.get_freeze_count()
@@ -57,7 +57,7 @@ def test_what_was_made_is_old_afterwards_and_can_still_be_collected() -> None:
 def test_what_is_frozen_stays_so() -> None:
     gc.freeze()
     try:
-        with quiet():
+        with gc_paused():
             pass
         assert gc.get_freeze_count()
     finally:
@@ -66,11 +66,11 @@ def test_what_is_frozen_stays_so() -> None:
 
 def test_much_that_was_left_is_collected_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MANY", 1 << 60)
-    with quiet():
+    with gc_paused():
         found = weakref.ref(Cycle())
-    with quiet():
+    with gc_paused():
         assert found() is not None
     monkeypatch.setattr(module._Last, "left", 0)
     monkeypatch.setattr(module, "MANY", 0)
-    with quiet():
+    with gc_paused():
         assert found() is None

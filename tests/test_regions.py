@@ -9,7 +9,7 @@ from torch import fx
 import zcompile
 from zcompile.config import Config
 from zcompile.frontend.dry_run.device import is_blank
-from zcompile.frontend.dry_run.session import PaperRegions
+from zcompile.frontend.dry_run.session import DryRunRegions
 from zcompile.ir.graph import is_compute, region_of
 from zcompile.ir.regions import compile_region, inputs_of, is_product, outputs_of, structure
 from zcompile.passes.pipeline import pipeline
@@ -111,8 +111,8 @@ def test_a_variant_that_makes_its_results_elsewhere_shares_what_is_compiled():
     assert torch.equal(target, outputs_of(nodes)[0].meta["val"])
 
 
-def test_on_paper_each_region_makes_blanks_and_so_do_its_variants():
-    compiled = PaperRegions()
+def test_in_a_dry_run_each_region_makes_blanks_and_so_do_its_variants():
+    compiled = DryRunRegions()
     nodes = traced(linear, X, W)
     plain, placed = compile_region(nodes, compiled), compile_region(nodes, compiled, (0,))
     assert compile_region(nodes, compiled) is plain

@@ -259,8 +259,8 @@ def steps_planned(monkeypatch, caplog, first_window):
         return made
 
     monkeypatch.setattr(replan, "plan_step", noted)
-    costs = functools.cache(replan.Residency.costs)  # as they are first; no hour changes them
-    monkeypatch.setattr(replan.Residency, "costs", costs)
+    costs = functools.cache(replan.StepController.costs)  # as they are first; no hour changes them
+    monkeypatch.setattr(replan.StepController, "costs", costs)
     monkeypatch.setattr(replan, "perf_counter", lambda: 0.0)  # planning takes no time
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
         model, _, _ = begun(

@@ -27,13 +27,13 @@ import zcompile
 from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import StepPlan
 from zcompile.runtime import relocate
 from zcompile.runtime.relocate import move
-from zcompile.runtime.store.placement import Homes
+from zcompile.runtime.store.placement import Tiers
 
 OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -169,7 +169,7 @@ def crowded(monkeypatch, fill) -> list[StepPlan]:
     No plan is reviewed: another would be put into force in the midst of what is measured.
     """
     monkeypatch.setattr(replan, "REVIEW", 1000)
-    apply, made = replan.Residency.apply, []
+    apply, made = replan.StepController.apply, []
 
     def beside(planner, plan):
         made.append(plan)
@@ -177,7 +177,7 @@ def crowded(monkeypatch, fill) -> list[StepPlan]:
         apply(planner, plan)
         del held
 
-    monkeypatch.setattr(replan.Residency, "apply", beside)
+    monkeypatch.setattr(replan.StepController, "apply", beside)
     return made
 
 
@@ -218,7 +218,7 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
     def fill(session):
         _, used, capacity = session.homes._tiers[0].usage()
         if (free := capacity - used - left) > 0:
-            others.append(session.create("another's", Kind.GRAD, free))
+            others.append(session.create("another's", EntryKind.GRAD, free))
 
     trains_as_predicted(
         crowded(monkeypatch, fill),
@@ -234,7 +234,7 @@ def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp
     """What the plan wants there has room enough, but not in one piece, before entries move."""
     monkeypatch.setattr(step_plan, "staying", lambda *how: frozenset())  # the host is to be full
     if not closes:
-        monkeypatch.setattr(Homes, "compact", lambda homes, places: False)
+        monkeypatch.setattr(Tiers, "compact", lambda homes, places: False)
     made = crowded(monkeypatch, lambda session: None)
     model, compiled = offloaded(
         throttle=THROTTLE,
@@ -256,7 +256,7 @@ def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():
     session = session_behind(model)
     assert homes(model) == {"device"}
     _, used, capacity = session.homes._tiers[0].usage()
-    others = session.create("another's", Kind.GRAD, capacity - used)
+    others = session.create("another's", EntryKind.GRAD, capacity - used)
     kept = compiled(ids(1)[:, :-1])
     with pytest.raises(BudgetExceeded, match="finds no room"):
         compiled(ids(2)[:, :-1])

@@ -21,8 +21,8 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.step import EntryFact, Step, StepCall
-from zcompile.ir.types import HELD, Kind, Layout, Phase, Region, Work
+from zcompile.ir.step import EntryFact, StepCall, StepTrace
+from zcompile.ir.types import HELD, EntryKind, Layout, Phase, Region, Work
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.simulator import simulate
@@ -73,12 +73,12 @@ def a_call(*rows, phase=Phase.FORWARD, entries=(1, 2, 3, 4)):
     return StepCall(schedule(*rows, phase=phase), entries)
 
 
-def step_of(*calls, home="host", kinds=(Kind.PARAM,) * 4):
+def step_of(*calls, home="host", kinds=(EntryKind.PARAM,) * 4):
     facts = {
         key: EntryFact(key, f"w{key}", kind, 4096, home)
         for key, kind in zip((1, 2, 3, 4), kinds, strict=True)
     }
-    return Step(calls, facts)
+    return StepTrace(calls, facts)
 
 
 def first(step, costs=None, homes=None, **ways):
@@ -245,7 +245,9 @@ def test_compute_on_an_entry_waits_for_what_moves_it():
 
 def test_what_a_step_makes_anew_is_not_brought():
     rows = (fetching(0, 0), waiting(0), computing(1), freeing())
-    step = step_of(a_call(*rows, phase=Phase.STEP), kinds=(Kind.COPY,) + (Kind.PARAM,) * 3)
+    step = step_of(
+        a_call(*rows, phase=Phase.STEP), kinds=(EntryKind.COPY,) + (EntryKind.PARAM,) * 3
+    )
     assert first(step).nbytes["h2d"] == 0
 
 

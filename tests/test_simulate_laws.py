@@ -23,7 +23,7 @@ from test_simulate import (
 from zcompile.ir.schedule import Fetch, Slot, Wait
 from zcompile.ir.types import Phase
 from zcompile.machine.model import Link
-from zcompile.planner.links import MOST_PIECES, RING_BLOCK, Journey, Traffic
+from zcompile.planner.links import MOST_PIECES, RING_BLOCK, LinkSimulator, SimTransfer
 from zcompile.planner.simulator import simulate, step_seconds
 
 LANES = 3
@@ -158,8 +158,8 @@ def test_without_any_throttle_only_compute_is_left(step, homes, ways, rates):
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000)), min_size=1, max_size=20))
 def test_one_link_serves_in_the_order_in_which_transfers_come(asked):
     link = Link("h2d", 1000.0)
-    traffic = Traffic({"h2d": link}, 1 << 20, 1 << 22)
-    sent = [(Journey(nbytes, (link,), 1), at) for at, nbytes in asked]
+    traffic = LinkSimulator({"h2d": link}, 1 << 20, 1 << 22)
+    sent = [(SimTransfer(nbytes, (link,), 1), at) for at, nbytes in asked]
     for journey, at in sent:
         traffic.start(journey, at)
     traffic.finish()
@@ -174,8 +174,8 @@ def test_one_link_serves_in_the_order_in_which_transfers_come(asked):
 @given(st.integers(1, 100_000), st.integers(100, 4000), st.integers(50, 2000))
 def test_two_links_in_a_row_take_the_slower_one_and_a_piece_of_the_other(nbytes, chunk, rate):
     first, second = Link("disk_read", 1000.0), Link("h2d", float(rate))
-    traffic = Traffic({"disk_read": first, "h2d": second}, chunk, 100 * chunk)
-    journey = Journey(nbytes, (first, second), 2)
+    traffic = LinkSimulator({"disk_read": first, "h2d": second}, chunk, 100 * chunk)
+    journey = SimTransfer(nbytes, (first, second), 2)
     traffic.start(journey, 0.0)
     took, least = traffic.finish(), nbytes / min(1000, rate)
     pieces = -(-nbytes // chunk)
@@ -187,10 +187,10 @@ def test_two_links_in_a_row_take_the_slower_one_and_a_piece_of_the_other(nbytes,
 def last_home(chunk_bytes, ring_bytes, writes, reads=0, nbytes=1000, adds=False, rate=1000.0):
     """When the last of `writes` over two links of `rate` bytes/s is home, beside `reads`."""
     rows = {name: Link(name, rate) for name in ("disk_read", "h2d", "d2h", "disk_write")}
-    traffic = Traffic(rows, chunk_bytes, ring_bytes)
+    traffic = LinkSimulator(rows, chunk_bytes, ring_bytes)
     for _ in range(reads):
-        traffic.start(Journey(nbytes, (rows["disk_read"], rows["h2d"]), 2), 0.0)
-    sent = [Journey(nbytes, (rows["d2h"], rows["disk_write"]), 1) for _ in range(writes)]
+        traffic.start(SimTransfer(nbytes, (rows["disk_read"], rows["h2d"]), 2), 0.0)
+    sent = [SimTransfer(nbytes, (rows["d2h"], rows["disk_write"]), 1) for _ in range(writes)]
     for journey in sent:
         journey.adds = adds
         traffic.start(journey, 0.0)
@@ -217,8 +217,8 @@ def test_a_sum_takes_both_halves_of_a_buffer():
 def test_a_sum_is_cut_at_half_a_buffer():
     link = Link("d2h", 1000.0, latency_s=100.0)
     for adds, pieces in ((False, 1), (True, 2)):
-        traffic = Traffic({"d2h": link, "disk_write": link}, 8192, 8192)
-        journey = Journey(8192, (link, link), 1)
+        traffic = LinkSimulator({"d2h": link, "disk_write": link}, 8192, 8192)
+        journey = SimTransfer(8192, (link, link), 1)
         journey.adds = adds
         traffic.start(journey, 0.0)
         took = traffic.finish()

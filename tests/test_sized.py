@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from written import schedule
 
-from zcompile.ir.types import Holds
+from zcompile.ir.types import MemoryProfile
 from zcompile.memory import sized
 from zcompile.memory.sized import SizedSchedule, SizeReader
 
@@ -26,7 +26,7 @@ def test_sizes_that_come_again_are_not_counted_again(monkeypatch):
 
     def count(sizes):
         counted.extend(sizes.values())
-        return Holds()
+        return MemoryProfile()
 
     calls = SizedSchedule(schedule(), reader_of_rows(), count)
     for rows in (4, 5, 4, 6, 4, 7, 4, 8, 4):

@@ -25,7 +25,7 @@ from zcompile.ir.units import MiB, show_size
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.memory.step_footprint import held_in_steps
 from zcompile.planner import step_plan
-from zcompile.planner.step_plan import stay_and_annex
+from zcompile.planner.step_plan import stay_and_scratch
 
 
 @pytest.mark.parametrize("share", [8, 1, 0.5])
@@ -101,16 +101,16 @@ def test_where_gradients_live_on_none_is_planned_to_stay():
     assert same(model, values(plain))
 
 
-def test_the_annex_has_what_those_that_stay_leave_of_the_room():
+def test_the_step_scratch_has_what_those_that_stay_leave_of_the_room():
     """One that stays is on its way for a while as well, and counts once."""
     model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
     planner = session_behind(model).planner
     base, machine = planner._base, planner.costs().machine
-    stay, annex = stay_and_annex(base, machine, 1 << 20, held_bytes(), 1 << 20)
+    stay, scratch = stay_and_scratch(base, machine, 1 << 20, held_bytes(), 1 << 20)
     assert stay == planner.plan.placement.stay
     taken = held_in_steps([call.with_staying(stay) for call in base.calls])
     assert taken == held_in_steps(base.calls) >= sum(base.facts[key].nbytes for key in stay)
-    assert held_bytes() - taken - ALIGNMENT < annex.nbytes <= held_bytes() - taken
+    assert held_bytes() - taken - ALIGNMENT < scratch.nbytes <= held_bytes() - taken
 
 
 def test_a_report_tells_their_bytes():

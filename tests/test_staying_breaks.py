@@ -20,7 +20,7 @@ from staying_runs import (
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import HELD, Kind
+from zcompile.ir.types import HELD, EntryKind
 from zcompile.runtime.store.store import Store
 
 
@@ -241,7 +241,7 @@ def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
     create, left = Store.create, [3]
 
     def failing(self, name, kind, nbytes, **how):
-        if kind is Kind.GRAD:
+        if kind is EntryKind.GRAD:
             left[0] -= 1
             if not left[0]:
                 raise RuntimeError("the third gradient")

@@ -6,9 +6,9 @@ import pytest
 from written import NOTHING, schedule
 
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Run
-from zcompile.ir.step import EntryFact, Step, StepCall
-from zcompile.ir.types import Holds, Kind, Level, Phase
-from zcompile.memory.step_footprint import HeldWalk, held_peak, staying
+from zcompile.ir.step import EntryFact, StepCall, StepTrace
+from zcompile.ir.types import EntryKind, LiveBytes, MemoryProfile, Phase
+from zcompile.memory.step_footprint import StepFootprint, held_peak, staying
 
 HELD_BESIDE = (9, 8, 6, 4, 2)
 """Beside five gradients of 2, of a peak of 11: the picture in `memory/step_footprint.py`."""
@@ -16,20 +16,20 @@ HELD_BESIDE = (9, 8, 6, 4, 2)
 
 def backward(beside=HELD_BESIDE, **of):
     """Makes a gradient of 2 for each of so many parameters; each is joined as the next leaves."""
-    levels, reduces, now = [Level(0, beside[0] + 2, beside[0] + 2)], [], beside[0] + 2
+    levels, reduces, now = [LiveBytes(0, beside[0] + 2, beside[0] + 2)], [], beside[0] + 2
     for n, bytes_beside in enumerate(beside):
-        levels.append(Level(now, now, now := bytes_beside + 2, 2, True))
+        levels.append(LiveBytes(now, now, now := bytes_beside + 2, 2, True))
         reduces.append(Reduce(Register(0), EntryIndex(n), (), True, "w", 2))
     rows = [Run(NOTHING, (), (), (), None), *reduces]
-    return replace(schedule(*rows, phase=Phase.BACKWARD), holds=Holds(tuple(levels)), **of)
+    return replace(schedule(*rows, phase=Phase.BACKWARD), holds=MemoryProfile(tuple(levels)), **of)
 
 
 def in_two():
     """Backward in two graphs: a gradient of 4, on its way when the second begins; three of 2, the
     first of which has left when 10 are needed, as has that of the first graph."""
-    made, small = Run(NOTHING, (), (), (), None), Level(2, 2, 2, 2, True)
-    one = Holds((Level(0, 4, 4), Level(4, 4, 4, 4, True)))
-    two = Holds((Level(0, 2, 2), small, small, Level(2, 10, 2), small))
+    made, small = Run(NOTHING, (), (), (), None), LiveBytes(2, 2, 2, 2, True)
+    one = MemoryProfile((LiveBytes(0, 4, 4), LiveBytes(4, 4, 4, 4, True)))
+    two = MemoryProfile((LiveBytes(0, 2, 2), small, small, LiveBytes(2, 10, 2), small))
     reduces = [
         Reduce(Register(0), EntryIndex(n), (), True, "w", nbytes)
         for n, nbytes in enumerate((2, 2, 2, 4))
@@ -45,8 +45,8 @@ def step_of(*calls):
     """Calls on parameters 1 to 5."""
     keys = tuple(range(1, 6))
     made = [schedule(phase=call) if isinstance(call, Phase) else call for call in calls]
-    facts = {-key: EntryFact(-key, "w.grad", Kind.GRAD, 2, "host") for key in keys}
-    return Step(tuple(StepCall(one, keys) for one in made), facts)
+    facts = {-key: EntryFact(-key, "w.grad", EntryKind.GRAD, 2, "host") for key in keys}
+    return StepTrace(tuple(StepCall(one, keys) for one in made), facts)
 
 
 USUAL = Phase.FORWARD, backward(), Phase.STEP
@@ -94,7 +94,7 @@ def test_what_another_graph_left_under_way_counts_beside_all_of_the_next(room, s
     """A run looks once, before a call, at what others hold then and at the peak of the call."""
     step = step_of(Phase.FORWARD, *in_two(), Phase.STEP)
     assert staying(step, room) == stay
-    walk = HeldWalk()
+    walk = StepFootprint()
     for call in step.calls:
         made = call.with_staying(staying(step, room)).schedule
         walk.begin(made)
@@ -107,11 +107,11 @@ def test_what_is_kept_into_the_next_forward_goes_home():
     assert staying(step_of(*USUAL), 1000, kept=frozenset({-2})) == {-1, -3, -4, -5}
 
 
-def test_an_annex_has_its_room_while_the_optimizer_goes_on():
+def test_an_step_scratch_has_its_room_while_the_optimizer_goes_on():
     step = step_of(Phase.FORWARD, backward((20, 0, 0, 0, 0)), Phase.STEP)
     assert len(staying(step, 22)) == 5
-    assert len(staying(step, 22, annex_bytes=16)) == 3
-    assert len(staying(step, 22, annex_bytes=22)) == 1, "that is on its way then, if it does not"
+    assert len(staying(step, 22, scratch_bytes=16)) == 3
+    assert len(staying(step, 22, scratch_bytes=22)) == 1, "that is on its way then, if it does not"
 
 
 def test_what_shares_its_memory_or_comes_in_tiles_goes_home():
@@ -119,7 +119,7 @@ def test_what_shares_its_memory_or_comes_in_tiles_goes_home():
     shared = [level._replace(alone=n != 2) for n, level in enumerate(made.holds.levels)]
     rows = list(made.instructions)
     rows[3] = replace(rows[3], of_nbytes=4)
-    made = replace(made, instructions=tuple(rows), holds=Holds(tuple(shared)))
+    made = replace(made, instructions=tuple(rows), holds=MemoryProfile(tuple(shared)))
     assert staying(step_of(Phase.FORWARD, made, Phase.STEP), 1000) == {-1, -4, -5}
 
 
@@ -128,7 +128,7 @@ def test_what_stays_is_held_until_the_next_forward():
     rows = [
         replace(x, stays=x.entry > 0) if isinstance(x, Reduce) else x for x in made.instructions
     ]
-    made, walk, held = replace(made, instructions=tuple(rows)), HeldWalk(), []
+    made, walk, held = replace(made, instructions=tuple(rows)), StepFootprint(), []
     walk.begin(made)
     for x in made.instructions:
         walk.rise()

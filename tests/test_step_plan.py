@@ -13,7 +13,7 @@ import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Run, Store, Wait
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, Ways
@@ -37,7 +37,7 @@ LEAST_CHUNK = 16 * KiB
 
 
 @functools.cache
-def recorded() -> Step:
+def recorded() -> StepTrace:
     """A step of a small GPT, as a real run records it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_with_room_for_everything_nothing_is_left_to_stream():
 
 
 def test_what_is_computed_is_what_was_recorded():
-    def work(step: Step) -> list[object]:
+    def work(step: StepTrace) -> list[object]:
         return [
             x.region.key
             for call in step.calls

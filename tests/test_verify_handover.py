@@ -28,7 +28,7 @@ FIRST, LASTS = schedule(*ONE_USE), schedule(*STEP, phase=Phase.STEP)
 (BRINGS,) = FIRST.fetches()
 PASSING = schedule(replace(ONE_USE[0], lasting=False), *ONE_USE[1:])
 IN_PLACE = schedule(borrow(1), run(1), phase=Phase.STEP)
-BESIDE = replace(schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1)), annex_at=512)
+BESIDE = replace(schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1), free(HIGH, 1)), scratch_at=512)
 HIGHER = schedule(fetch(HIGH, 0), wait(HIGH, 0, 1), run(1, out=(2,)), free(HIGH, 1))
 
 BROKEN_PAIRS: dict[str, tuple[tuple[Schedule, Schedule], Handover, str]] = {
@@ -67,7 +67,7 @@ BROKEN_PAIRS: dict[str, tuple[tuple[Schedule, Schedule], Handover, str]] = {
         Handover({5: list(HIGHER.fetches())}, 1024),
         "1024 bytes are taken at once, the budget is 1000",
     ),
-    "into the annex": (
+    "into the step scratch": (
         (FIRST, BESIDE),
         Handover({3: list(BESIDE.fetches())}, 1024),
         "fetches are handed over into memory that graphs hold until then",

@@ -75,9 +75,9 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: replace(schedule(*SAFE), arena_bytes=511),
         "the slot of 'w' ends beyond the arena",
     ),
-    "a slot before the annex": (
-        lambda: replace(schedule(*SAFE), annex_at=512),
-        "the slot of 'w' begins before the annex",
+    "a slot before the step scratch": (
+        lambda: replace(schedule(*SAFE), scratch_at=512),
+        "the slot of 'w' begins before the step scratch",
     ),
     "a slot that is taken": (
         lambda: schedule(SAFE[0], fetch(LOW, 7, name="v"), *SAFE[1:]),

@@ -9,17 +9,17 @@ from written import run, schedule
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule, Ticket
-from zcompile.ir.types import Holds, Level, Phase
+from zcompile.ir.types import LiveBytes, MemoryProfile, Phase
 from zcompile.verify.schedule import verify_schedule
 
 ROWS = (
     run(0, out=(1,), ticket=0),
     Reduce(Register(1), EntryIndex(0), (Ticket(0),), True, "w", 4, stays=True),
 )
-OWN = Holds((Level(0, 4, 4), Level(4, 4, 4, alone=True)))
+OWN = MemoryProfile((LiveBytes(0, 4, 4), LiveBytes(4, 4, 4, alone=True)))
 
 
-def staying(reduce: Reduce, holds: Holds = OWN) -> Schedule:
+def staying(reduce: Reduce, holds: MemoryProfile = OWN) -> Schedule:
     return replace(schedule(ROWS[0], reduce, phase=Phase.BACKWARD), holds=holds)
 
 
@@ -44,11 +44,11 @@ BROKEN_STAYING = {
         "the gradient of 'w' stays, and is read later as a value",
     ),
     "memory of others": (
-        staying(ROWS[1], Holds((Level(), Level(alone=False)))),
+        staying(ROWS[1], MemoryProfile((LiveBytes(), LiveBytes(alone=False)))),
         "the gradient of 'w' stays, in memory that is not its own",
     ),
     "memory that nothing is known of": (
-        staying(ROWS[1], Holds()),
+        staying(ROWS[1], MemoryProfile()),
         "the gradient of 'w' stays, in memory that is not its own",
     ),
 }

@@ -9,7 +9,7 @@ from torch import optim
 from torch.nn import functional as F
 from torch.nn import utils
 
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
@@ -60,7 +60,7 @@ def test_gradients_accumulate(to_none, mode, tmp_path):
         return seen
 
     _, tiered = same_training(run, tmp_path, mode)
-    assert len(entries(tiered, Kind.GRAD)) == (0 if to_none else 4)
+    assert len(entries(tiered, EntryKind.GRAD)) == (0 if to_none else 4)
 
 
 @MODES
@@ -112,7 +112,7 @@ def test_the_optimizer_may_run_in_backward(mode, tmp_path):
         return len(steps), [p.grad is None for p in model.parameters()]
 
     _, tiered = same_training(run, tmp_path, mode)
-    assert entries(tiered, Kind.GRAD) == []
+    assert entries(tiered, EntryKind.GRAD) == []
 
 
 @MODES
@@ -146,7 +146,7 @@ def test_frozen_parameters_stay_and_may_thaw(mode, tmp_path):
         return losses, [p.grad.sum().item() for p in model.parameters()]
 
     _, tiered = same_training(run, tmp_path, mode)
-    assert len(entries(tiered, Kind.GRAD)) == 4
+    assert len(entries(tiered, EntryKind.GRAD)) == 4
 
 
 @MODES

@@ -8,7 +8,7 @@ from pairs import entries, same_training, train
 from torch import nn, optim
 from torch.nn import utils
 
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 MODES = pytest.mark.parametrize("mode", ["eager", "compiled"])
 
@@ -107,7 +107,7 @@ def words(model, call):
 @pytest.mark.parametrize(("tied", "mode"), [*product([False, True], ["eager", "compiled"])])
 def test_embeddings_train_alike(tied, mode, tmp_path):
     _, tiered = same_training(words, tmp_path, mode, lambda: Words(tied))
-    assert len(entries(tiered, Kind.PARAM)) == (1 if tied else 2)
+    assert len(entries(tiered, EntryKind.PARAM)) == (1 if tied else 2)
 
 
 @MODES

@@ -30,7 +30,7 @@ OPTIMIZERS = {
     "adam": (("w", True), ("grad", False), ("mean", True), ("square", True)),
 }
 ARENA_BYTES = 8 * KiB
-"""Before the annex."""
+"""Before the step scratch."""
 SIZES = (5, 1024 * 7 + 3, 1024 * 2)
 """Elements of the parameters of a step: less than a chunk, several of them, whole ones."""
 
@@ -81,8 +81,8 @@ def of_model(name: str) -> dict[str, Schedule]:
 
 
 def of_step(optimizer: str) -> dict[str, Schedule]:
-    """Rows in one, two and three lanes of the arena, and in two beyond it, in an annex; all moving,
-    states resident, weights."""
+    """Rows in one, two and three lanes of the arena, and in two beyond it, in a step scratch; all
+    moving, states resident, weights."""
     found = {}
     for resident in ((), ("mean", "square", "momentum"), ("w",)):
         entry, rows = 0, []
@@ -104,7 +104,7 @@ def of_step(optimizer: str) -> dict[str, Schedule]:
             rows.append(Row(numel, tuple(columns), (Register(0),), _nothing))
         least = _least(rows, entry)
         rooms = {f"{lanes} lanes": StepRoom(0, lanes * least) for lanes in (1, 2, 3)}
-        rooms["2 lanes of an annex"] = StepRoom(ARENA_BYTES, 2 * least)
+        rooms["2 lanes of a step scratch"] = StepRoom(ARENA_BYTES, 2 * least)
         for name, room in rooms.items():
             told = f"{name}, resident {'+'.join(resident) or 'nothing'}"
             found[told] = lower_step(optimizer, rows, 1, entry, room)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.ir.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
-from zcompile.ir.step import EntryFact, Step, StepCall
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.step import EntryFact, StepCall, StepTrace
+from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import placement
@@ -42,7 +42,7 @@ def call(phase: Phase, reads: dict[int, int], writes: dict[int, int], grads: dic
     return StepCall(schedule, keys)
 
 
-def step(sizes: list[int], micro_batches: int = 1, states: int = 2) -> Step:
+def step(sizes: list[int], micro_batches: int = 1, states: int = 2) -> StepTrace:
     """Adam over parameters of these sizes; key of a state: 100 and more."""
     params = {n + 1: size for n, size in enumerate(sizes)}
     moments = {100 * (s + 1) + k: n for s in range(states) for k, n in params.items()}
@@ -52,11 +52,11 @@ def step(sizes: list[int], micro_batches: int = 1, states: int = 2) -> Step:
         call(Phase.BACKWARD, dict(reversed(params.items())), {}, params),
     ]
     update = call(Phase.STEP, {**params, **grads, **moments}, {**params, **moments}, {})
-    kinds = {k: Kind.PARAM for k in params} | {k: Kind.STATE for k in moments}
-    kinds |= {k: Kind.GRAD for k in grads}
+    kinds = {k: EntryKind.PARAM for k in params} | {k: EntryKind.STATE for k in moments}
+    kinds |= {k: EntryKind.GRAD for k in grads}
     nbytes = {**params, **moments, **grads}
     facts = {k: EntryFact(k, str(k), kinds[k], n, "host") for k, n in nbytes.items()}
-    return Step((*batch * micro_batches, update), facts, micro_batches)
+    return StepTrace((*batch * micro_batches, update), facts, micro_batches)
 
 
 def room(device: int, host: int = GiB, disk: int | None = None, **how: bool) -> Room:
@@ -64,7 +64,7 @@ def room(device: int, host: int = GiB, disk: int | None = None, **how: bool) -> 
     return Room(tiers, **how)
 
 
-def bytes_on(placement: Placement, made: Step, tier: str, kind: Kind) -> int:
+def bytes_on(placement: Placement, made: StepTrace, tier: str, kind: EntryKind) -> int:
     return sum(
         made.facts[key].nbytes
         for key, home in placement.homes.items()
@@ -94,13 +94,13 @@ def test_with_room_for_everything_everything_rests_on_the_device(way):
 def test_weights_come_first_since_they_are_read_in_every_phase(way, batches):
     made = step(SIZES, batches)
     placement = place(made, machine(), room(2 * MiB), NOTHING)
-    assert bytes_on(placement, made, "device", Kind.PARAM) == 2 * MiB
+    assert bytes_on(placement, made, "device", EntryKind.PARAM) == 2 * MiB
 
 
 def test_what_is_left_after_the_weights_is_filled_too(way):
     made = step(SIZES)
     placement = place(made, machine(), room(7 * MiB), NOTHING)
-    assert bytes_on(placement, made, "device", Kind.PARAM) == 4 * MiB
+    assert bytes_on(placement, made, "device", EntryKind.PARAM) == 4 * MiB
     assert sum(home == "device" for home in placement.homes.values()) == 7
 
 
@@ -110,27 +110,27 @@ def test_a_phase_that_compute_binds_gives_its_room_to_one_that_a_link_binds(way)
     made = step(SIZES)
     compute = {Phase.FORWARD: 10.0, Phase.BACKWARD: 10.0}
     placement = place(made, machine(), room(2 * MiB), compute)
-    assert bytes_on(placement, made, "device", Kind.GRAD) == 0
+    assert bytes_on(placement, made, "device", EntryKind.GRAD) == 0
 
 
 def test_the_host_takes_weights_before_states_and_the_disk_takes_the_rest(way):
     made = step(SIZES)
     placement = place(made, machine(), room(0, 6 * MiB, GiB), NOTHING)
-    assert bytes_on(placement, made, "host", Kind.PARAM) == 4 * MiB
-    assert bytes_on(placement, made, "disk", Kind.STATE) >= 6 * MiB
+    assert bytes_on(placement, made, "host", EntryKind.PARAM) == 4 * MiB
+    assert bytes_on(placement, made, "disk", EntryKind.STATE) >= 6 * MiB
 
 
 def test_gradients_of_many_micro_batches_go_before_states(way):
     """A sum on disk is read and written for each."""
     made = step(SIZES, 4)
     placement = place(made, machine(), room(0, 8 * MiB, GiB), NOTHING)
-    assert bytes_on(placement, made, "host", Kind.GRAD) == 4 * MiB
+    assert bytes_on(placement, made, "host", EntryKind.GRAD) == 4 * MiB
 
 
 def test_where_a_step_reaches_the_host_the_device_serves_weights_and_gradients(way):
     made = step(SIZES)
     placement = place(made, machine(), room(8 * MiB, reach=True), NOTHING)
-    assert bytes_on(placement, made, "device", Kind.STATE) == 0
+    assert bytes_on(placement, made, "device", EntryKind.STATE) == 0
     assert placement.seconds == 0
 
 
@@ -143,7 +143,7 @@ def test_small_entries_rest_on_the_device_as_long_as_all_of_them_take_little_of_
     assert sum(home == "device" for home in tight.homes.values()) == 10
 
 
-def capacities_hold(made: Step, placement: Placement, given: Room) -> bool:
+def capacities_hold(made: StepTrace, placement: Placement, given: Room) -> bool:
     used: dict[str, int] = {}
     for key, home in placement.homes.items():
         used[home] = used.get(home, 0) + made.facts[key].nbytes
@@ -212,7 +212,7 @@ def test_a_placement_does_not_depend_on_how_entries_are_numbered(way, device):
     keys = sorted(key for key in made.facts if key > 0)
     other = {key: 1000 + 7 * n % len(keys) for n, key in enumerate(keys)}
     other |= {-key: -other[key] for key in keys}
-    renumbered = Step(
+    renumbered = StepTrace(
         tuple(replace(c, entries=tuple(other[key] for key in c.entries)) for c in made.calls),
         {other[key]: replace(fact, key=other[key]) for key, fact in made.facts.items()},
     )
@@ -230,6 +230,6 @@ def test_what_the_ring_writes_late_hides_behind_the_next_forward_and_states_go_t
     slowly = replace(machine(), links=slow)
     at_once = place(made, slowly, Room(tiers), hidden)
     late = place(made, slowly, Room(tiers, ring_bytes=64 * MiB), hidden)
-    assert bytes_on(at_once, made, "disk", Kind.GRAD) == 4 * MiB, "backward hides those"
-    assert bytes_on(late, made, "disk", Kind.GRAD) == 0
+    assert bytes_on(at_once, made, "disk", EntryKind.GRAD) == 4 * MiB, "backward hides those"
+    assert bytes_on(late, made, "disk", EntryKind.GRAD) == 0
     assert late.least_seconds < at_once.least_seconds

@@ -15,7 +15,7 @@ import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, output_of, phase_of
-from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.plan import GraphPlan, fetched
 from zcompile.ir.rewrite import VIEWS
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
@@ -182,7 +182,7 @@ class RoomForValues(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset()
     gives: ClassVar[frozenset[Fact]] = frozenset()
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         held = footprint(graph, plan.params).peak
         return replace(plan, budget_bytes=plan.budget_bytes + held)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.units import KiB, MiB
-from zcompile.runtime.device.arena import ALIGNMENT, Annex, Arena, lies_in
+from zcompile.runtime.device.arena import ALIGNMENT, Arena, StepScratch, lies_in
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.meter import Gauge, Meter
 
@@ -225,23 +225,23 @@ def slot_ranges(slots):
     return [(a, a + n) for a, n in slots]
 
 
-def test_an_annex_is_as_large_as_schedules_need(device):
+def test_an_step_scratch_is_as_large_as_schedules_need(device):
     at = 64 * KiB
-    annex = Annex(device)
-    annex.plan(StepRoom(at, MiB))
-    assert annex.need(at + 4 * KiB)
-    assert annex.slot(at, 1) is None
-    annex.open()
-    annex.slot(at + KiB, KiB).fill_(7)
-    assert annex.memory.numel() == 4 * KiB
-    assert annex.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
-    assert lies_in(annex.slot(at, 1), annex.memory)
-    assert not lies_in(torch.empty(1), annex.memory)
-    assert annex.slot(at - 1, 1) is None
-    assert annex.slot(at + 4 * KiB, 1) is None
-    assert not annex.need(at + 8 * KiB)
-    annex.close()
-    annex.open()
-    assert annex.slot(at + 7 * KiB, KiB).numel() == KiB
-    annex.close()
-    assert annex.slot(at, 1) is None
+    scratch = StepScratch(device)
+    scratch.plan(StepRoom(at, MiB))
+    assert scratch.need(at + 4 * KiB)
+    assert scratch.slot(at, 1) is None
+    scratch.open()
+    scratch.slot(at + KiB, KiB).fill_(7)
+    assert scratch.memory.numel() == 4 * KiB
+    assert scratch.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
+    assert lies_in(scratch.slot(at, 1), scratch.memory)
+    assert not lies_in(torch.empty(1), scratch.memory)
+    assert scratch.slot(at - 1, 1) is None
+    assert scratch.slot(at + 4 * KiB, 1) is None
+    assert not scratch.need(at + 8 * KiB)
+    scratch.close()
+    scratch.open()
+    assert scratch.slot(at + 7 * KiB, KiB).numel() == KiB
+    scratch.close()
+    assert scratch.slot(at, 1) is None

@@ -5,7 +5,7 @@ import torch
 
 from zcompile.errors import ValueUnset
 from zcompile.ir.schedule import Borrow, EntryIndex, Register
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.store import Deferred
@@ -14,14 +14,14 @@ from zcompile.runtime.transfer.ticket import Ready
 
 def test_a_lent_entry_is_seen_after_what_was_put(open_store):
     store = open_store(host_memory="64MiB", throttle={})
-    entry = store.create("w", Kind.PARAM, 16 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 16 * MiB)
     store.put(entry, torch.full((entry.nbytes,), 7, dtype=torch.uint8))
     assert (store.borrow(entry, 0, entry.nbytes, writes=False) == 7).all()
 
 
 def test_what_compute_writes_there_is_fetched(open_store):
     store = open_store(host_memory="4MiB")
-    entry = store.create("w", Kind.PARAM, 1 * KiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * KiB)
     version = entry.version
     store.borrow(entry, 512, 512, writes=True).fill_(3)
     assert entry.version > version
@@ -30,25 +30,25 @@ def test_what_compute_writes_there_is_fetched(open_store):
 
 def test_a_blank_entry_is_lent_as_zeros(open_store):
     store = open_store(host_memory="1MiB")
-    used = store.create("old", Kind.PARAM, 256 * KiB)
+    used = store.create("old", EntryKind.PARAM, 256 * KiB)
     store.put(used, torch.full((used.nbytes,), 9, dtype=torch.uint8)).wait()
     store.free_later(used.key)
-    entry = store.create("new", Kind.STATE, 256 * KiB)
+    entry = store.create("new", EntryKind.STATE, 256 * KiB)
     assert not store.borrow(entry, 0, entry.nbytes, writes=False).any()
 
 
 def test_only_what_compute_can_reach_is_lendable(open_store):
     resident = open_store(host_memory="1MiB")
-    assert resident.lendable(resident.create("w", Kind.PARAM, 1 * KiB))
+    assert resident.lendable(resident.create("w", EntryKind.PARAM, 1 * KiB))
     far = open_store(host_memory="256KiB", disk=True)
-    assert not far.lendable(far.create("w", Kind.PARAM, 1 * KiB))
+    assert not far.lendable(far.create("w", EntryKind.PARAM, 1 * KiB))
     slow = open_store(host_memory="1MiB", throttle={"d2h": "1GB/s"})
-    assert not slow.lendable(slow.create("w", Kind.PARAM, 1 * KiB))
+    assert not slow.lendable(slow.create("w", EntryKind.PARAM, 1 * KiB))
 
 
 def test_an_entry_without_a_value_is_not_lent(open_store):
     store = open_store(host_memory="1MiB")
-    entry = store.create("w", Kind.PARAM, 1 * KiB, unset=True)
+    entry = store.create("w", EntryKind.PARAM, 1 * KiB, unset=True)
     with pytest.raises(ValueUnset, match="'w'"):
         store.borrow(entry, 0, 1 * KiB, writes=True)
 
@@ -120,6 +120,6 @@ def near_entry(store, value):
     """An entry of 64 floats with a berth of its own on the device."""
     count = len(store._entries)
     assert store.homes.device.plan(-1000 - count, "w", 256)
-    entry = store.create("w.grad", Kind.GRAD, 256, of=1000 + count)
+    entry = store.create("w.grad", EntryKind.GRAD, 256, of=1000 + count)
     resident.put(store, entry, torch.full((64,), value).view(torch.uint8), 0, ())
     return entry

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import IOFault
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
 from zcompile.machine.staging import lane_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
@@ -52,7 +52,7 @@ def span(data, numel):
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_sums_at_odd_offsets_are_those_of_plain_tensors(store, data, dtype, seed):
     numel = WHOLE // dtype.itemsize
-    entry = store.create("g", Kind.GRAD, numel * dtype.itemsize)
+    entry = store.create("g", EntryKind.GRAD, numel * dtype.itemsize)
     expected = torch.zeros(numel, dtype=dtype)
     begin, end = span(data, numel)
     was = values_of(dtype, end - begin, seed)
@@ -84,7 +84,7 @@ def chunks(monkeypatch):
 @EVEN_IF
 @given(data=st.data(), kind=st.sampled_from([Put, Add, Fetch]))
 def test_a_buffer_has_room_for_whole_blocks_once_or_twice(store, chunks, data, kind):
-    entry = store.create("w", Kind.STATE, WHOLE)
+    entry = store.create("w", EntryKind.STATE, WHOLE)
     store.put(entry, torch.ones(WHOLE, dtype=torch.uint8)).wait()
     chunks.clear()
     begin, end = span(data, WHOLE)
@@ -128,7 +128,7 @@ FAILING = {
 @pytest.mark.parametrize("case", FAILING)
 def test_a_chunk_that_fails_gives_its_whole_buffer_back(faults, open_store, case, nth):
     store = open_store(host_memory=RING, disk=True)
-    failing, others = (store.create(name, Kind.STATE, WHOLE) for name in ("failing", "others"))
+    failing, others = (store.create(name, EntryKind.STATE, WHOLE) for name in ("failing", "others"))
     for entry in (failing, others):
         store.put(entry, odd(WHOLE)).wait()
     before = store.meter.host.now
@@ -144,7 +144,7 @@ def test_a_chunk_that_fails_gives_its_whole_buffer_back(faults, open_store, case
 
 def fills_its_lane(store, faults, verb):
     """Whether a new transfer is handed all that its lane has, and then gets through."""
-    entry = store.create("more", Kind.STATE, 2 * RING)
+    entry = store.create("more", EntryKind.STATE, 2 * RING)
     store.put(entry, odd(2 * RING)).wait()
     faults.gate.clear()
     ticket = verb(entry, odd(2 * RING))

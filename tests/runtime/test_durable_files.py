@@ -11,8 +11,8 @@ from committed import check_all, read_header
 
 from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
-from zcompile.ir.types import Kind, Layout
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.ir.types import EntryKind, Layout
+from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.files import DataHeader
 from zcompile.runtime.durable.files import read_header as header_in
 from zcompile.runtime.io.files import Directory
@@ -32,7 +32,7 @@ def committed(*disks: Path, tensors: int = 2) -> None:
     named = {}
     for number in range(tensors):
         values = torch.full((80_000,), float(number))
-        entry = session.create(f"w{number}", Kind.PARAM, values.nbytes)
+        entry = session.create(f"w{number}", EntryKind.PARAM, values.nbytes)
         session.put(entry, values.view(torch.uint8)).wait()
         named[entry.name] = (entry, Layout.of(values))
     try:
@@ -41,7 +41,7 @@ def committed(*disks: Path, tensors: int = 2) -> None:
         session.close()
 
 
-def ledger_of(session: Session) -> Ledger:
+def ledger_of(session: Session) -> CommitLog:
     assert session.ledger is not None
     return session.ledger
 
@@ -95,7 +95,7 @@ def test_what_a_commit_names_is_reserved_when_it_is_opened(tmp_path):
     session = opened(tmp_path)
     index = ledger_of(session).files.index
     taken = {(t.offset, t.offset + t.room) for t in index.tensors}
-    entry = session.create("new", Kind.PARAM, 80_000 * 4)
+    entry = session.create("new", EntryKind.PARAM, 80_000 * 4)
     begin = session.durable.versions_of(entry.place.extent).current.offset
     assert all(begin >= high or begin + 80_000 * 4 <= low for low, high in taken)
     session.close()

@@ -11,7 +11,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, wait
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover, passes_by
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.types import EntryKind, Phase
 
 
 @pytest.fixture(autouse=True)
@@ -74,19 +74,19 @@ def changes(phase=Phase.STEP):
 @pytest.mark.parametrize(
     ("call", "kind", "passes"),
     [
-        (changes(), Kind.GRAD, True),
-        (changes(), Kind.PARAM, False),
-        (changes(), Kind.RESULT, False),
-        (changes(Phase.BACKWARD), Kind.GRAD, False),
-        (one_use(LOW), Kind.GRAD, False),
+        (changes(), EntryKind.GRAD, True),
+        (changes(), EntryKind.PARAM, False),
+        (changes(), EntryKind.RESULT, False),
+        (changes(Phase.BACKWARD), EntryKind.GRAD, False),
+        (one_use(LOW), EntryKind.GRAD, False),
         (
             schedule(
                 fetch(LOW, 0), borrow(2), wait(LOW, 0, 1), run(1, 2), free(LOW, 1), phase=Phase.STEP
             ),
-            Kind.GRAD,
+            EntryKind.GRAD,
             False,
         ),
-        (schedule(run(0), phase=Phase.STEP), Kind.GRAD, False),
+        (schedule(run(0), phase=Phase.STEP), EntryKind.GRAD, False),
     ],
 )
 def test_only_what_changes_gradients_where_they_rest_is_passed_by(call, kind, passes):

@@ -8,7 +8,7 @@ from pairs import Holder, assert_equal, backward, on_disk, plain_of
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 
 SHAPE = (6, 5)
 CUTS = (0, 2, 4, 6)
@@ -53,7 +53,7 @@ def whole(param, grad):
 def test_tiles_become_one_gradient(param, order):
     backward(param, tiled(param, rows(1), order))
     assert_equal(rows(1), param.grad)
-    assert param.grad.entry.kind is Kind.GRAD
+    assert param.grad.entry.kind is EntryKind.GRAD
     assert param.grad.entry.name == "w.grad"
 
 
@@ -148,7 +148,7 @@ def test_what_a_failed_pass_left_behind_is_neither_added_to_nor_kept(param, way,
     backward(param, way(param, rows(2)))
     assert_equal(rows(2), param.grad)
     entries = param.entry.store._entries.values()
-    assert [entry.name for entry in entries if entry.kind is Kind.GRAD] == ["w.grad"]
+    assert [entry.name for entry in entries if entry.kind is EntryKind.GRAD] == ["w.grad"]
 
 
 def test_the_norm_of_tiles_is_taken_on_the_way(param):
@@ -187,4 +187,4 @@ def test_a_parameter_that_died_takes_no_tile(tmp_path):
     del model[0].w
     tile, offset = tiles(rows(1))[0]
     gradients.receive_tile(entry, tile, offset)
-    assert [e for e in entry.store._entries.values() if e.kind is Kind.GRAD] == []
+    assert [e for e in entry.store._entries.values() if e.kind is EntryKind.GRAD] == []

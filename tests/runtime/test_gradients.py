@@ -10,7 +10,7 @@ from torch import nn
 
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.runtime.gradients.gradients import like
 from zcompile.runtime.gradients.leaves import tells_without_gradient
 
@@ -40,7 +40,7 @@ def rows(seed):
 def test_a_gradient_becomes_a_tiered_tensor_of_its_own(param):
     received(param, rows(1))
     assert_equal(rows(1), param.grad)
-    assert param.grad.entry.kind is Kind.GRAD
+    assert param.grad.entry.kind is EntryKind.GRAD
     assert param.grad.entry.name == "w.grad"
 
 
@@ -156,9 +156,9 @@ def test_a_gradient_that_was_assigned_is_adopted_at_the_step(tmp_path):
     model = on_disk(mlp(), tmp_path)
     for p in model.parameters():
         p.grad = torch.ones(p.shape)
-    assert entries(model, Kind.GRAD) == []
+    assert entries(model, EntryKind.GRAD) == []
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert len(entries(model, Kind.GRAD)) == 4
+    assert len(entries(model, EntryKind.GRAD)) == 4
 
 
 def test_a_gradient_that_autograd_split_off_a_sum_goes_home(tmp_path):
@@ -171,13 +171,13 @@ def test_a_gradient_that_autograd_split_off_a_sum_goes_home(tmp_path):
         (joined[1:] - joined[:-1]).square().sum().backward()
 
     backward()
-    assert len(entries(model, Kind.GRAD)) == 2
+    assert len(entries(model, EntryKind.GRAD)) == 2
     for param in model:
         param.grad = None
     buffer = torch.zeros(8, 6)
     model[0].grad, model[1].grad = buffer[:4], buffer[4:].detach()
     backward()
-    assert entries(model, Kind.GRAD) == []
+    assert entries(model, EntryKind.GRAD) == []
     assert torch.equal(model[0].grad, buffer[:4])
     assert buffer[:4].any()
     assert buffer[4:].any()
@@ -185,7 +185,7 @@ def test_a_gradient_that_autograd_split_off_a_sum_goes_home(tmp_path):
         del param.grad
     del buffer
     backward()
-    assert len(entries(model, Kind.GRAD)) == 2
+    assert len(entries(model, EntryKind.GRAD)) == 2
 
 
 def test_plain_and_received_gradients_add_up(param):
@@ -200,4 +200,4 @@ def test_a_parameter_that_died_takes_no_gradient(tmp_path):
     entry, gradients = model[0].w.entry, session_behind(model).gradients
     del model[0].w
     gradients.receive(entry, rows(1))
-    assert [e for e in entry.store._entries.values() if e.kind is Kind.GRAD] == []
+    assert [e for e in entry.store._entries.values() if e.kind is EntryKind.GRAD] == []

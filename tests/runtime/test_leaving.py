@@ -8,7 +8,7 @@ from torch import nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.runtime.live_memory import NO_ROWS
 
@@ -29,7 +29,7 @@ def slow_disk(tmp_path):
         throttle={"disk_write": "500KB/s"},
     )
     session = session_behind(model)
-    entry = session.create("away", Kind.GRAD, NBYTES, tier="disk")
+    entry = session.create("away", EntryKind.GRAD, NBYTES, tier="disk")
     yield session, entry
     zcompile.close(model)
     gc.collect()

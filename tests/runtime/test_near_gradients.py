@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
-from zcompile.runtime.gradients.near import NearGradients
+from zcompile.runtime.gradients.near import DeviceGradients
 
 SHAPE = (4, 6)
 
@@ -19,10 +19,10 @@ def call(request, open_store):
     store.homes.device.window_bytes = 1 * MiB
     param = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.complex64))
     param._name_in_store = lambda: "w"
-    entry = store.create("w", Kind.PARAM, param.nbytes)
+    entry = store.create("w", EntryKind.PARAM, param.nbytes)
     assert store.homes.device.plan(-entry.key, "w.grad", param.nbytes)
     norms = SimpleNamespace(note=lambda entry, grad: None)
-    near = NearGradients(
+    near = DeviceGradients(
         store,
         lambda entry, layout: entry,
         norms,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.transfer import queue
@@ -28,7 +28,7 @@ def fetched(store, entry):
 
 def test_a_gathered_value_has_the_layout_and_leaves_the_arena_with_its_last_view(store):
     value = torch.randn(40, 30)
-    entry = store.create("w", Kind.PARAM, value.nbytes)
+    entry = store.create("w", EntryKind.PARAM, value.nbytes)
     store.put(entry, value.view(torch.uint8).flatten())
     turned = entry.gather((30, 40), (1, 30), 0, torch.float32)
     assert torch.equal(turned.cpu(), value.T)
@@ -42,13 +42,13 @@ def test_a_gathered_value_has_the_layout_and_leaves_the_arena_with_its_last_view
 
 def test_a_gather_beyond_the_budget_is_refused(open_store):
     store = open_store(device_memory="64KiB")
-    entry = store.create("w", Kind.PARAM, 128 * KiB)
+    entry = store.create("w", EntryKind.PARAM, 128 * KiB)
     with pytest.raises(BudgetExceeded, match="gathering 'w' needs 128 KiB on the device"):
         entry.gather((32 * KiB,), (1,), 0, torch.float32)
 
 
 def test_gathers_that_need_the_whole_arena_follow_each_other(store):
-    entry = store.create("w", Kind.PARAM, store.device_budget)
+    entry = store.create("w", EntryKind.PARAM, store.device_budget)
     for _ in range(30):
         value = entry.gather((store.device_budget,), (1,), 0, torch.uint8)
         del value
@@ -56,7 +56,7 @@ def test_gathers_that_need_the_whole_arena_follow_each_other(store):
 
 def test_a_gather_waits_for_a_put_that_still_holds_the_arena(open_store):
     store = open_store(host_memory="16MiB", throttle={"d2h": "40MB/s"})
-    entry = store.create("w", Kind.PARAM, 5 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 5 * MiB)
     value = entry.gather((5 * MiB,), (1,), 0, torch.uint8)
     store.put(entry, value)
     del value
@@ -64,7 +64,7 @@ def test_a_gather_waits_for_a_put_that_still_holds_the_arena(open_store):
 
 
 def test_a_gradient_goes_where_the_optimizer_side_says(store):
-    entry = store.create("w", Kind.PARAM, 16)
+    entry = store.create("w", EntryKind.PARAM, 16)
     told = []
     store.on_gradient = lambda e, grad, offset: told.append((e, grad))
     grad = torch.ones(4)
@@ -75,20 +75,22 @@ def test_a_gradient_goes_where_the_optimizer_side_says(store):
 
 def test_room_of_a_freed_entry_is_used_again_once_its_transfers_ended(open_store):
     store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "20MB/s"})
-    first = store.create("a", Kind.GRAD, 1 * MiB)
+    first = store.create("a", EntryKind.GRAD, 1 * MiB)
     put = store.put(first, store.arena.slot(0, 1 * MiB))
     store.free_later(first.key)
-    second = store.create("b", Kind.GRAD, 1 * MiB)
+    second = store.create("b", EntryKind.GRAD, 1 * MiB)
     assert second.place.extent.offset != first.place.extent.offset
     put.wait()
     store.drain()
-    assert store.create("c", Kind.GRAD, 1 * MiB).place.extent.offset == first.place.extent.offset
+    assert (
+        store.create("c", EntryKind.GRAD, 1 * MiB).place.extent.offset == first.place.extent.offset
+    )
 
 
 def test_streaming_much_more_than_the_host_budget_stays_within_it(open_store):
     store = open_store(host_memory="1MiB", device_memory="4MiB", disk=True)
     values = [random_bytes(1 * MiB + n) for n in range(24)]
-    entries = [store.create(f"w{n}", Kind.PARAM, len(v)) for n, v in enumerate(values)]
+    entries = [store.create(f"w{n}", EntryKind.PARAM, len(v)) for n, v in enumerate(values)]
     for entry, value in zip(entries, values, strict=True):
         store.put(entry, value)
     for entry, value in zip(entries, values, strict=True):
@@ -103,7 +105,7 @@ def test_streaming_much_more_than_the_host_budget_stays_within_it(open_store):
 
 def test_sources_outside_the_arena_do_not_pile_up(open_store):
     store = open_store(host_memory=SMALL, disk=True, throttle={"disk_write": "20MB/s"})
-    entries = [store.create(f"g{n}", Kind.GRAD, 512 * KiB) for n in range(4)]
+    entries = [store.create(f"g{n}", EntryKind.GRAD, 512 * KiB) for n in range(4)]
     began = time.perf_counter()
     for entry in entries:
         store.put(entry, random_bytes(512 * KiB))
@@ -136,7 +138,7 @@ def test_the_backlog_takes_as_much_as_it_may_and_not_a_byte_more(monkeypatch):
 
 def test_throttled_links_pace_the_device(open_store):
     store = open_store(host_memory="16MiB", throttle={"h2d": "40MB/s", "d2h": "20MB/s"})
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     began = time.perf_counter()
     store.put(entry, store.arena.slot(0, 1 * MiB)).wait()
     left = time.perf_counter()
@@ -150,7 +152,7 @@ def test_many_threads_may_use_one_store(open_store):
     wrong = []
 
     def work(n):
-        entry = store.create(f"w{n}", Kind.PARAM, 200_000)
+        entry = store.create(f"w{n}", EntryKind.PARAM, 200_000)
         for _ in range(5):
             values = random_bytes(200_000)
             store.put(entry, values)
@@ -209,7 +211,7 @@ def test_on_cuda_compute_and_transfers_keep_their_order_without_blocking(open_st
         host_memory="256MiB" if home == "host" else "8MiB",
     )
     nbytes, busy = 16 * MiB, torch.randn(4096, 4096, device="cuda")
-    entries = [store.create(f"w{n}", Kind.PARAM, nbytes) for n in range(6)]
+    entries = [store.create(f"w{n}", EntryKind.PARAM, nbytes) for n in range(6)]
     for n, entry in enumerate(entries):
         store.put(entry, torch.full((nbytes,), n, dtype=torch.uint8))
     left = [[], []]
@@ -229,7 +231,7 @@ def test_on_cuda_compute_and_transfers_keep_their_order_without_blocking(open_st
 @pytest.mark.gpu
 def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
     store = open_store(device="cuda", host_memory="64MiB")
-    entries = [store.create(f"g{n}", Kind.GRAD, 1 * MiB) for n in range(32)]
+    entries = [store.create(f"g{n}", EntryKind.GRAD, 1 * MiB) for n in range(32)]
     for n, entry in enumerate(entries):
         grad = torch.full((1 * MiB,), n, dtype=torch.uint8, device="cuda")
         store.put(entry, grad, after=(store.device.mark(),))
@@ -242,28 +244,28 @@ def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
 def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store):
     store = open_store(host_memory="2MiB", disk=True)
     store.homes.keep_for_gradients(1 * MiB)
-    homes = [store.create(f"w{n}", Kind.PARAM, 300 * KiB).home for n in range(3)]
+    homes = [store.create(f"w{n}", EntryKind.PARAM, 300 * KiB).home for n in range(3)]
     assert homes == ["host", "disk", "disk"]
-    assert store.create("bias", Kind.PARAM, 1 * KiB).home == "host"
-    grads = [store.create(f"w{n}.grad", Kind.GRAD, 300 * KiB) for n in range(3)]
+    assert store.create("bias", EntryKind.PARAM, 1 * KiB).home == "host"
+    grads = [store.create(f"w{n}.grad", EntryKind.GRAD, 300 * KiB) for n in range(3)]
     assert [grad.home for grad in grads] == ["host"] * 3
     store.free_later(grads[0].key)
-    assert store.create("state", Kind.STATE, 300 * KiB).home == "disk"
-    assert store.create("w0.grad", Kind.GRAD, 300 * KiB).home == "host"
+    assert store.create("state", EntryKind.STATE, 300 * KiB).home == "disk"
+    assert store.create("w0.grad", EntryKind.GRAD, 300 * KiB).home == "host"
 
 
 def test_what_gradients_take_is_kept_for_them_no_more(open_store):
     store = open_store(host_memory="2MiB", disk=True)
     store.homes.keep_for_gradients(1 * MiB)
-    held = [store.create(f"w{n}.grad", Kind.GRAD, 500 * KiB) for n in range(2)]
-    assert store.create("w0", Kind.PARAM, 500 * KiB).home == "host"
+    held = [store.create(f"w{n}.grad", EntryKind.GRAD, 500 * KiB) for n in range(2)]
+    assert store.create("w0", EntryKind.PARAM, 500 * KiB).home == "host"
     assert [grad.home for grad in held] == ["host"] * 2
 
 
 def test_without_a_disk_no_room_is_kept(open_store):
     store = open_store(host_memory="2MiB")
     store.homes.keep_for_gradients(64 * MiB)
-    assert store.create("w", Kind.PARAM, 1 * MiB).home == "host"
+    assert store.create("w", EntryKind.PARAM, 1 * MiB).home == "host"
 
 
 def test_the_ring_is_small_where_transfers_go_past_it():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zcompile.config import Config
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.runtime import closing
 from zcompile.runtime.closing import wait_for_the_dead
@@ -111,7 +111,7 @@ def test_when_the_process_ends_one_that_fails_holds_no_other_back(monkeypatch):
 def test_a_forgotten_store_closes_itself(tmp_path, own_threads):
     before = own_threads()
     store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     store.put(entry, torch.ones(1 * MiB, dtype=torch.uint8))
     gone = weakref.ref(store)
     del store, entry
@@ -154,7 +154,7 @@ def test_a_store_may_die_in_one_of_its_own_threads(tmp_path, own_threads):
 
 def test_a_gathered_value_outlives_its_store(open_store):
     store = open_store(host_memory="16MiB")
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     store.put(entry, torch.full((1 * MiB,), 7, dtype=torch.uint8))
     value = entry.gather((1 * MiB,), (1,), 0, torch.uint8)
     store.close()
@@ -178,7 +178,7 @@ def test_what_cannot_open_leaves_nothing(tmp_path, open_store, own_threads):
 def test_an_interrupt_while_a_transfer_is_submitted_leaves_nothing_half_done(tmp_path, monkeypatch):
     config = Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path)
     store = Store(config)
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     prepare = Put.prepare
 
     def interrupted(put):

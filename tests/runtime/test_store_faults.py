@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zcompile.errors import IOFault, ParameterChanged
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.store import resident
 
@@ -23,7 +23,7 @@ def ones(nbytes):
 
 
 def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store, faults):
-    entry, other = (store.create(name, Kind.PARAM, 1 * MiB) for name in ("w", "other"))
+    entry, other = (store.create(name, EntryKind.PARAM, 1 * MiB) for name in ("w", "other"))
     store.put(other, ones(1 * MiB)).wait()
     faults.fail("write")
     ticket = store.put(entry, ones(1 * MiB))
@@ -46,7 +46,7 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
 
 
 def test_a_fault_names_an_entry_as_it_is_called_now(store, faults):
-    entry = store.create("w.state", Kind.STATE, 1 * MiB)
+    entry = store.create("w.state", EntryKind.STATE, 1 * MiB)
     entry.name = "w.exp_avg"
     faults.fail("write")
     ticket = store.put(entry, ones(1 * MiB))
@@ -55,7 +55,7 @@ def test_a_fault_names_an_entry_as_it_is_called_now(store, faults):
 
 
 def test_a_failed_read_is_raised_where_compute_joins(store, faults):
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     store.put(entry, ones(1 * MiB)).wait()
     faults.fail("read")
     ticket = store.fetch(entry, store.arena.slot(0, 1 * MiB))
@@ -67,7 +67,7 @@ def test_a_failed_read_is_raised_where_compute_joins(store, faults):
 
 def test_a_copy_that_fails_on_the_device_is_raised_where_compute_joins(open_store, monkeypatch):
     store = open_store(host_memory="16MiB")
-    entry, landings = store.create("w", Kind.PARAM, 1 * MiB), []
+    entry, landings = store.create("w", EntryKind.PARAM, 1 * MiB), []
     store.put(entry, ones(1 * MiB)).wait()
 
     def copy(direction, target, source, after, landing):
@@ -85,7 +85,7 @@ def test_a_copy_that_fails_on_the_device_is_raised_where_compute_joins(open_stor
 
 
 def test_what_queues_behind_a_failure_fails_with_it(store, faults):
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     faults.fail("write")
     faults.gate.clear()
     store.put(entry, store.arena.slot(0, 1 * MiB))
@@ -99,7 +99,7 @@ def test_what_queues_behind_a_failure_fails_with_it(store, faults):
 
 def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, faults):
     names = ("part", "sum")
-    part, whole = (store.create(name, Kind.STATE, 100_000) for name in names)
+    part, whole = (store.create(name, EntryKind.STATE, 100_000) for name in names)
     store.put(part, ones(100_000)).wait()
     store.put(whole, ones(100_000)).wait()
     faults.fail("read")
@@ -111,7 +111,7 @@ def test_a_failed_partial_write_or_sum_gives_its_buffer_back(store, faults):
 
 
 def test_chunks_that_come_back_in_reverse_leave_each_other_alone(store, faults):
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     value = torch.randint(1, 256, (1 * MiB,), dtype=torch.uint8)
     store.put(entry, value).wait()
     target = store.arena.slot(64, 1 * MiB + 64)  # off the granules of the disk
@@ -129,14 +129,14 @@ def test_chunks_that_come_back_in_reverse_leave_each_other_alone(store, faults):
 
 def test_a_short_write_and_read_are_finished(store, faults):
     faults.cut(8192)
-    entry = store.create("w", Kind.PARAM, 300_000)
+    entry = store.create("w", EntryKind.PARAM, 300_000)
     values = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
     store.put(entry, values)
     assert torch.equal(store.read_all(entry), values)
 
 
 def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
 
     def defect(*args):
         raise ZeroDivisionError("a defect")
@@ -150,7 +150,7 @@ def test_a_defect_in_a_worker_ends_every_wait(store, monkeypatch):
 
 
 def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store, monkeypatch):
-    entry, other = (store.create(name, Kind.PARAM, 1 * MiB) for name in ("w", "v"))
+    entry, other = (store.create(name, EntryKind.PARAM, 1 * MiB) for name in ("w", "v"))
     store.put(other, ones(1 * MiB)).wait()
 
     def defect(*args):
@@ -169,12 +169,12 @@ def test_after_a_defect_in_a_worker_nothing_is_begun_that_might_never_end(store,
 
 
 def test_a_closed_store_says_so(store):
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     store.close()
     store.close()
     for use in (
         lambda: store.read_all(entry),
-        lambda: store.create("v", Kind.PARAM, 1),
+        lambda: store.create("v", EntryKind.PARAM, 1),
         lambda: entry.gather((1,), (1,), 0, torch.uint8),
         store.drain,
     ):
@@ -184,7 +184,7 @@ def test_a_closed_store_says_so(store):
 
 def test_closing_ends_what_is_under_way(open_store):
     store = open_store(host_memory=SMALL, disk=True, throttle={"disk_write": "100kB/s"})
-    entry = store.create("w", Kind.PARAM, 1 * MiB)
+    entry = store.create("w", EntryKind.PARAM, 1 * MiB)
     put = store.put(entry, store.arena.slot(0, 1 * MiB))
     fetch = store.fetch(entry, store.arena.slot(1 * MiB, 1 * MiB))
     store.close()
@@ -195,7 +195,7 @@ def test_closing_ends_what_is_under_way(open_store):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_and_leaves_the_files_alone(store):
-    entry = store.create("w", Kind.PARAM, 100)
+    entry = store.create("w", EntryKind.PARAM, 100)
     store.put(entry, ones(100)).wait()
     heard, told = os.pipe()
     pid = os.fork()

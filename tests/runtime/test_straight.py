@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zcompile.ir.types import ALIGNMENT, Kind
+from zcompile.ir.types import ALIGNMENT, EntryKind
 from zcompile.ir.units import KiB
 
 SMALL = 256 * KiB
@@ -37,7 +37,7 @@ def numbers(nbytes):
 def test_a_slot_goes_to_disk_and_comes_back_without_the_ring(open_store, staged, nbytes):
     store = open_store(host_memory=SMALL, disk=True)
     ranges = staged(store)
-    entry = store.create("w", Kind.PARAM, nbytes)
+    entry = store.create("w", EntryKind.PARAM, nbytes)
     if nbytes % (granule := entry.place.tier.granule) and granule > ALIGNMENT:
         pytest.skip(f"this disk moves whole blocks of {granule} bytes")
     source = store.arena.slot(0, nbytes)
@@ -54,7 +54,7 @@ def test_what_lies_behind_a_slot_is_not_touched(open_store, staged):
     store = open_store(host_memory=SMALL, disk=True)
     granule = 512
     behind = store.arena.slot(granule * 16, granule)
-    entry = store.create("w", Kind.PARAM, granule * 15 + 1)
+    entry = store.create("w", EntryKind.PARAM, granule * 15 + 1)
     store.put(entry, numbers(entry.nbytes)).wait()
     behind.fill_(7)
     store.fetch(entry, store.arena.slot(0, entry.nbytes)).join_compute()
@@ -63,7 +63,7 @@ def test_what_lies_behind_a_slot_is_not_touched(open_store, staged):
 
 def test_a_part_that_ends_inside_the_entry_leaves_the_rest_as_it_was(open_store):
     store = open_store(host_memory=SMALL, disk=True)
-    entry = store.create("w", Kind.PARAM, 3 * 4096)
+    entry = store.create("w", EntryKind.PARAM, 3 * 4096)
     store.put(entry, numbers(entry.nbytes)).wait()
     part = store.arena.slot(0, 4096 + 100)
     part.fill_(9)
@@ -76,7 +76,7 @@ def test_a_part_that_ends_inside_the_entry_leaves_the_rest_as_it_was(open_store)
 def test_memory_that_lies_off_granules_takes_the_ring(open_store, staged):
     store = open_store(host_memory=SMALL, disk=True)
     ranges = staged(store)
-    entry = store.create("w", Kind.PARAM, 8192)
+    entry = store.create("w", EntryKind.PARAM, 8192)
     store.put(entry, store.arena.slot(0, 16_384)[100 : 100 + 8192]).wait()
     assert ranges
 
@@ -84,7 +84,7 @@ def test_memory_that_lies_off_granules_takes_the_ring(open_store, staged):
 def test_a_throttled_link_is_not_passed_by(open_store, staged):
     store = open_store(host_memory=SMALL, disk=True, throttle={"h2d": "1GB/s"})
     ranges = staged(store)
-    entry = store.create("w", Kind.PARAM, 8192)
+    entry = store.create("w", EntryKind.PARAM, 8192)
     store.put(entry, store.arena.slot(0, 8192)).wait()
     assert ranges == []
     store.fetch(entry, store.arena.slot(0, 8192)).join_compute()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.errors import DiskUnusable, TierFull
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
@@ -95,7 +95,7 @@ def test_a_store_stripes_what_rests_on_disk_unless_it_is_durable(tmp_path, open_
         for directory in directories:
             directory.mkdir()
         store = open_store(host_memory=256 * KiB, disk=tuple(directories), durable=durable)
-        entry = store.create("w", Kind.PARAM, 2 * STRIPE_BYTES)
+        entry = store.create("w", EntryKind.PARAM, 2 * STRIPE_BYTES)
         store.put(entry, pattern(entry.nbytes)).wait()
         assert torch.equal(store.read_all(entry), pattern(entry.nbytes))
         assert len(store.stretches(entry, 0, entry.nbytes)) == (1 if durable else 2)

@@ -21,10 +21,10 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.state import Fact, describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.types import Layout
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.files import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.durable.recover import Adopter, Copier, check_all
+from zcompile.runtime.durable.recover import Copier, Recovery, check_all
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import Directory, found_at, is_regular, let_go, opened, unusable
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
@@ -41,7 +41,7 @@ EXTRA_STEP = "extra_step"
 logger = logging.getLogger("zcompile.checkpoint.durable")
 
 
-def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> Ledger | None:
+def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | None:
     """The commits of `model`, if `path` is its own durable directory, or one of them."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     for param in tiered:
@@ -88,7 +88,7 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _check_resumed(ledger: Ledger) -> None:
+def _check_resumed(ledger: CommitLog) -> None:
     """raises  Unsupported, if the next commit would lose the states of an optimizer"""
     if ledger.unresumed is not None:
         home = str(ledger.files.home.path)
@@ -112,14 +112,14 @@ def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
 def commit_step(session: Session, optimizer: Optimizer) -> None:
     """The step that has just ended becomes what a killed run resumes from.
 
-    raises  what `Ledger.commit` raises
+    raises  what `CommitLog.commit` raises
     """
     if (ledger := session.ledger) is not None:
         commit(ledger, _model_of(session), optimizer, step=ledger.step + 1)
 
 
 def commit(
-    ledger: Ledger,
+    ledger: CommitLog,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None = None,
@@ -129,7 +129,7 @@ def commit(
 
     extra   what the user adds; it stays in later commits until it is given again
     step    optimizer steps in this state; None: as many as in the last commit
-    raises  what `Ledger.commit` raises; Unsupported, for what cannot be kept
+    raises  what `CommitLog.commit` raises; Unsupported, for what cannot be kept
     """
     if extra is not None and "step" in extra:
         raise Unsupported(
@@ -149,7 +149,7 @@ def commit(
 
 
 def resume_durable(
-    ledger: Ledger, model: nn.Module, optimizer: Optimizer | None = None
+    ledger: CommitLog, model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
     """Put the last commit back, after every checksum of it was found right.
 
@@ -166,7 +166,7 @@ def resume_durable(
     if found is None:
         raise _nothing_in(ledger.files.home)
     check_all(found, ledger.files.directories)
-    adopter = Adopter(ledger, found)
+    adopter = Recovery(ledger, found)
     source = DurableSource(ledger.files.home.path, found, ledger.files.smalls, adopter)
     extra = restore(source, model, optimizer)
     ledger.resume(found, adopter.left())

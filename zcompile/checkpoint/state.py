@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zcompile.checkpoint.plain_values import Packer, check_dense, check_packed, unpack
 from zcompile.errors import CheckpointMismatch, Unsupported
-from zcompile.ir.types import VERSION, Kind, Layout
+from zcompile.ir.types import VERSION, EntryKind, Layout
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -255,7 +255,7 @@ class _StateHome:
         like = torch.empty_strided(param.lies.size, param.lies.stride, device="meta")
         layout = Layout.of(torch.empty_like(like, dtype=fact.dtype))
         session = session_of(param.entry)
-        entry = session.create(f"{param.entry.name}.{key}", Kind.STATE, layout.nbytes)
+        entry = session.create(f"{param.entry.name}.{key}", EntryKind.STATE, layout.nbytes)
         return TieredTensor.over(entry, layout)
 
     def _device(self, key: str, fact: Fact, on: str) -> torch.device:

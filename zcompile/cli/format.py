@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 
 from zcompile.errors import ConfigInvalid
-from zcompile.ir.plan import Curve, Memory
+from zcompile.ir.plan import Memory, MemoryCurve
 from zcompile.ir.printer import table
 from zcompile.ir.serialize import encode
 from zcompile.ir.units import MiB, parse_size, show_seconds, show_size
@@ -174,7 +174,7 @@ def curve_svg(memory: Memory) -> str:
     )
 
 
-def _holders(curve: Curve) -> str:
+def _holders(curve: MemoryCurve) -> str:
     rows = list(curve.holders.items())[:MOST_HOLDERS]
     said = [f"{show_size(nbytes)} {name}" for name, nbytes in rows]
     rest = curve.peak - sum(nbytes for _, nbytes in rows)

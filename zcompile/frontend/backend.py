@@ -20,7 +20,7 @@ from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
-from zcompile.ir.plan import Beside, Plan, Rounding
+from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
 from zcompile.ir.schedule import Run, Schedule
 from zcompile.ir.torch_compat import (
     aot_backend,
@@ -37,13 +37,13 @@ from zcompile.ir.torch_compat import (
     save_unchecked,
     without_modes,
 )
-from zcompile.ir.types import Holds, Kind, NodeName, ParamName, ParamSpec, Phase
+from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
 from zcompile.memory.footprint import Size, footprint, holds_of
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.lower import lower
 from zcompile.passes.pipeline import pipeline, run
-from zcompile.passes.plan_activations.graph import Surroundings
+from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
@@ -123,7 +123,7 @@ class _Graph:
     session: Weakly
     config: Config
     watch: Watcher
-    plan: Plan | None = None
+    plan: GraphPlan | None = None
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
@@ -159,7 +159,7 @@ class _Graph:
         self.plan = self._passes(gm, None)
         return self._executable(gm, Phase.FORWARD, "inference", {})
 
-    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> Plan:
+    def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> GraphPlan:
         params = {
             NodeName(node.name): self.specs[position]
             for node in gm.graph.find_nodes(op="placeholder")
@@ -170,9 +170,9 @@ class _Graph:
         _refuse_sparse(gm.graph)
         _refuse_written_views(gm.graph, self.specs)
         assign_phases(gm.graph, forward_outputs)
-        around = None if session is None else cache(partial(surroundings, session))
-        before = Beside(session.split.foreseen_bytes if session is not None else 0)
-        plan = Plan(params, budget, before)
+        around = None if session is None else cache(partial(activation_budget, session))
+        before = GraphMemory(session.split.foreseen_bytes if session is not None else 0)
+        plan = GraphPlan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
         if plan.roundings:
             _tell_roundings(self.watch.name, plan.roundings)
@@ -210,7 +210,7 @@ class _Graph:
         if not reader.names:
             return boxed(_bound(self.session, lambda args: schedule))
 
-        def counted(sizes: Sizes) -> Holds:
+        def counted(sizes: Sizes) -> MemoryProfile:
             if told_as == "forward":  # whose backward may not be told all of them
                 seen = self.largest.items()
                 self.largest = {**sizes, **{n: max(k, sizes.get(n, k)) for n, k in seen}}
@@ -218,7 +218,7 @@ class _Graph:
 
         return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
 
-    def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> Holds:
+    def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> MemoryProfile:
         """What a call of the graph of one phase holds, where sizes are these."""
         assert self.plan is not None
         if self.joint is None:
@@ -269,14 +269,14 @@ def _tell_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
     )
 
 
-def surroundings(session: Session) -> Surroundings:
+def activation_budget(session: Session) -> ActivationBudget:
     """What activations of a model may use beside its parameters.
 
     The host has room for what gradients and the states of an optimizer will not take; where there
     is a disk, these may rest there, and a quarter of what is free on the host is offered. A disk
     whose content outlives the run is not for activations.
     """
-    sizes = [e.nbytes for e in session.entries() if e.kind is Kind.PARAM]
+    sizes = [e.nbytes for e in session.entries() if e.kind is EntryKind.PARAM]
     free = session.free_bytes()
     rooms = {"host": max(0, free.get("host", 0) - STATES * sum(sizes))}
     if "disk" in free and session.durable is None:
@@ -284,10 +284,10 @@ def surroundings(session: Session) -> Surroundings:
     rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
     with without_modes():  # what is measured must be done, and not traced
         machine = machine_for(session.config, session.device)
-    return Surroundings(machine, rooms, session.ways().asynchronous)
+    return ActivationBudget(machine, rooms, session.ways().asynchronous)
 
 
-def _contributions(graph: fx.Graph, plan: Plan) -> Mapping[NodeName, int]:
+def _contributions(graph: fx.Graph, plan: GraphPlan) -> Mapping[NodeName, int]:
     """How many contributions the backward of a graph makes to the gradient of each sink."""
     sinks = [name for name, spec in plan.params.items() if spec.sink]
     elements: dict[NodeName, int] = {}

@@ -24,7 +24,7 @@ from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.frontend.replan import Refitting, Residency
+from zcompile.frontend.replan import Rescheduling, StepController
 from zcompile.ir.handles import ANEW, leaf_of
 from zcompile.ir.torch_compat import (
     check_torch,
@@ -37,13 +37,13 @@ from zcompile.ir.torch_compat import (
     with_kept_nodes,
     without_weak_references,
 )
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
-from zcompile.runtime.open import Opening, open_plant
+from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.sources import MemorySource
 from zcompile.runtime.transfer.interrupts import (
@@ -272,12 +272,12 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 
 @uninterrupted
-def open_session(config: Config, opening: Opening = open_plant) -> Session:
+def open_session(config: Config, opening: Opening = open_resources) -> Session:
     """raises  as `opening`; Unsupported, if there are several ranks and no mesh=False"""
     refuse_ranks(config.mesh)
     session = furnish(Session(config, TieredTensor.over, opening))
     if not config.stays_because:
-        session.plan_with(Residency(session))
+        session.plan_with(StepController(session))
     return session
 
 
@@ -285,7 +285,7 @@ def furnish(session: Session) -> Session:
     """Give a session what is known only above it."""
     session.deferrals.make = apply_deferred
     session.executor.make_copy = make_copy
-    session.executor.fit = Refitting(session).fit
+    session.executor.fit = Rescheduling(session).fit
     return session
 
 
@@ -409,7 +409,7 @@ def _check_movable(name: str, param: Tensor) -> None:
 def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
     """A tiered tensor with the value of `param`; on meta without one."""
     layout = Layout.of(param)
-    entry = session.create(name, Kind.PARAM, layout.nbytes, unset=param.is_meta)
+    entry = session.create(name, EntryKind.PARAM, layout.nbytes, unset=param.is_meta)
     made = TieredTensor.over(entry, layout)
     if not param.is_meta:
         write(entry, layout, param)

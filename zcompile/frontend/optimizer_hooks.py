@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session, session_of
@@ -82,7 +82,7 @@ def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
     if isinstance(value, TieredTensor):
         value = value.on_host()
     layout = Layout.of(value)
-    entry = session.create(name, Kind.STATE, layout.nbytes)
+    entry = session.create(name, EntryKind.STATE, layout.nbytes)
     made = TieredTensor.over(entry, layout)
     write(entry, layout, value)
     return made
@@ -95,7 +95,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
                 state, name = value.entry, f"{param._name_in_store()}.{key}"
-                state.kind = Kind.STATE
+                state.kind = EntryKind.STATE
                 if state.name != name:
                     state.name = name
     for session in _sessions(tiered):

@@ -22,7 +22,7 @@ from typing import Any
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.step import Step, StepCall, joined, lasting, of_the_living
+from zcompile.ir.step import StepCall, StepTrace, joined, lasting, of_the_living
 from zcompile.ir.types import ALIGNMENT, HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
@@ -38,7 +38,7 @@ from zcompile.planner.step_plan import (
     StepPlan,
     at_rest,
     plan_step,
-    stay_and_annex,
+    stay_and_scratch,
 )
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.profile import key_of
@@ -77,7 +77,7 @@ def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> Budg
     return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
 
 
-class Refitting:
+class Rescheduling:
     """Where no step is planned: schedules as the passes made them, or, where the arena has become
     too small for one, arranged anew. Nothing rests on the device."""
 
@@ -120,7 +120,7 @@ def seconds_at(costs: Costs) -> Seconds:
 
 
 def plan_of(
-    session: Session, step: Step, costs: Costs, least_window: int, kept: frozenset[int]
+    session: Session, step: StepTrace, costs: Costs, least_window: int, kept: frozenset[int]
 ) -> StepPlan:
     """The plan for a step like this one.
 
@@ -131,11 +131,11 @@ def plan_of(
     """
     room = room_of(session, step)
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
-    stay, annex = stay_and_annex(
+    stay, scratch = stay_and_scratch(
         step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
     )
     window = min(least_window, arena_bytes)
-    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, annex=annex)
+    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
     compute = demand_of(step, costs.region_seconds).phases_s
     return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
 
@@ -147,7 +147,9 @@ def whole_room(session: Session) -> Room:
     return Room(nbytes, session.reaches_host, session.reaches_host)
 
 
-def prediction_of(session: Session, plan: StepPlan, base: Step, costs: Costs) -> dict[str, Any]:
+def prediction_of(
+    session: Session, plan: StepPlan, base: StepTrace, costs: Costs
+) -> dict[str, Any]:
     """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
     that such a plan takes, and computes, and what binds; and the floor of all plans."""
     made = predicted(plan.step, costs, plan.placement.homes)
@@ -165,7 +167,7 @@ def prediction_of(session: Session, plan: StepPlan, base: Step, costs: Costs) ->
     }
 
 
-def room_of(session: Session, step: Step, holes: bool = True) -> Room:
+def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:
     """What the tiers have for the entries of this step: all but what others rest on, and what is
     left over for `holes` on the host."""
     berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
@@ -195,7 +197,7 @@ MOST_PLANS = 8
 """After so many the steps of a run have nothing in common that is worth another."""
 
 
-class Residency:
+class StepController:
     """Plans the steps of one session, and gives its executor the schedules for the plan."""
 
     def __init__(self, session: Session) -> None:
@@ -210,7 +212,7 @@ class Residency:
         self._reliefs = 0
         self._let_go_in, self._barred = -1, False
         """The last step in which gradients that stayed had to go home; whether none may now."""
-        self._base = Step(())
+        self._base = StepTrace(())
         """What the plan in force was made for, as it was recorded."""
         self.plan: StepPlan | None = None
 
@@ -220,7 +222,7 @@ class Residency:
         assert session is not None, "a session asks, so it is there"
         return session
 
-    def step_ended(self, step: Step) -> None:
+    def step_ended(self, step: StepTrace) -> None:
         """A step was recorded: plan, if it is time and there is anything new to plan."""
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
@@ -280,7 +282,7 @@ class Residency:
         """What is known of this machine and what ran on it."""
         return costs_of(self.session)
 
-    def planned(self, step: Step) -> StepPlan:
+    def planned(self, step: StepTrace) -> StepPlan:
         """The plan for a step like this one, before the next begins: gradients that are alive then
         may not stay. raises BudgetExceeded"""
         alive = (key_of(entry) for entry in self.session.entries() if entry.of is not None)
@@ -316,7 +318,7 @@ class Residency:
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
         session.depth = plan.arena.depth
-        session.annex_use.plan(plan.arena.annex)
+        session.scratch_use.plan(plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
         binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
@@ -337,7 +339,7 @@ class Residency:
         with deferred_interrupts():
             self._quiet()
             self.plan, session.depth = None, DEPTH
-            session.annex_use.plan(NO_ROOM)
+            session.scratch_use.plan(NO_ROOM)
             session.homes.wanted = {}
             send_away(session, self._near(), {})
             device.clear()

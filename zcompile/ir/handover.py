@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.types import EntryKind, Phase
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def handover(
     return Handover(ready, _joint_peak(now, ready))
 
 
-def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], Kind]) -> bool:
+def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) -> bool:
     """Whether what is handed over passes its calls by, from the call before to the one after.
 
     So it does where gradients are changed where they rest, as by clipping, and nothing else is
@@ -57,7 +57,7 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], Kind]) -> bool
     if schedule.phase is not Phase.STEP or any(isinstance(x, Fetch) for x in rows):
         return False
     changed = [x.entry for x in rows if isinstance(x, Borrow) and x.writes]
-    return bool(changed) and all(kind_of(entry) is Kind.GRAD for entry in changed)
+    return bool(changed) and all(kind_of(entry) is EntryKind.GRAD for entry in changed)
 
 
 def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
@@ -74,7 +74,7 @@ def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
 
 def _opening(schedule: Schedule) -> Sequence[Fetch]:
     opening: list[Fetch] = []
-    if schedule.annex_at:
+    if schedule.scratch_at:
         return opening  # which the call before it may hold
     for instruction in schedule.instructions:
         if isinstance(instruction, Run):

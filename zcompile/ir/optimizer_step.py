@@ -188,7 +188,7 @@ DEPTH = 3
 DEEP = 8
 """Where operands come over links of different speed, more chunks on their way even them out."""
 DEEPER = 16
-"""In the annex, where bytes are plenty."""
+"""In the step scratch, where bytes are plenty."""
 LEAST_PACED_BYTES = 128 * KiB
 PACE_S = 0.02
 """What the slowest link does in this time is a chunk that costs little to start and little to wait
@@ -201,7 +201,7 @@ CHUNK_ELEMENTS = 1024
 class StepRoom:
     """Where chunks lie on the device, and how they are cut.
 
-    begin        address: 0, or beyond the arena, in its annex
+    begin        address: 0, or beyond the arena, in its scratch
     nbytes       from there on
     chunk_bytes  of an operand, at most
     depth        most chunks at once
@@ -250,7 +250,7 @@ def lower_step(
 
     inputs   how many registers the call fills
     entries  how many entries the call names
-    room     where chunks lie: in the arena, or in the annex, which begins beyond it
+    room     where chunks lie: in the arena, or in the step scratch, which begins beyond it
     raises   BudgetExceeded, if not even the smallest chunk of a row fits
     """
     depth, sizes = _sizes(rows, room, name)
@@ -278,7 +278,7 @@ def lower_step(
         budget_bytes=room.begin + room.nbytes,
         names=_names(rows, entries),
         rows=tuple(rows),
-        annex_at=room.begin if builder.arena_bytes else 0,
+        scratch_at=room.begin if builder.arena_bytes else 0,
     )
 
 

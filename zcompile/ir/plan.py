@@ -22,7 +22,7 @@ from zcompile.ir.units import show_size
 
 
 @dataclass(frozen=True)
-class Curve:
+class MemoryCurve:
     """What values of a graph hold beside the arena while each of its nodes runs.
 
     nodes     their names, in order: forward, then backward
@@ -52,7 +52,7 @@ class Curve:
         """The peak in a few words."""
         return f"{show_size(self.peak)} at %{self.peak_node} in the {self.where}"
 
-    def laid_over(self, other: "Curve") -> tuple[int, ...]:
+    def laid_over(self, other: "MemoryCurve") -> tuple[int, ...]:
         """These bytes at the nodes of `other`: a node that only `other` has, as one that makes a
         value again, holds what the one before it does; one that it lacks counts to the one before.
         """
@@ -76,8 +76,8 @@ class Memory:
     after      as it was chosen
     """
 
-    before: Curve
-    after: Curve
+    before: MemoryCurve
+    after: MemoryCurve
 
     def told(self) -> str:
         """Both peaks in a few words."""
@@ -182,7 +182,7 @@ def _not_counted() -> Mapping[Phase, Work]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class GraphMemory:
     """Of the device, held by what graphs compute, beside the arena.
 
     nbytes        by graphs compiled before; once the budget is split, by this one or those
@@ -203,11 +203,11 @@ class Beside:
         return f"{self.where}, with what the {phase} pass fetches at once,"
 
 
-NOTHING_BESIDE = Beside()
+NOTHING_BESIDE = GraphMemory()
 
 
 @dataclass(frozen=True)
-class Plan:
+class GraphPlan:
     """The decisions about one graph.
 
     params        handle -> what is behind it: a parameter, whose handle is a placeholder, or a
@@ -231,15 +231,15 @@ class Plan:
 
     params: Mapping[NodeName, ParamSpec]
     budget_bytes: int | None = None
-    beside: Beside = NOTHING_BESIDE
+    beside: GraphMemory = NOTHING_BESIDE
     cuts: Mapping[str, int] | None = None
     sliced: tuple[SlicedRegion, ...] = ()
     slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()
     activation_cost: ActivationCost | None = None
-    kept: Curve | None = None
-    held: Curve | None = None
+    kept: MemoryCurve | None = None
+    held: MemoryCurve | None = None
     roundings: tuple[Rounding, ...] = ()
     traced_work: Mapping[Phase, Work] = field(default_factory=_not_counted)
     least_bytes: int = 0

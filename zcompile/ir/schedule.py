@@ -16,7 +16,7 @@ from typing import Any, NewType
 
 import torch
 
-from zcompile.ir.types import NOTHING_HELD, Holds, Layout, Level, Phase, Region, Work
+from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Phase, Region, Work
 
 Register = NewType("Register", int)
 Ticket = NewType("Ticket", int)
@@ -217,7 +217,7 @@ class Schedule:
     holds        what its calls hold of the device beside the arena
     read_back    parameters that a backward reads, and how they lay in their entries in forward
     least_bytes  of an arena in which a call of either phase of its graph can be arranged
-    annex_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
+    scratch_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
     traced_work  what the phase computed as it was traced: without what passes make again, or cut;
                  None, if it was not traced
     """
@@ -238,8 +238,8 @@ class Schedule:
     names: Mapping[int, str]
     trains: bool = False
     rows: tuple[Any, ...] = ()
-    holds: Holds = NOTHING_HELD
-    annex_at: int = 0
+    holds: MemoryProfile = NOTHING_HELD
+    scratch_at: int = 0
     traced_work: Work | None = None
     least_bytes: int = 0
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
@@ -266,7 +266,7 @@ class Schedule:
         return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
 
     @cached_property
-    def level_at(self) -> Mapping[int, Level]:
+    def level_at(self) -> Mapping[int, LiveBytes]:
         """What is held around the instruction at an index, if it changes that and it is known."""
         changes = (i for i, x in enumerate(self.instructions) if isinstance(x, CHANGE_HOLDING))
         return dict(zip(changes, self.holds.levels, strict=False))
@@ -284,7 +284,7 @@ class Schedule:
     @cached_property
     def departing_bytes(self) -> int:
         """That gradients of calls before may take on their way home when this one begins, and its
-        own where no `Level.departing` is known: one leaves while the next is made."""
+        own where no `LiveBytes.departing` is known: one leaves while the next is made."""
         return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
 
     @cached_property

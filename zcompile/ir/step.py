@@ -1,6 +1,6 @@
 """A training step as it was seen: which schedules ran, in order, on which entries.
 
-Pure data, recorded in a real step or in one on paper; all planning of a whole step starts here.
+Pure data, recorded in a real step or in one of a dry run; all planning of a whole step starts here.
 
 When everything of a step happens: what the simulator predicts and the executor records.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Instruction, Reduce, Run, Schedule
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.types import EntryKind, Phase
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EntryFact:
 
     key: int
     name: str
-    kind: Kind
+    kind: EntryKind
     nbytes: int
     home: str
 
@@ -91,7 +91,7 @@ class StepCall:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTrace:
     """All calls from one end of an optimizer's step to the next, in order.
 
     micro_batches  backward passes that fed it
@@ -107,16 +107,18 @@ class Step:
         return frozenset(call.schedule.serial for call in self.calls)
 
 
-def joined(before: Step, step: Step) -> Step:
+def joined(before: StepTrace, step: StepTrace) -> StepTrace:
     """`step`, with those planned for before if it does not replace them: a generator and its
     discriminator take turns, and each must find its own on the device."""
     if lasting(before) <= step.facts.keys():
         return step
     facts = {**before.facts, **step.facts}
-    return Step((*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches))
+    return StepTrace(
+        (*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches)
+    )
 
 
-def of_the_living(step: Step, alive: set[int]) -> Step:
+def of_the_living(step: StepTrace, alive: set[int]) -> StepTrace:
     """Without the calls that use what is gone by now, as the states of an optimizer made anew."""
     gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}
     calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
@@ -124,7 +126,7 @@ def of_the_living(step: Step, alive: set[int]) -> Step:
     return replace(step, calls=calls, facts=facts)
 
 
-def lasting(step: Step) -> set[int]:
+def lasting(step: StepTrace) -> set[int]:
     """Keys of what outlives the step."""
     return {key for key, fact in step.facts.items() if fact.kind.lasting}
 

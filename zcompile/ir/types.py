@@ -47,7 +47,7 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Kind(enum.Enum):
+class EntryKind(enum.Enum):
     """What an entry of the store is, which decides where it would best rest."""
 
     PARAM = "parameter"
@@ -60,7 +60,7 @@ class Kind(enum.Enum):
     @property
     def lasting(self) -> bool:
         """Whether the entry outlives the step, so that its next use can be foreseen."""
-        return self in (Kind.PARAM, Kind.STATE, Kind.COPY)
+        return self in (EntryKind.PARAM, EntryKind.STATE, EntryKind.COPY)
 
 
 class Phase(enum.Enum):
@@ -240,7 +240,7 @@ class Region:
     call_into: Callable[..., tuple[Any, ...]] | None = None
 
 
-class Level(NamedTuple):
+class LiveBytes(NamedTuple):
     """Bytes of values that a call holds: before an instruction, at most while it is carried out,
     and after it. `departing`: of gradients, that may be under way once this one has left. `alone`:
     this one is a storage of its own, which lies as its parameter does and which nobody reads
@@ -256,7 +256,7 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holds:
+class MemoryProfile:
     """What the calls of a schedule hold of the device beside the arena (`memory/footprint.py`).
 
     levels      of the instructions that compute or let something leave, in their order
@@ -269,7 +269,7 @@ class Holds:
     sizes       the dynamic sizes that all this was counted at; none, as the graph was traced
     """
 
-    levels: tuple[Level, ...] = ()
+    levels: tuple[LiveBytes, ...] = ()
     registers: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
@@ -291,7 +291,7 @@ class Holds:
         return max(self.peak_bytes, self.ahead_bytes)
 
 
-NOTHING_HELD = Holds()
+NOTHING_HELD = MemoryProfile()
 
 
 VERSION = "0.1.0"

@@ -75,10 +75,10 @@ from zcompile.ir.graph import (
     region_of,
     storage_sources,
 )
-from zcompile.ir.plan import Curve
+from zcompile.ir.plan import MemoryCurve
 from zcompile.ir.schedule import CHANGE_HOLDING, Register, Run, Schedule
 from zcompile.ir.torch_compat import hint, is_tangent
-from zcompile.ir.types import Holds, Level, NodeName, ParamSpec, Phase
+from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Phase
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class StorageWalk:
         self,
     ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
         """Per departure the bytes that may be under way with it, those that are held at the end,
-        the departures that are `Level.alone`, and per departure its `Level.carried`."""
+        the departures that are `LiveBytes.alone`, and per departure its `LiveBytes.carried`."""
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
@@ -439,8 +439,8 @@ class Footprint:
     values           what is held, in the order of `first`
     departing        gradient that leaves -> bytes that may be under way with it
     left_bytes       of gradients that are still under way when the graph has ended
-    alone            the departures that are `Level.alone`
-    carried          departure -> `Level.carried`
+    alone            the departures that are `LiveBytes.alone`
+    carried          departure -> `LiveBytes.carried`
     """
 
     nodes: tuple[fx.Node, ...]
@@ -504,9 +504,9 @@ class Footprint:
         node = self.nodes[self.peak_at]
         return f"{phase_of(node).value} pass of {module_of(node) or 'the model'}"
 
-    def as_curve(self) -> Curve:
+    def as_curve(self) -> MemoryCurve:
         """What is held, as data that outlives the graph."""
-        return Curve(
+        return MemoryCurve(
             tuple(node.name for node in self.nodes),
             self.boundary,
             tuple(self.curve()),
@@ -554,7 +554,7 @@ def footprint(
 NOTHING_KEPT: Given = MappingProxyType({})
 
 
-def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) -> Holds:
+def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) -> MemoryProfile:
     """What the calls of `schedule` hold, from the footprint of the graph it was lowered from.
 
     kept  of a forward: what it keeps for its backward
@@ -578,12 +578,12 @@ def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) ->
     saved = sum(
         v.nbytes for v in held.values if v.maker.op == "placeholder" and not is_tangent(v.maker)
     )
-    return Holds(
+    return MemoryProfile(
         levels, given | made, given, left, held.left_bytes, ends, sum(stays.values()), saved
     )
 
 
-def _levels(held: Footprint) -> Iterator[Level]:
+def _levels(held: Footprint) -> Iterator[LiveBytes]:
     """One for each run of compute nodes of one region, each gradient that leaves, and each value
     that has left."""
     curve = held.curve()
@@ -594,12 +594,12 @@ def _levels(held: Footprint) -> Iterator[Level]:
     for index in range(1, len(after)):
         after[index] += after[index - 1]
 
-    def level(first: int, last: int) -> Level:
+    def level(first: int, last: int) -> LiveBytes:
         before = after[first - 1] if first else 0
         node = held.nodes[last]
         departing, alone = held.departing.get(node, 0), node in held.alone
         peak, carried = max(curve[first : last + 1]), held.carried.get(node)
-        return Level(before, peak, after[last], departing, alone, carried)
+        return LiveBytes(before, peak, after[last], departing, alone, carried)
 
     begun: int | None = None
     region: int | None = None

@@ -17,7 +17,7 @@ from torch import fx
 
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import is_bare, size_at, symbols_of
-from zcompile.ir.types import Holds
+from zcompile.ir.types import MemoryProfile
 from zcompile.memory.footprint import Size
 
 MOST_SIZES = 256
@@ -67,7 +67,7 @@ class SizedSchedule:
     """
 
     def __init__(
-        self, schedule: Schedule, reader: SizeReader, count: Callable[[Sizes], Holds]
+        self, schedule: Schedule, reader: SizeReader, count: Callable[[Sizes], MemoryProfile]
     ) -> None:
         self._schedule, self._reader, self._count = schedule, reader, count
         self._known: OrderedDict[tuple[int, ...], Schedule] = OrderedDict()

@@ -26,8 +26,8 @@ from itertools import groupby
 from types import MappingProxyType
 
 from zcompile.ir.schedule import CHANGE_HOLDING, Fetch, Free, Instruction, Reduce, Schedule
-from zcompile.ir.step import Step, StepCall
-from zcompile.ir.types import Level, Phase
+from zcompile.ir.step import StepCall, StepTrace
+from zcompile.ir.types import LiveBytes, Phase
 
 
 def most_inherited(schedule: Schedule) -> int:
@@ -38,7 +38,7 @@ def most_inherited(schedule: Schedule) -> int:
     return schedule.departing_bytes if schedule.phase is Phase.BACKWARD else 0
 
 
-class HeldWalk:
+class StepFootprint:
     """Walks the calls of a step, in order, and may do so again and again.
 
     others  bytes that are not of the call at hand
@@ -48,7 +48,7 @@ class HeldWalk:
     def __init__(self) -> None:
         self._kept = self._stayed = 0
         self._inherited, self._own = _Row(), _Row()
-        self._level = Level()
+        self._level = LiveBytes()
         self.now = 0
 
     @property
@@ -73,7 +73,7 @@ class HeldWalk:
 
     def rise(self) -> int:
         """The most held while the next instruction is carried out that changes what is held."""
-        level = self._level = next(self._levels, Level())
+        level = self._level = next(self._levels, LiveBytes())
         most = self.others + level.peak
         self.now = self.others + level.after
         return most
@@ -149,7 +149,7 @@ class _Row:
 
 def held_peak(schedule: Schedule) -> int:
     """The most that a call of `schedule` holds, with its own gradients that stay."""
-    walk = HeldWalk()
+    walk = StepFootprint()
     walk.begin(schedule)
     kept = walk.others  # what a forward would have left
     return walk.through(schedule) - kept
@@ -159,7 +159,7 @@ def held_in_steps(calls: Sequence[StepCall]) -> int:
     """The most that is held beside the arena when an optimizer goes on; `calls` come again and
     again. That is gradients on their way, or that stay, and what a backward that never came would
     need."""
-    walk, most = HeldWalk(), 0
+    walk, most = StepFootprint(), 0
     for number in range(-len(calls), len(calls)):
         call, after = calls[number], calls[(number + 1) % len(calls)]
         walk.begin(call.schedule)
@@ -175,11 +175,11 @@ PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
 def staying(
-    step: Step, room_bytes: int, annex_bytes: int = 0, kept: frozenset[int] = frozenset()
+    step: StepTrace, room_bytes: int, scratch_bytes: int = 0, kept: frozenset[int] = frozenset()
 ) -> frozenset[int]:
     """Keys of the gradients that stay: of those that come once, whole, and in memory of their own
     as many of the last as leave no more than `room_bytes` held at any time, and while the optimizer
-    goes on `annex_bytes` less; or no more than is held anyway, by those on their way.
+    goes on `scratch_bytes` less; or no more than is held anyway, by those on their way.
 
     kept  those that are not gone when the next forward begins, none of which stays
     """
@@ -187,7 +187,7 @@ def staying(
         return frozenset()
     may = [key for key in _candidates(step) if key not in kept]
     anyway, anyway_in_steps = _held(step, frozenset())
-    room, in_steps = max(room_bytes, anyway), max(room_bytes - annex_bytes, anyway_in_steps)
+    room, in_steps = max(room_bytes, anyway), max(room_bytes - scratch_bytes, anyway_in_steps)
     fewest, most = 0, len(may)
     while fewest < most:  # the more stay, the more is held
         some = (fewest + most + 1) // 2
@@ -199,12 +199,12 @@ def staying(
     return frozenset(may[len(may) - fewest :])
 
 
-def staying_bytes(step: Step, keys: frozenset[int]) -> int:
+def staying_bytes(step: StepTrace, keys: frozenset[int]) -> int:
     """Of these gradients."""
     return sum(step.facts[key].nbytes for key in keys)
 
 
-def _candidates(step: Step) -> Iterator[int]:
+def _candidates(step: StepTrace) -> Iterator[int]:
     """Keys of the gradients that could stay, in the order in which they are made."""
     made = [
         (call.entries[x.entry], _whole_and_alone(call.schedule, index, x))
@@ -218,13 +218,13 @@ def _candidates(step: Step) -> Iterator[int]:
 
 
 def _whole_and_alone(schedule: Schedule, index: int, reduce: Reduce) -> bool:
-    return not reduce.of_nbytes and schedule.level_at.get(index, Level()).alone
+    return not reduce.of_nbytes and schedule.level_at.get(index, LiveBytes()).alone
 
 
-def _held(step: Step, keys: frozenset[int]) -> tuple[int, int]:
+def _held(step: StepTrace, keys: frozenset[int]) -> tuple[int, int]:
     """The most that is held from backward on, and while the optimizer goes on, if these stay. When
     a call begins, all that others hold then is counted beside its own peak, as a run does."""
-    walk, most, in_steps = HeldWalk(), 0, 0
+    walk, most, in_steps = StepFootprint(), 0, 0
     calls = [call.with_staying(keys) for call in step.calls]
     for call, after in zip(calls, [*calls[1:], calls[0]], strict=True):
         walk.begin(call.schedule)
@@ -245,7 +245,7 @@ def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTH
 
     starts  instruction -> fetches of the next schedule that start after it
     """
-    walk, taken, peak = HeldWalk(), 0, 0
+    walk, taken, peak = StepFootprint(), 0, 0
     walk.begin(schedule)
     kept = walk.others  # a forward would have left as much
     for index, x in enumerate(schedule.instructions):

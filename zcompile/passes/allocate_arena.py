@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, positions
-from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.plan import GraphPlan, fetched
 from zcompile.ir.schedule import Slot
 from zcompile.ir.types import NodeName, Phase, aligned
 from zcompile.memory.allocator import Block, pack, packed_bytes
@@ -17,7 +17,7 @@ from zcompile.passes.base import Fact, Pass
 
 
 @dataclass(frozen=True)
-class PlanArena(Pass):
+class AllocateArena(Pass):
     """Choose addresses from live ranges: from the fetch that takes a slot to its release.
 
         %a_pending = zinf.fetch(%a)               %a_pending -> [0, 4096)
@@ -27,18 +27,18 @@ class PlanArena(Pass):
     The two phases share the arena, one after the other. The graph does not change.
     """
 
-    name: ClassVar[str] = "plan-arena"
+    name: ClassVar[str] = "allocate-arena"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.BUDGET_MET})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         slots: dict[NodeName, Slot] = {}
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             slots |= _slots(graph, plan, phase)
         return replace(plan, slots=slots)
 
 
-def _slots(graph: fx.Graph, plan: Plan, phase: Phase) -> Mapping[NodeName, Slot]:
+def _slots(graph: fx.Graph, plan: GraphPlan, phase: Phase) -> Mapping[NodeName, Slot]:
     where = positions(graph)
     fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
     blocks = []

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 
 
 class Fact(enum.Enum):
@@ -38,5 +38,5 @@ class Pass(ABC):
     gives: ClassVar[frozenset[Fact]]
 
     @abstractmethod
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         """raises  ZinfError, if what the user asked for cannot be met"""

@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, region_of, set_region
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.passes.base import Fact, Pass
 
 
@@ -32,7 +32,7 @@ class CutRegions(Pass):
     )
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         heads: dict[int, fx.Node] = {}
         region, open_phase = -1, None
         for node in graph.nodes:

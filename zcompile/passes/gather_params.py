@@ -18,7 +18,7 @@ from zcompile.ir.graph import (
     set_phase,
     use_of,
 )
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.types import Phase
 from zcompile.passes.base import Fact, Pass
 
@@ -42,7 +42,7 @@ class GatherParams(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         _merge_equal(graph)
         for gather in find(graph, ops.gather):
             _gather_again_in_backward(graph, gather)
@@ -110,7 +110,7 @@ def _sink_views(graph: fx.Graph, gather: fx.Node) -> None:
             min(readers).prepend(view)
 
 
-def _split(graph: fx.Graph, gather: fx.Node, plan: Plan) -> None:
+def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:
     """gather -> fetch, wait; both right before the first reader, and before views of others."""
     if not gather.users:
         graph.erase_node(gather)

@@ -27,7 +27,7 @@ from zcompile.ir.graph import (
     profile,
     region_of,
 )
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.regions import structure
 from zcompile.ir.schedule import Instruction, Run, Schedule
 from zcompile.ir.types import VERSION, NodeName, ParamSpec
@@ -94,12 +94,12 @@ class Watcher:
     def _idle(self) -> bool:
         return self._dir is None and not log.isEnabledFor(logging.DEBUG)
 
-    def before(self, graph: fx.Graph, plan: Plan) -> None:
+    def before(self, graph: fx.Graph, plan: GraphPlan) -> None:
         if not self._idle:
             self._counts, self._peak = _census(graph), max(profile(graph), default=0)
             self._record(form.PassRecord(0, form.CAPTURED, {}, self._peak, self._peak), graph, plan)
 
-    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+    def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None:
         if self._idle:
             return
         counts, peak = _census(graph), max(profile(graph), default=0)
@@ -111,7 +111,7 @@ class Watcher:
         self._counts, self._peak = counts, peak
         self._record(row, graph, plan)
 
-    def planned(self, graph: fx.Graph, plan: Plan) -> None:
+    def planned(self, graph: fx.Graph, plan: GraphPlan) -> None:
         if self._dir is not None:
             form.plan_file(self._dir).write_text(serialize.encode(_plan(self.name, graph, plan)))
 
@@ -146,7 +146,7 @@ class Watcher:
         text = form.schedule_text_file(self._dir, phase, len(known))
         text.write_text(printer.schedule_text(schedule))
 
-    def _record(self, row: form.PassRecord, graph: fx.Graph, plan: Plan) -> None:
+    def _record(self, row: form.PassRecord, graph: fx.Graph, plan: GraphPlan) -> None:
         log.debug("%s %s", self.name, form.pass_line(row))
         self._passes.append(row)
         if self._dir is not None:
@@ -168,7 +168,7 @@ def _census(graph: fx.Graph) -> Counter[str]:
     return Counter(printer.target_of(n) for n in graph.nodes if n.op == "call_function")
 
 
-def _owners(graph: fx.Graph, plan: Plan) -> dict[fx.Node, str]:
+def _owners(graph: fx.Graph, plan: GraphPlan) -> dict[fx.Node, str]:
     """Which parameter, or value that is away, a handle and every zinf node about it belongs to."""
     owners: dict[fx.Node, str] = {}
     for handle in graph.nodes:
@@ -185,7 +185,7 @@ def _owners(graph: fx.Graph, plan: Plan) -> dict[fx.Node, str]:
     return {n: name for n, name in owners.items() if n.op == "placeholder" or n.target in ops.OURS}
 
 
-def _nodes(graph: fx.Graph, plan: Plan) -> list[form.NodeRecord]:
+def _nodes(graph: fx.Graph, plan: GraphPlan) -> list[form.NodeRecord]:
     owners = _owners(graph, plan)
     rows = []
     for node, alive in zip(graph.nodes, profile(graph), strict=True):
@@ -211,7 +211,7 @@ def _nodes(graph: fx.Graph, plan: Plan) -> list[form.NodeRecord]:
     return rows
 
 
-def _plan(name: str, graph: fx.Graph, plan: Plan) -> form.PlanRecord:
+def _plan(name: str, graph: fx.Graph, plan: GraphPlan) -> form.PlanRecord:
     regions: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
@@ -243,7 +243,7 @@ def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
     return form.ParamRecord(handle, spec.name, layout.size, dtype, spec.nbytes, spec.home)
 
 
-def _slots(graph: fx.Graph, plan: Plan) -> Iterator[form.SlotRecord]:
+def _slots(graph: fx.Graph, plan: GraphPlan) -> Iterator[form.SlotRecord]:
     """Of each fetch, in graph order; lines count from 0 within its phase."""
     owners = _owners(graph, plan)
     lines: dict[str, list[fx.Node]] = {}

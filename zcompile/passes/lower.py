@@ -27,7 +27,7 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import is_compute, output_of, positions, region_of
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
-from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.plan import GraphPlan, fetched
 from zcompile.ir.program import Stages, Value, take_apart
 from zcompile.ir.regions import Compiled, compile_region, inputs_of, is_product, outputs_of
 from zcompile.ir.schedule import (
@@ -50,7 +50,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, Layout, NodeName, ParamSpec, Phase, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.memory.footprint import departing_bytes
@@ -62,7 +62,7 @@ NOTHING: Mapping[NodeName, int] = MappingProxyType({})
 
 def lower(
     gm: fx.GraphModule,
-    plan: Plan,
+    plan: GraphPlan,
     phase: Phase,
     name: str,
     compiled: Compiled,
@@ -81,7 +81,7 @@ def lower(
 @dataclass
 class _Lowering:
     gm: fx.GraphModule
-    plan: Plan
+    plan: GraphPlan
     phase: Phase
     name: str
     compiled: Compiled
@@ -384,7 +384,7 @@ class ArenaShare:
     max_lead      runs that a fetch may start ahead
     chunk_bytes   most bytes per operand and chunk of the optimizer's step
     depth         most chunks of that step in the arena at once
-    annex         beside the arena, where no graph holds it: for that step, if it is larger
+    scratch         beside the arena, where no graph holds it: for that step, if it is larger
     reach         that step computes with what rests on the host where it lies
     """
 
@@ -393,16 +393,16 @@ class ArenaShare:
     chunk_bytes: int
     reach: bool = False
     depth: int = DEPTH
-    annex: StepRoom = NO_ROOM
+    scratch: StepRoom = NO_ROOM
 
     @property
     def step_room(self) -> StepRoom:
         """What the optimizer's step streams through."""
         window = StepRoom(0, self.window_bytes, self.chunk_bytes, self.depth)
-        return self.annex if self.annex.nbytes > window.nbytes else window
+        return self.scratch if self.scratch.nbytes > window.nbytes else window
 
 
-def arranged(step: Step, homes: Mapping[int, str], arena: ArenaShare) -> Step:
+def arranged(step: StepTrace, homes: Mapping[int, str], arena: ArenaShare) -> StepTrace:
     """A whole step under a placement, as the runtime will walk it.
 
     raises  BudgetExceeded, if what one run reads does not fit the window

@@ -8,7 +8,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find, output_of
-from zcompile.ir.plan import Note, Plan
+from zcompile.ir.plan import GraphPlan, Note
 from zcompile.passes.base import Fact, Pass
 
 
@@ -35,7 +35,7 @@ class NarrowParams(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_NARROWED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         if self.dtype is None:
             return plan
         narrowed = [fetch for fetch in find(graph, ops.fetch) if self._narrow(graph, fetch, plan)]
@@ -44,7 +44,7 @@ class NarrowParams(Pass):
             return replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
         return plan
 
-    def _narrow(self, graph: fx.Graph, fetch: fx.Node, plan: Plan) -> bool:
+    def _narrow(self, graph: fx.Graph, fetch: fx.Node, plan: GraphPlan) -> bool:
         (wait,) = fetch.users
         casts = list(wait.users)
         spec = plan.spec_of(fetch)

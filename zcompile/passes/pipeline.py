@@ -10,15 +10,15 @@ from torch import fx
 
 from zcompile.config import Config
 from zcompile.errors import PassOrder
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.work import work_by_phase
-from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.plan_activations import PlanActivations
-from zcompile.passes.plan_activations.graph import Surroundings
+from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
 from zcompile.passes.schedule_prefetch import SchedulePrefetch
@@ -32,18 +32,18 @@ from zcompile.verify.graph import verify
 class Watch(Protocol):
     """Who is told what each pass did: the log, the dump, both, or nobody."""
 
-    def before(self, graph: fx.Graph, plan: Plan) -> None: ...
+    def before(self, graph: fx.Graph, plan: GraphPlan) -> None: ...
 
-    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None: ...
+    def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None: ...
 
 
 class Silence:
     """A watcher that looks at nothing."""
 
-    def before(self, graph: fx.Graph, plan: Plan) -> None:
+    def before(self, graph: fx.Graph, plan: GraphPlan) -> None:
         pass
 
-    def after(self, step: int, name: str, graph: fx.Graph, plan: Plan) -> None:
+    def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None:
         pass
 
 
@@ -54,7 +54,9 @@ def _tile_bytes(config: Config) -> int | None:
     return None if config.tile_bytes is None else int(config.tile_bytes)
 
 
-def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -> tuple[Pass, ...]:
+def pipeline(
+    config: Config, around: Callable[[], ActivationBudget] | None = None
+) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
     around  the machine that activations are planned for; None: all are kept
@@ -66,7 +68,7 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
         CutRegions(),  # compute between our ops, numbered
     )
-    in_place = (SchedulePrefetch(0), PlanArena())
+    in_place = (SchedulePrefetch(0), AllocateArena())
     activations = PlanActivations(  # what backward needs: kept, made again, or moved off the device
         config.activations, around, (*gathered, *in_place)
     )
@@ -85,13 +87,13 @@ def pipeline(config: Config, around: Callable[[], Surroundings] | None = None) -
         activations,
         *within,
         SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
-        PlanArena(),  # every gathered parameter has an address; the peak is proven
+        AllocateArena(),  # every gathered parameter has an address; the peak is proven
     )
 
 
 def run(
-    joint: fx.GraphModule, plan: Plan, passes: Sequence[Pass], *, watch: Watch = SILENT
-) -> Plan:
+    joint: fx.GraphModule, plan: GraphPlan, passes: Sequence[Pass], *, watch: Watch = SILENT
+) -> GraphPlan:
     """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
 
     raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes

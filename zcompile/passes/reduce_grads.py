@@ -9,7 +9,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import TURNS, insert, output_of, phase_of, root_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import Layout, NodeName, Phase
 from zcompile.passes.base import Fact, Pass
@@ -34,7 +34,7 @@ class ReduceGrads(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.GRADS_REDUCED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         handles = sinks(graph, plan)
         output = output_of(graph)
         results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
@@ -57,7 +57,7 @@ class ReduceGrads(Pass):
         return plan
 
 
-def sinks(graph: fx.Graph, plan: Plan) -> Mapping[int | None, fx.Node]:
+def sinks(graph: fx.Graph, plan: GraphPlan) -> Mapping[int | None, fx.Node]:
     """Position of each input whose gradient is consumed -> the placeholder of its handle."""
     return {
         handle_input(node): node
@@ -106,7 +106,7 @@ def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:
         )
 
 
-def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: Plan) -> fx.Node:
+def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: GraphPlan) -> fx.Node:
     stem = str(plan.params[NodeName(handle.name)].name).replace(".", "_")
     backward = phase_of(grad) is Phase.BACKWARD
     point = graph.inserting_after(grad) if backward else graph.inserting_before(output_of(graph))

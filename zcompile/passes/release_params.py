@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import find, insert, phase_of, readers_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.passes.base import Fact, Pass
 
 
@@ -25,7 +25,7 @@ class ReleaseParams(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_RELEASED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         for full in find(graph, ops.wait):
             reader = max(readers_of(full))
             with graph.inserting_after(reader):

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, region_of
-from zcompile.ir.plan import NOTHING_BESIDE, Beside, Plan, fetched
+from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, fetched
 from zcompile.ir.types import Phase, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
@@ -48,7 +48,7 @@ class SchedulePrefetch(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         least = 0
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
@@ -76,7 +76,7 @@ def choose_starts(
     budget_bytes: int | None,
     max_lead: int,
     where: str,
-    beside: Beside = NOTHING_BESIDE,
+    beside: GraphMemory = NOTHING_BESIDE,
 ) -> tuple[int, ...]:
     """Before which region each fetch starts: its first reader's, or up to `max_lead` earlier.
 
@@ -136,7 +136,7 @@ def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
 
 
 def _too_small(
-    needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: Beside
+    needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: GraphMemory
 ) -> BudgetExceeded:
     needed = least + beside.nbytes
 
@@ -173,7 +173,7 @@ def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
             pending = []
 
 
-def _need(fetch: fx.Node, plan: Plan) -> Need:
+def _need(fetch: fx.Node, plan: GraphPlan) -> Need:
     (wait,) = fetch.users
     (release,) = [user for user in wait.users if user.target is ops.release]
     inside = []

@@ -8,7 +8,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find
-from zcompile.ir.plan import Beside, Plan
+from zcompile.ir.plan import GraphMemory, GraphPlan
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 
@@ -28,7 +28,7 @@ class SplitBudget(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.BUDGET_SPLIT})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         if plan.budget_bytes is None:
             return plan
         held = footprint(graph, plan.params)
@@ -45,6 +45,6 @@ class SplitBudget(Pass):
                 rows,
                 f"give zcompile.offload device_memory={most} or more, or a smaller batch",
             )
-        beside = Beside(most, where, tuple(rows), plan.budget_bytes)
+        beside = GraphMemory(most, where, tuple(rows), plan.budget_bytes)
         left = max(0, plan.budget_bytes - most)
         return replace(plan, beside=beside, budget_bytes=left, held=held.as_curve())

@@ -80,7 +80,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.step import Step, StepCall
+from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import Phase
 from zcompile.machine.model import TIER_LINKS, Link
 from zcompile.planner.placement import Room, is_available
@@ -132,7 +132,7 @@ class _Use(NamedTuple):
     lives: bool = False
 
 
-def demand_of(step: Step, region_seconds: Callable[..., float]) -> Demand:
+def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
     """A step as its bound sees it; where things rest, and what is moved, does not matter."""
     touched: dict[int, _Touched] = {}
     phases, seconds, found = [], [], []

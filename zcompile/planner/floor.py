@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zcompile.ir.schedule import Run, Schedule
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.machine.cost import Costs, predicted_seconds
 from zcompile.machine.model import TIER_LINKS, Link
 from zcompile.planner.bounds import COMPUTE, Demand, least_compute, least_of_segment
@@ -53,7 +53,9 @@ class Floor:
     binding: str
 
 
-def floor(step: Step, demand: Demand, costs: Costs, links: Mapping[str, Link], room: Room) -> Floor:
+def floor(
+    step: StepTrace, demand: Demand, costs: Costs, links: Mapping[str, Link], room: Room
+) -> Floor:
     """The floor of `step`, whose demand is `demand`. Pure.
 
     costs  with seconds of regions while links were idle, where such are known

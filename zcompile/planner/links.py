@@ -18,15 +18,15 @@ from typing import Any
 from zcompile.errors import Unsupported
 from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Offload, Reduce, Store
-from zcompile.ir.step import Step, StepCall
-from zcompile.ir.types import Kind, Phase
+from zcompile.ir.step import StepCall, StepTrace
+from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import KiB
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import Link
 from zcompile.machine.staging import lane_bytes
 
 
-class Journey:
+class SimTransfer:
     """One transfer: `nbytes` over the links of `route`.
 
     over_after  how many links until its memory on the device is free, or filled
@@ -77,8 +77,8 @@ class Journey:
         self.home_s: float | None = None
         self.blockers = 1
         self.over_left = self.home_left = 0
-        self.after_over: list[Journey] = []
-        self.after_home: list[Journey] = []
+        self.after_over: list[SimTransfer] = []
+        self.after_home: list[SimTransfer] = []
 
     @property
     def staged(self) -> bool:
@@ -111,7 +111,7 @@ class _Piece:
 
     def __init__(
         self,
-        journey: Journey,
+        journey: SimTransfer,
         ways: "_Ways",
         nbytes: int,
         last: bool,
@@ -151,7 +151,7 @@ class _Pool:
         self.waiting: deque[_Piece] = deque()
 
 
-class Traffic:
+class LinkSimulator:
     """All transfers; `now` never goes back.
 
     chunk_bytes  of the staging ring
@@ -162,7 +162,7 @@ class Traffic:
     def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
         self.now = 0.0
         self._chunk_bytes = chunk_bytes
-        self._events: list[tuple[float, int, Callable[[Traffic, Any], None], Any]] = []
+        self._events: list[tuple[float, int, Callable[[LinkSimulator, Any], None], Any]] = []
         self._count = 0
         self._lanes: dict[str, _Lane] = {}
         for name, link in links.items():
@@ -174,10 +174,10 @@ class Traffic:
 
     def start(
         self,
-        journey: Journey,
+        journey: SimTransfer,
         at_s: float,
-        after: Iterable[Journey] = (),
-        after_home: Iterable[Journey] = (),
+        after: Iterable[SimTransfer] = (),
+        after_home: Iterable[SimTransfer] = (),
     ) -> None:
         """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
         `after_home` is all done."""
@@ -189,7 +189,7 @@ class Traffic:
             if other.home_s is None:
                 other.after_home.append(journey)
                 journey.blockers += 1
-        self._at(at_s if at_s > self.now else self.now, Traffic._unblock, journey)
+        self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, journey)
 
     def advance(self, to_s: float) -> None:
         """Let everything happen until then."""
@@ -205,7 +205,7 @@ class Traffic:
             self.advance(self._events[0][0])
         return self.now
 
-    def until(self, journey: Journey, moment: str) -> float:
+    def until(self, journey: SimTransfer, moment: str) -> float:
         """Let things happen until `journey` has that one of its times; which it is."""
         events = self._events
         while (time_s := getattr(journey, moment)) is None:
@@ -214,20 +214,20 @@ class Traffic:
             act(self, what)
         return float(time_s)
 
-    def _at(self, time_s: float, act: "Callable[[Traffic, Any], None]", what: object) -> None:
+    def _at(self, time_s: float, act: "Callable[[LinkSimulator, Any], None]", what: object) -> None:
         self._count = count = self._count + 1
         heappush(self._events, (time_s, count, act, what))
 
-    def _unblock(self, journey: Journey) -> None:
+    def _unblock(self, journey: SimTransfer) -> None:
         journey.blockers -= 1
         if not journey.blockers:
             self._set_out(journey)
 
-    def _set_out(self, journey: Journey) -> None:
+    def _set_out(self, journey: SimTransfer) -> None:
         if not journey.route or not journey.nbytes:
             journey.begin_s = journey.queued_s = self.now
             if journey.seconds:
-                self._at(self.now + journey.seconds, Traffic._end, journey)
+                self._at(self.now + journey.seconds, LinkSimulator._end, journey)
             else:
                 self._end(journey)
             return
@@ -260,7 +260,7 @@ class Traffic:
             found = self._ways[id(route)] = route, tuple(made)
         return found[1]
 
-    def _size(self, journey: Journey) -> int:
+    def _size(self, journey: SimTransfer) -> int:
         """Of its pieces, but for the last."""
         chunk = self._chunk_bytes // journey.cut_in
         chunks = -(-journey.nbytes // chunk)
@@ -304,7 +304,7 @@ class Traffic:
             journey.queued_s = now
         self._count = count = self._count + 1
         over_s = now + piece.nbytes / piece.ways[at][2]
-        heappush(self._events, (over_s, count, Traffic._passed, piece))
+        heappush(self._events, (over_s, count, LinkSimulator._passed, piece))
 
     def _passed(self, piece: _Piece) -> None:
         """The lane is free: the next piece sets out, if there is one."""
@@ -315,7 +315,7 @@ class Traffic:
             lane.busy = False
         if latency_s:
             self._count = count = self._count + 1
-            heappush(self._events, (self.now + latency_s, count, Traffic._arrive, piece))
+            heappush(self._events, (self.now + latency_s, count, LinkSimulator._arrive, piece))
         else:
             self._arrive(piece)
 
@@ -337,19 +337,19 @@ class Traffic:
         if not journey.home_left:
             self._home(journey)
 
-    def _end(self, journey: Journey) -> None:
+    def _end(self, journey: SimTransfer) -> None:
         self._over(journey)
         self._home(journey)
 
-    def _over(self, journey: Journey) -> None:
+    def _over(self, journey: SimTransfer) -> None:
         journey.over_s = self.now
         self._release(journey.after_over)
 
-    def _home(self, journey: Journey) -> None:
+    def _home(self, journey: SimTransfer) -> None:
         journey.home_s = self.now
         self._release(journey.after_home)
 
-    def _release(self, waiting: list[Journey]) -> None:
+    def _release(self, waiting: list[SimTransfer]) -> None:
         for journey in waiting:
             self._unblock(journey)
         waiting.clear()
@@ -360,18 +360,18 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
 """To which call fetches are handed over, and after which instruction they start."""
 
 
-class Routes:
+class LinkPaths:
     """The ways of one step on one machine.
 
     homes  key of an entry -> tier; where it is silent, as the step was recorded
     """
 
-    def __init__(self, step: Step, costs: Costs, homes: Mapping[int, str]) -> None:
+    def __init__(self, step: StepTrace, costs: Costs, homes: Mapping[int, str]) -> None:
         self._facts = step.facts
         self._ways = costs.ways
         self._machine = costs.machine
         self._homes = {**{key: fact.home for key, fact in step.facts.items()}, **homes}
-        self._copies = {f.name: f.key for f in step.facts.values() if f.kind is Kind.COPY}
+        self._copies = {f.name: f.key for f in step.facts.values() if f.kind is EntryKind.COPY}
         self._written: set[int] = set()
         self._came: set[tuple[int, int]] = set()
         """Of which gradients, and from which byte of them on, a part went home in this step."""
@@ -415,10 +415,12 @@ class Routes:
         return found
 
     def _passes_by(self, call: StepCall) -> bool:
-        kinds = [self._facts[k].kind if k in self._facts else Kind.RESULT for k in call.entries]
+        kinds = [
+            self._facts[k].kind if k in self._facts else EntryKind.RESULT for k in call.entries
+        ]
         return passes_by(call.schedule, kinds.__getitem__)
 
-    def fetch(self, call: StepCall, fetch: Fetch) -> Journey:
+    def fetch(self, call: StepCall, fetch: Fetch) -> SimTransfer:
         """To the arena."""
         key = self.source(call, fetch)
         home = self.home(key)
@@ -432,7 +434,7 @@ class Routes:
             return self._journey(fetch.begin, fetch.nbytes, 2, "disk_read", "h2d")
         return self._journey(fetch.begin, fetch.nbytes, 1, *(("h2d",) if home == HOST else ()))
 
-    def store(self, call: StepCall, store: Store) -> Journey:
+    def store(self, call: StepCall, store: Store) -> SimTransfer:
         """From the arena home."""
         key = call.entries[store.entry]
         self._written.add(key)
@@ -443,7 +445,7 @@ class Routes:
             return journey
         return self._leaving(home, store.begin, store.nbytes)
 
-    def reduce(self, call: StepCall, reduce: Reduce) -> Journey:
+    def reduce(self, call: StepCall, reduce: Reduce) -> SimTransfer:
         """A gradient home, or added to what came of it before."""
         key = -call.entries[reduce.entry]
         begin, home = reduce.begin, self.home(key)
@@ -456,11 +458,11 @@ class Routes:
         journey.adds = more
         return journey
 
-    def offload(self, call: StepCall, offload: Offload) -> Journey:
+    def offload(self, call: StepCall, offload: Offload) -> SimTransfer:
         """A value that backward needs, to the entry that it becomes."""
         return self._leaving(self.home(call.made[offload.made]), 0, offload.nbytes)
 
-    def totals(self, journeys: Sequence[Journey]) -> tuple[dict[str, int], dict[str, float]]:
+    def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""
         nbytes = dict.fromkeys(self._machine.links, 0)
         busy_s = dict.fromkeys(self._machine.links, 0.0)
@@ -473,7 +475,7 @@ class Routes:
                 nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
         return nbytes, busy_s
 
-    def _leaving(self, home: str, begin: int, nbytes: int) -> Journey:
+    def _leaving(self, home: str, begin: int, nbytes: int) -> SimTransfer:
         if home == DISK:
             return self._journey(begin, nbytes, 1, "d2h", "disk_write")
         return self._journey(begin, nbytes, 1, *(("d2h",) if home == HOST else ()))
@@ -483,12 +485,14 @@ class Routes:
         fact = self._facts.get(key)
         if fact is None or call.phase is not Phase.STEP:
             return False
-        return fact.kind is Kind.COPY or (fact.kind is Kind.RESULT and key not in self._written)
+        return fact.kind is EntryKind.COPY or (
+            fact.kind is EntryKind.RESULT and key not in self._written
+        )
 
-    def _journey(self, begin: int, nbytes: int, over_after: int, *links: str) -> Journey:
+    def _journey(self, begin: int, nbytes: int, over_after: int, *links: str) -> SimTransfer:
         if links not in self._links:
             self._links[links] = tuple(map(self._link, links))
-        journey = Journey(nbytes, self._links[links], over_after)
+        journey = SimTransfer(nbytes, self._links[links], over_after)
         unit = self._ways.granule
         journey.disk_nbytes = -(-(begin + nbytes) // unit) * unit - begin // unit * unit
         return journey

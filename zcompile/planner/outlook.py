@@ -7,7 +7,7 @@ the answer.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zcompile.ir.step import Step, Timeline
+from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, Phase, aligned
 from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, Ways
@@ -18,7 +18,7 @@ from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
 from zcompile.planner.placement import Placement, Room, group, place, totals
 from zcompile.planner.simulator import simulate, step_seconds
-from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_annex
+from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_scratch
 
 MORE_BYTES = GiB
 """What a shadow price is the price of."""
@@ -85,7 +85,7 @@ class Shadow:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Evaluation:
     """The plan of a step and what is to be said of it.
 
     room        bytes of each tier for entries
@@ -122,9 +122,9 @@ class Outlook:
         )
 
 
-def look(
-    step: Step, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0, prices: bool = True
-) -> Outlook:
+def evaluated(
+    step: StepTrace, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0, prices: bool = True
+) -> Evaluation:
     """The outlook of a step.
 
     beside_bytes  of the device, that graphs hold beside its arena
@@ -140,17 +140,17 @@ def look(
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
     arena_bytes = room.nbytes["device"]
     beside = terms.machine.tiers["device"] - arena_bytes
-    stay, annex = stay_and_annex(step, terms.machine, arena_bytes, beside, chunk_bytes)
-    arena = ArenaShare(0, lead, chunk_bytes, room.reach, annex=annex)
+    stay, scratch = stay_and_scratch(step, terms.machine, arena_bytes, beside, chunk_bytes)
+    arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch)
 
-    def seconds(made: Step, homes: Mapping[int, str]) -> float:
+    def seconds(made: StepTrace, homes: Mapping[int, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
     least = bound(demand, terms.machine.links, room)
     planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds, stay)
     homes = planned.placement.homes
     used = _used(step, homes)
-    return Outlook(
+    return Evaluation(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
         bound=least,
@@ -203,7 +203,7 @@ def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> 
     return {tier: n for tier, n in missing.items() if n > 0}
 
 
-def _used(step: Step, homes: Mapping[int, str]) -> dict[str, int]:
+def _used(step: StepTrace, homes: Mapping[int, str]) -> dict[str, int]:
     used: dict[str, int] = {}
     for key, home in homes.items():
         if home != HELD:  # which is where graphs hold values
@@ -212,7 +212,7 @@ def _used(step: Step, homes: Mapping[int, str]) -> dict[str, int]:
 
 
 def _shadows(
-    step: Step,
+    step: StepTrace,
     terms: Terms,
     room: Room,
     planned: StepPlan,
@@ -246,7 +246,7 @@ def _shadows(
 
 
 def _lanes(
-    step: Step, machine: Machine, room: Room, placement: Placement
+    step: StepTrace, machine: Machine, room: Room, placement: Placement
 ) -> dict[Phase, dict[str, float]]:
     groups, homes = group(step, machine, room, placement.stay), placement.homes
     counts = []

@@ -35,14 +35,14 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from zcompile.ir.step import EntryFact, Step
-from zcompile.ir.types import HELD, SMALL_BYTES, Kind, Phase, aligned
+from zcompile.ir.step import EntryFact, StepTrace
+from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, Phase, aligned
 from zcompile.machine.model import Link, Machine
 from zcompile.machine.staging import lane_bytes
 
 TIERS = ("device", "host", "disk")
 """Nearest first."""
-PLACED = frozenset({Kind.PARAM, Kind.GRAD, Kind.STATE})
+PLACED = frozenset({EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE})
 Loads = Mapping[tuple[Phase, str], float]
 """Seconds that a link is busy in a phase."""
 
@@ -78,7 +78,7 @@ class Group:
 
 
 def group(
-    step: Step, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
+    step: StepTrace, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
 ) -> list[Group]:
     """The entries of a step that are placed, alike ones together, in the order of first use; but
     for those that `stay` where compute makes them, which take nothing of a tier, nor of a link."""
@@ -137,7 +137,7 @@ def _loads(
         if tier == "disk":
             add(phase, "disk_read", read, reads)
             add(phase, "disk_write", written, writes)
-            if fact.kind is Kind.GRAD and writes > 1:  # sums are formed on the host
+            if fact.kind is EntryKind.GRAD and writes > 1:  # sums are formed on the host
                 add(phase, "disk_read", written // writes * (writes - 1), writes - 1)
         if tier == "host" or not room.straight:
             add(phase, "h2d", read, reads)
@@ -389,7 +389,7 @@ class Placement:
         """Gradients that stay where compute makes them."""
         return frozenset(key for key, home in self.homes.items() if home == HELD)
 
-    def resident_bytes(self, step: Step) -> int:
+    def resident_bytes(self, step: StepTrace) -> int:
         """Of the arena, for what rests on the device."""
         return sum(
             aligned(step.facts[key].nbytes) for key, home in self.homes.items() if home == "device"
@@ -397,7 +397,7 @@ class Placement:
 
 
 def place(
-    step: Step,
+    step: StepTrace,
     machine: Machine,
     room: Room,
     compute_seconds: Mapping[Phase, float],

@@ -11,18 +11,18 @@ from typing import Any
 from zcompile.ir.plan import Memory
 from zcompile.ir.printer import table
 from zcompile.ir.serialize import encode, plain
-from zcompile.ir.types import Kind, aligned
+from zcompile.ir.types import EntryKind, aligned
 from zcompile.ir.units import show_count, show_seconds, show_size
 from zcompile.planner import bounds, floor
-from zcompile.planner.outlook import Outlook, Shadow, Terms, activation_room
+from zcompile.planner.outlook import Evaluation, Shadow, Terms, activation_room
 
 COLUMNS = ("weights", "gradients", "states", "copies", "streaming")
 _COLUMN_OF = {
-    Kind.PARAM: "weights",
-    Kind.GRAD: "gradients",
-    Kind.STATE: "states",
-    Kind.COPY: "copies",
-    Kind.RESULT: "states",
+    EntryKind.PARAM: "weights",
+    EntryKind.GRAD: "gradients",
+    EntryKind.STATE: "states",
+    EntryKind.COPY: "copies",
+    EntryKind.RESULT: "states",
 }
 
 
@@ -72,7 +72,7 @@ class LinkRow:
     busy_seconds: float
 
 
-def tier_rows(found: Outlook, terms: Terms) -> tuple[TierRow, ...]:
+def tier_rows(found: Evaluation, terms: Terms) -> tuple[TierRow, ...]:
     rows = {tier: dict.fromkeys(COLUMNS, 0) for tier in found.room.nbytes}
     homes = found.plan.placement.homes
     for key, fact in found.plan.step.facts.items():
@@ -85,7 +85,7 @@ def tier_rows(found: Outlook, terms: Terms) -> tuple[TierRow, ...]:
     return tuple(TierRow(tier, capacity[tier], **columns) for tier, columns in rows.items())
 
 
-def bottleneck_of(found: Outlook) -> str:
+def bottleneck_of(found: Evaluation) -> str:
     """What the step waits for longest, phase by phase."""
     due: dict[str, float] = {}
     for phase, seconds in found.compute_s.items():
@@ -97,7 +97,7 @@ def bottleneck_of(found: Outlook) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """One training step of a model on a machine, on paper. Sizes in bytes, times in seconds.
+    """One training step of a model on a machine, from a dry run. Sizes in bytes, times in seconds.
 
     optimizer          its class
     fits               whether every tier holds what is to rest on it
@@ -121,7 +121,7 @@ class Report:
                        moves, since compute grows with the batch and what moves does not
     shadows            what one more GiB of a tier saves
     peak_device_bytes  of the arena, with what rests there
-    annex_bytes        beside it, for the optimizer's step, while no graph holds them
+    scratch_bytes        beside it, for the optimizer's step, while no graph holds them
     staying_bytes      of gradients that stay there from backward to that step
     ranks              that the machine has; one of them, which trains the whole model by itself, is
                        what is planned for
@@ -155,11 +155,11 @@ class Report:
     hiding_samples: int
     shadows: tuple[Shadow, ...]
     peak_device_bytes: int
-    annex_bytes: int
+    scratch_bytes: int
     staying_bytes: int
 
     @classmethod
-    def of(cls, found: Outlook, terms: Terms, facts: Facts) -> "Report":
+    def of(cls, found: Evaluation, terms: Terms, facts: Facts) -> "Report":
         timeline, least = found.timeline, found.bound
         return cls(
             machine=terms.machine.name,
@@ -198,7 +198,7 @@ class Report:
             hiding_samples=max(1, ceil(facts.samples * found.batch_factor - 1e-9)),
             shadows=found.shadows,
             peak_device_bytes=found.plan.peak_bytes,
-            annex_bytes=found.plan.annex_bytes,
+            scratch_bytes=found.plan.scratch_bytes,
             staying_bytes=found.plan.staying_bytes,
         )
 
@@ -287,9 +287,9 @@ def _lines(report: Report) -> Iterator[str]:
             f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
             "until the optimizer has read them"
         )
-    if report.annex_bytes:
+    if report.scratch_bytes:
         yield (
-            f"  the optimizer streams through {show_size(report.annex_bytes)} beside it, which "
+            f"  the optimizer streams through {show_size(report.scratch_bytes)} beside it, which "
             "no graph holds then"
         )
     if report.fullest is not None:

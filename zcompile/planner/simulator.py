@@ -34,22 +34,22 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.step import Moment, Step, StepCall, Timeline
+from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
 from zcompile.ir.types import Phase, aligned
 from zcompile.machine.cost import Costs
-from zcompile.memory.step_footprint import HeldWalk
-from zcompile.planner.links import Journey, Routes, Traffic
+from zcompile.memory.step_footprint import StepFootprint
+from zcompile.planner.links import LinkPaths, LinkSimulator, SimTransfer
 
 
 class Task(NamedTuple):
     """A piece of compute, that before it, and when the host came to it."""
 
-    before: Journey
+    before: SimTransfer
     issued_s: float
-    task: Journey
+    task: SimTransfer
 
 
-Done = tuple[Task | None, Journey | None]
+Done = tuple[Task | None, SimTransfer | None]
 """The compute and the transfer that an instruction started."""
 NOTHING_STARTED: Done = (None, None)
 
@@ -64,7 +64,7 @@ class Told(NamedTuple):
     end_s: float
     waited_s: float
     work: Task | None
-    sent: Journey | None
+    sent: SimTransfer | None
 
     def moment(self, begun: float) -> Moment:
         if self.work is not None:
@@ -93,18 +93,18 @@ def time_of(time_s: float | None) -> float:
     return time_s
 
 
-def later(task: Journey, host_s: float) -> float:
+def later(task: SimTransfer, host_s: float) -> float:
     return max(time_of(task.over_s), host_s)
 
 
-def idle(waited: tuple[Journey, float, float]) -> float:
+def idle(waited: tuple[SimTransfer, float, float]) -> float:
     """Of the time in which the host waited between calls, what compute did not fill: the piece of
     compute before it, and when it began and ended."""
     task, begin, end = waited
     return max(0.0, end - later(task, begin))
 
 
-_Row = tuple[int, int, bool, Journey]
+_Row = tuple[int, int, bool, SimTransfer]
 """A transfer under way on bytes [begin, end) of an entry; whether it writes there."""
 
 
@@ -114,11 +114,11 @@ class Flying:
     def __init__(self) -> None:
         self._rows: dict[int, list[_Row]] = {}
 
-    def start(self, key: int, begin: int, end: int, writes: bool, journey: Journey) -> None:
+    def start(self, key: int, begin: int, end: int, writes: bool, journey: SimTransfer) -> None:
         """A transfer sets out."""
         self._rows.setdefault(key, []).append((begin, end, writes, journey))
 
-    def blockers(self, key: int, begin: int, end: int, writes: bool) -> list[Journey]:
+    def blockers(self, key: int, begin: int, end: int, writes: bool) -> list[SimTransfer]:
         """What moves those bytes of the entry now, if either side writes."""
         rows = self._rows.get(key)
         if not rows:
@@ -135,20 +135,20 @@ class Departing:
     """What still leaves the device from a slot that was given back."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, Journey, bool]] = []
+        self._rows: list[tuple[int, int, SimTransfer, bool]] = []
 
-    def leave(self, schedule: Schedule, slot: Slot, journey: Journey) -> None:
+    def leave(self, schedule: Schedule, slot: Slot, journey: SimTransfer) -> None:
         """A transfer out of a slot of `schedule` sets out."""
-        self._rows.append((slot.address, slot.end, journey, bool(schedule.annex_at)))
+        self._rows.append((slot.address, slot.end, journey, bool(schedule.scratch_at)))
 
-    def under(self, slot: Slot) -> list[Journey]:
+    def under(self, slot: Slot) -> list[SimTransfer]:
         """What must have left before `slot` is overwritten."""
         self._rows = rows = [row for row in self._rows if row[2].over_s is None]
         begin, end = slot.address, slot.end
         return [row[2] for row in rows if row[0] < end and begin < row[1]]
 
-    def from_annex(self) -> list[Journey]:
-        """What must have left the annex before it is given back."""
+    def from_scratch(self) -> list[SimTransfer]:
+        """What must have left the step scratch before it is given back."""
         return [row[2] for row in self._rows if row[3] and row[2].over_s is None]
 
 
@@ -159,27 +159,27 @@ class SimulatedSteps:
     """
 
     def __init__(
-        self, step: Step, costs: Costs, homes: Mapping[int, str], tells: bool = True
+        self, step: StepTrace, costs: Costs, homes: Mapping[int, str], tells: bool = True
     ) -> None:
         self._calls = step.calls
         self._tells = tells
         self._costs = costs
         self._asynchronous = costs.ways.asynchronous
-        self._routes = Routes(step, costs, homes)
+        self._routes = LinkPaths(step, costs, homes)
         ways = costs.ways
-        self._traffic = Traffic(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
+        self._traffic = LinkSimulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
         self._ahead = self._routes.handovers(self._calls)
         self._issues: dict[tuple[type, int], float] = {}
         self._host = 0.0
-        self._compute = self._begun = Journey(0)
-        self._done: dict[Ticket, Journey] = {}
-        self._given: dict[Ticket, Journey] = {}
+        self._compute = self._begun = SimTransfer(0)
+        self._done: dict[Ticket, SimTransfer] = {}
+        self._given: dict[Ticket, SimTransfer] = {}
         self._traffic.start(self._compute, 0.0)
         self._flying, self._leaving = Flying(), Departing()
-        self._backlog: list[Journey] = []
+        self._backlog: list[SimTransfer] = []
         self._taken = sum(map(aligned, self._routes.resident("device")))
-        self._held = HeldWalk()
-        self._departing: deque[Journey] = deque()
+        self._held = StepFootprint()
+        self._departing: deque[SimTransfer] = deque()
         self._begin()
 
     def _begin(self) -> None:
@@ -187,9 +187,9 @@ class SimulatedSteps:
         self._routes.begin()
         self._peak, self._held_peak = self._taken, self._held.now
         self._together = self._taken + self._held.now
-        self._sent: list[Journey] = []
+        self._sent: list[SimTransfer] = []
         self._told: list[Told] = []
-        self._between: list[tuple[Journey, float, float]] = []
+        self._between: list[tuple[SimTransfer, float, float]] = []
 
     def timeline(self) -> Timeline:
         """Walk once more, and say what it took."""
@@ -252,7 +252,7 @@ class SimulatedSteps:
 
     def _walk(self, number: int, call: StepCall, acts: Mapping[type, Any]) -> None:
         self._call, self._begun = call, self._compute
-        if call.phase is not Phase.STEP and (leaving := self._leaving.from_annex()):
+        if call.phase is not Phase.STEP and (leaving := self._leaving.from_scratch()):
             self._told_between(partial(self._await, leaving))
         self._told_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
@@ -268,9 +268,9 @@ class SimulatedSteps:
         after = self._calls[(number + 1) % len(self._calls)].phase
         self._told_between(partial(self._join, self._held.end(after)))
 
-    def _work(self, seconds: float, *after: Journey) -> Task:
+    def _work(self, seconds: float, *after: SimTransfer) -> Task:
         """Compute goes on for so long, after all before it and `after`."""
-        task = Journey(0, seconds=seconds)
+        task = SimTransfer(0, seconds=seconds)
         before, self._compute = self._compute, task
         issued = self._host
         self._traffic.advance(self._host)
@@ -294,8 +294,8 @@ class SimulatedSteps:
         return None, self._done[fetch.ticket]
 
     def _bring(
-        self, call: StepCall, fetch: Fetch, mark: Journey, after: Sequence[Ticket] = ()
-    ) -> Journey:
+        self, call: StepCall, fetch: Fetch, mark: SimTransfer, after: Sequence[Ticket] = ()
+    ) -> SimTransfer:
         """Start a fetch: after `mark` of compute, and after whatever still leaves its slot."""
         self._issue(fetch, fetch.nbytes)
         journey = self._routes.fetch(call, fetch)
@@ -348,7 +348,7 @@ class SimulatedSteps:
     def _join(self, departures: int) -> None:
         self._await([self._departing.popleft() for _ in range(departures)])
 
-    def _await(self, journeys: Sequence[Journey]) -> None:
+    def _await(self, journeys: Sequence[SimTransfer]) -> None:
         for journey in journeys:
             self._host = max(self._host, self._traffic.until(journey, "over_s"))
 
@@ -358,7 +358,7 @@ class SimulatedSteps:
         self._done[offload.ticket] = journey
         return self._leaves(offload, key, journey)
 
-    def _leaves(self, x: Reduce | Offload, key: int, journey: Journey) -> Done:
+    def _leaves(self, x: Reduce | Offload, key: int, journey: SimTransfer) -> Done:
         before = self._host
         if journey.route:  # else it is at home where it is
             self._make_room(x.nbytes)
@@ -396,13 +396,13 @@ class SimulatedSteps:
 
     def _start(
         self,
-        journey: Journey,
+        journey: SimTransfer,
         key: int,
         begin: int,
         nbytes: int,
         writes: bool,
         after: Sequence[Ticket],
-        follows: Sequence[Journey] = (),
+        follows: Sequence[SimTransfer] = (),
     ) -> None:
         """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
         self._traffic.advance(self._host)
@@ -435,7 +435,7 @@ leaves behind for the next is what it was left itself."""
 
 
 def simulate(
-    step: Step, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
 ) -> Timeline:
     """What a step will take, in the middle of a long run of the same.
 
@@ -449,7 +449,7 @@ def simulate(
 
 
 def step_seconds(
-    step: Step, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
 ) -> float:
     """`step_s` of what `simulate` says, sooner: for one of many that are compared."""
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)
@@ -458,7 +458,9 @@ def step_seconds(
     return walk.seconds()
 
 
-def predicted(step: Step, costs: Costs, homes: Mapping[int, str] | None = None) -> dict[str, Any]:
+def predicted(
+    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None
+) -> dict[str, Any]:
     """One step of many alike, simulated; in the words of `zcompile.stats`.
 
     step_s   seconds of it
@@ -474,7 +476,7 @@ def predicted(step: Step, costs: Costs, homes: Mapping[int, str] | None = None) 
     return told(simulate(step, costs, homes), step)
 
 
-def told(timeline: Timeline, step: Step) -> dict[str, Any]:
+def told(timeline: Timeline, step: StepTrace) -> dict[str, Any]:
     """A timeline of `step` as plain numbers."""
     optimizer_s = sum(
         moment.end_s - moment.begin_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.ir.schedule import EntryIndex, Fetch, Offload, Store
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
@@ -41,17 +41,17 @@ ROUNDS = 4
 LEAST_WINDOW = 256 * KiB
 """Of an arena that has room for it: with less, an optimizer's step crawls in chunks that are mostly
 overhead, and what its ops make for themselves pushes the plan out."""
-ANNEX_CHUNKS = 16
-"""Times the largest chunk of an operand is the most of an annex: 16 chunks of four operands have a
-quarter of it each."""
-ANNEX_OPERANDS = 4
+SCRATCH_CHUNKS = 16
+"""Times the largest chunk of an operand is the most of a step scratch: 16 chunks of four operands
+have a quarter of it each."""
+SCRATCH_OPERANDS = 4
 """For `DEEP` paced chunks of so many operands room is kept from gradients that could stay."""
-ANNEX_SHARE = 8
+SCRATCH_SHARE = 8
 """Or such a part of what is beside the arena, if that is less."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
-Seconds = Callable[[Step, Mapping[int, str]], float]
+Seconds = Callable[[StepTrace, Mapping[int, str]], float]
 """How long a step takes that is arranged so, its entries resting there."""
 
 
@@ -65,7 +65,7 @@ class StepPlan:
 
     placement: Placement
     arena: ArenaShare
-    step: Step
+    step: StepTrace
     seconds: float
 
     @property
@@ -75,7 +75,7 @@ class StepPlan:
     @property
     def peak_bytes(self) -> int:
         """Of the arena: what rests there, and the most that a schedule takes beside it."""
-        inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.annex_at)
+        inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.scratch_at)
         return self.resident_bytes + max(inside, default=0)
 
     @property
@@ -90,14 +90,14 @@ class StepPlan:
         return sum(isinstance(x, Fetch | Store | Offload) for x in rows)
 
     @property
-    def annex_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Of the device beside the arena, for chunks of the optimizer's step."""
-        annexed = (c.schedule for c in self.step.calls if c.schedule.annex_at)
-        return max((made.arena_bytes - made.annex_at for made in annexed), default=0)
+        scratched = (c.schedule for c in self.step.calls if c.schedule.scratch_at)
+        return max((made.arena_bytes - made.scratch_at for made in scratched), default=0)
 
 
 def plan_step(
-    step: Step,
+    step: StepTrace,
     machine: Machine,
     room: Room,
     arena: ArenaShare,
@@ -150,22 +150,22 @@ def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
     return min(near, key=lambda plan: (plan.transfers, plan.seconds))
 
 
-def _refined(step: Step, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
+def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
     """The fastest of the plans once more, with more chunks of an optimizer's step in flight, and
-    without an annex, into which nothing is handed over."""
+    without a step scratch, into which nothing is handed over."""
     for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:
         if plan.arena.window_bytes:
-            annex = replace(plan.arena.annex, depth=DEEPER)
-            rooms = (annex, NO_ROOM) if plan.annex_bytes else (NO_ROOM,)
+            scratch = replace(plan.arena.scratch, depth=DEEPER)
+            rooms = (scratch, NO_ROOM) if plan.scratch_bytes else (NO_ROOM,)
             for room in rooms:
                 with suppress(BudgetExceeded):
-                    deeper = replace(plan.arena, depth=DEEP, annex=room)
+                    deeper = replace(plan.arena, depth=DEEP, scratch=room)
                     yield _planned(step, plan.placement, deeper, seconds)
 
 
 def at_rest(
     plan: StepPlan,
-    step: Step,
+    step: StepTrace,
     rests: Mapping[int, str],
     window_bytes: int,
     seconds: Seconds,
@@ -188,13 +188,15 @@ def at_rest(
         return plan  # the first call that needs more of the arena than is left will get it
 
 
-def _planned(step: Step, placement: Placement, arena: ArenaShare, seconds: Seconds) -> StepPlan:
+def _planned(
+    step: StepTrace, placement: Placement, arena: ArenaShare, seconds: Seconds
+) -> StepPlan:
     made = arranged(step, placement.homes, arena)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
 
-def stay_and_annex(
-    step: Step,
+def stay_and_scratch(
+    step: StepTrace,
     machine: Machine,
     arena_bytes: int,
     beside_bytes: int,
@@ -209,15 +211,15 @@ def stay_and_annex(
     kept          gradients that are not gone when the next forward begins
     """
     paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
-    annex = min(ANNEX_OPERANDS * DEEP * paced, beside_bytes // ANNEX_SHARE)
-    stay = staying(step, beside_bytes, annex, kept)
+    scratch = min(SCRATCH_OPERANDS * DEEP * paced, beside_bytes // SCRATCH_SHARE)
+    stay = staying(step, beside_bytes, scratch, kept)
     free = max(0, beside_bytes - held_in_steps([call.with_staying(stay) for call in step.calls]))
-    nbytes = min(free, ANNEX_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
+    nbytes = min(free, SCRATCH_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
     return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 
 
 def _windows(
-    step: Step,
+    step: StepTrace,
     machine: Machine,
     room: Room,
     arena: ArenaShare,
@@ -260,7 +262,7 @@ def _windows(
             yield window, beside(window)
 
 
-def _needed(step: Step, homes: Mapping[int, str], lead: int) -> int:
+def _needed(step: StepTrace, homes: Mapping[int, str], lead: int) -> int:
     """Bytes of arena in which every fetch of forward and backward starts `lead` runs ahead."""
     most = 0
     seen: set[tuple[int, frozenset[EntryIndex]]] = set()

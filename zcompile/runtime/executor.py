@@ -39,14 +39,14 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import materialised
-from zcompile.ir.types import Kind, Layout, Phase
+from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
 from zcompile.runtime.foresight import Call, Foresight, settle
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
-from zcompile.runtime.live_memory import NO_ROWS, CallHolding, Holding, Leaving
+from zcompile.runtime.live_memory import NO_ROWS, CallMemory, Leaving, LiveMemory
 from zcompile.runtime.profile import Clocks, Recorder
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, freshen, source_of
@@ -68,7 +68,7 @@ def has_room(nbytes: int, schedule: Schedule) -> None:
     """There is room for what is held beside the arena."""
 
 
-def nobody_plans(step: Step) -> None:
+def nobody_plans(step: StepTrace) -> None:
     """What rests where stays as it is."""
 
 
@@ -90,7 +90,7 @@ def offload(
     raises  TierFull
     """
     try:
-        entry = store.create(name, Kind.ACTIVATION, layout.nbytes, tier=tier)
+        entry = store.create(name, EntryKind.ACTIVATION, layout.nbytes, tier=tier)
     except TierFull as error:
         raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
     handle = store.handle(entry)
@@ -161,7 +161,7 @@ class Executor:
     """Runs the schedules of one store; of none, if nothing is tiered."""
 
     def __init__(
-        self, store: Store, gradients: Gradients, leaving: Leaving, holding: Holding
+        self, store: Store, gradients: Gradients, leaving: Leaving, holding: LiveMemory
     ) -> None:
         self.store = store
         self.gradients = gradients
@@ -186,7 +186,7 @@ class Executor:
         self.fit: Fit = as_it_is
         self.make_room: Callable[[int, Schedule], None] = has_room
         """Told what will be held beside the arena by a call of this, before it is."""
-        self.on_step: Callable[[Step], None] = nobody_plans
+        self.on_step: Callable[[StepTrace], None] = nobody_plans
         """Told of each step that was recorded, before the next begins."""
 
     @property
@@ -317,7 +317,7 @@ class _Walk:
     ) -> None:
         self.store = executor.store
         self.gradients, self.leaving = executor.gradients, executor.leaving
-        self.held = CallHolding(executor.holding, schedule.holds, values)
+        self.held = CallMemory(executor.holding, schedule.holds, values)
         self.schedule = schedule
         self.values = values
         self.entries = entries

@@ -28,7 +28,7 @@ from torch import Tensor, UntypedStorage
 from zcompile.ir.schedule import Run
 from zcompile.ir.ties import Tie
 from zcompile.ir.torch_compat import storage_of
-from zcompile.ir.types import Holds, Level
+from zcompile.ir.types import LiveBytes, MemoryProfile
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.transfer.ticket import Ticket
 
@@ -50,10 +50,10 @@ class Row:
 
 Rows = Sequence[Row]
 NO_ROWS: Rows = ()
-NO_LEVEL = Level()
+NO_LEVEL = LiveBytes()
 
 
-class Holding:
+class LiveMemory:
     """The storages held now. Called by one thread at a time, but for what dies."""
 
     def __init__(self, gauge: Gauge) -> None:
@@ -145,17 +145,17 @@ def storages_of(value: object) -> Iterator[UntypedStorage]:
             yield from storages_of(part)
 
 
-class CallHolding:
+class CallMemory:
     """What the registers of one call hold."""
 
-    def __init__(self, holding: Holding, holds: Holds, values: Sequence[Any]) -> None:
+    def __init__(self, holding: LiveMemory, holds: MemoryProfile, values: Sequence[Any]) -> None:
         self._holding, self._holds = holding, holds
         self._levels = iter(holds.levels)
         given = [*holds.given]
         rows = holding.exchange((), (values[r] for r in given))
         self._rows: dict[int, Rows] = dict(zip(given, rows, strict=True))
 
-    def rises(self) -> Level:
+    def rises(self) -> LiveBytes:
         """The next instruction that changes what is held is about to be carried out."""
         level = next(self._levels, NO_LEVEL)
         if level.peak > level.before:
@@ -243,7 +243,7 @@ class Leaving:
     waited_s  how long joins have waited, in all
     """
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: LiveMemory) -> None:
         self.waited_s = 0.0
         self._holding = holding
         self._departures: deque[_Departure] = deque()

@@ -26,17 +26,17 @@ from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import TierIO
 from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.tiers.host import HostTier
-from zcompile.runtime.transfer.queue import Mover
+from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Workers
-from zcompile.runtime.transfer.transfer import Means
+from zcompile.runtime.transfer.transfer import TransferContext
 
 SHARE_OF_MACHINE = 8
 """A budget that is not given is this part of the machine's memory (`Config`)."""
 
 
 @dataclass(frozen=True)
-class Plant:
+class Resources:
     """tiers          in the order in which entries are offered to them
     backlog_bytes  of gradients on their way, at most
     system         makes all calls on files
@@ -46,8 +46,8 @@ class Plant:
     device_budget: int
     host_budget: int
     backlog_bytes: int
-    mover: Mover
-    means: Means
+    mover: TransferQueue
+    means: TransferContext
     tiers: tuple[TierIO, ...]
     system: SystemCalls = KERNEL
 
@@ -56,11 +56,11 @@ class Plant:
         return next((tier for tier in self.tiers if isinstance(tier, DurableTier)), None)
 
 
-Opening = Callable[[Config, Meter], Plant]
-"""`open_plant`, or what stands for it on paper."""
+Opening = Callable[[Config, Meter], Resources]
+"""`open_resources`, or what stands for it of a dry run."""
 
 
-def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Plant:
+def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Resources:
     """Opens what `config` asks for.
 
     system  makes all calls on files, of the disk tier and of checkpoints; another in tests
@@ -68,7 +68,7 @@ def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Pl
     """
     host_budget = _host_budget(config)
     with ExitStack() as undo:
-        mover = Mover()
+        mover = TransferQueue()
         undo.callback(mover.close, closed_error("the model"))
         device = _open_device(config, meter, mover)
         undo.callback(device.close)
@@ -81,14 +81,14 @@ def open_plant(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Pl
         tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover, system))
         for tier in tiers:
             undo.callback(tier.close)
-        means = Means(device, ring, Workers("zinf-add", 1, mover.abandon))
+        means = TransferContext(device, ring, Workers("zinf-add", 1, mover.abandon))
         undo.pop_all()
     meter.planned_host.change(size.nbytes)
     backlog = backlog_bytes(host_budget, straight)
-    return Plant(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
+    return Resources(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
 
 
-def shut(plant: Plant) -> None:
+def shut(plant: Resources) -> None:
     """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
     if os.getpid() != plant.pid:
         return
@@ -114,7 +114,7 @@ def closed_error(name: str) -> ParameterChanged:
 
 
 def _disk_tier(
-    config: Config, meter: Meter, mover: Mover, system: SystemCalls
+    config: Config, meter: Meter, mover: TransferQueue, system: SystemCalls
 ) -> tuple[TierIO, ...]:
     if not config.disk:
         return ()
@@ -134,7 +134,7 @@ def _disk_tier(
     return (durable,)
 
 
-def _open_device(config: Config, meter: Meter, mover: Mover) -> Device:
+def _open_device(config: Config, meter: Meter, mover: TransferQueue) -> Device:
     """The device that `config` names. CUDA is not touched unless it does."""
     device = torch.device(config.device or "cpu")
     if device.type == "cuda":

@@ -20,7 +20,7 @@ first time, counts only as long as nothing else is known.
 
 Writes down a training step as it happens: which schedules ran, on which entries.
 
-What is recorded is as pure as what a plan on paper starts from (`ir/step.py`): no entry, no
+What is recorded is as pure as what a plan in a dry run starts from (`ir/step.py`): no entry, no
 tensor.
 """
 
@@ -31,8 +31,8 @@ from statistics import fmean, median
 from time import perf_counter
 
 from zcompile.ir.schedule import Borrow, Fetch, Left, Reduce, Run, Schedule, Wait
-from zcompile.ir.step import EntryFact, Step, StepCall
-from zcompile.ir.types import Kind, Phase, Region
+from zcompile.ir.step import EntryFact, StepCall, StepTrace
+from zcompile.ir.types import EntryKind, Phase, Region
 from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.device.base import Device
@@ -52,7 +52,7 @@ MOST_KNOWN = 1024
 class _Known:
     """What was written down of one call, on entries that rested and were what `alike` says."""
 
-    alike: tuple[list[TierIO], list[Kind]]
+    alike: tuple[list[TierIO], list[EntryKind]]
     call: StepCall
     facts: Mapping[int, EntryFact]
     gradients: Mapping[int, EntryFact]
@@ -102,7 +102,7 @@ class Recorder:
         """What there is to write down of a call; as in the last step, while entries are alike."""
         keys = tuple([e.key if e.of is None else -e.of for e in entries])
         alike = [e.place.tier for e in entries], [e.kind for e in entries]
-        passing = Kind.ACTIVATION in alike[1]  # these have new keys in every call
+        passing = EntryKind.ACTIVATION in alike[1]  # these have new keys in every call
         sizes = schedule.holds.sizes
         same = schedule.serial, sizes, _kept(entries, keys) if passing else keys
         known = self._known.get(same)
@@ -127,18 +127,18 @@ class Recorder:
         """Whether the next step begins with `schedule`."""
         return self._stepped and schedule.phase is Phase.FORWARD
 
-    def end(self) -> Step | None:
+    def end(self) -> StepTrace | None:
         """The step that has just ended; None, if nothing of it was recorded."""
         self._stepped = False
         self._alone.clear()
         calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
-        return Step(calls, facts, _micro_batches(calls)) if calls else None
+        return StepTrace(calls, facts, _micro_batches(calls)) if calls else None
 
 
 def _kept(entries: Sequence[Entry], keys: Sequence[int]) -> tuple[int, ...]:
     """`keys` without those of values that only this call has, whose places stay."""
     pairs = zip(entries, keys, strict=True)
-    return tuple([0 if e.kind is Kind.ACTIVATION else key for e, key in pairs])
+    return tuple([0 if e.kind is EntryKind.ACTIVATION else key for e, key in pairs])
 
 
 def _micro_batches(calls: Sequence[StepCall]) -> int:
@@ -163,7 +163,7 @@ def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryF
         if isinstance(x, Reduce):
             param = entries[x.entry]
             fact = EntryFact(
-                -param.key, f"{param.name}.grad", Kind.GRAD, x.of_nbytes or x.nbytes, "host"
+                -param.key, f"{param.name}.grad", EntryKind.GRAD, x.of_nbytes or x.nbytes, "host"
             )
             facts[fact.key] = fact
     return facts
@@ -266,7 +266,7 @@ class Clocks:
         self._stamp = device.stamp if beside else None
         self.record = False
         self.on_step: Callable[[], None] = _nobody_looks
-        self.last_step: Step | None = None
+        self.last_step: StepTrace | None = None
         self._recorder = Recorder()
         self._recorder.on = True
         self._walks: dict[int, int] = {}
@@ -283,7 +283,7 @@ class Clocks:
         self._step: list[Walked] = []
         self._whole: tuple[Walked, ...] = ()
 
-    def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Watch":
+    def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Timer":
         """A walk begins."""
         now = perf_counter()
         if self._last is not None:
@@ -303,10 +303,10 @@ class Clocks:
             self._recorder.note(schedule, entries)
         count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
         if not (self.record or count <= FIRST or count % EVERY == 0):
-            return Watch(self, schedule)
+            return Timer(self, schedule)
         if self._stamp is None or count > FIRST:
-            return HostWatch(self, schedule)
-        return DeviceWatch(self, schedule, self._stamp)
+            return HostTimer(self, schedule)
+        return DeviceTimer(self, schedule, self._stamp)
 
     def waited_between(self, seconds: float) -> None:
         """The host waited for a transfer since the last walk: that is no part of the gap."""
@@ -423,7 +423,7 @@ class Clocks:
         return self._walks.get(schedule.serial) == 1
 
 
-class Watch:
+class Timer:
     """One walk that is not timed.
 
     given  tickets of the fetches that were under way before it began
@@ -448,7 +448,7 @@ class Watch:
         self.clocks.over(self.schedule)
 
 
-class HostWatch(Watch):
+class HostTimer(Timer):
     """Reads the host's clock around every instruction."""
 
     timed = True
@@ -481,7 +481,7 @@ class HostWatch(Watch):
         )
 
 
-class DeviceWatch(HostWatch):
+class DeviceTimer(HostTimer):
     """Also puts an event of the device around every region."""
 
     def __init__(self, clocks: Clocks, schedule: Schedule, stamp: Callable[[], Stamp]) -> None:

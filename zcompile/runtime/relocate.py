@@ -6,8 +6,8 @@ from typing import Any
 
 from zcompile.errors import TierFull
 from zcompile.ir.schedule import Offload, Reduce
-from zcompile.ir.step import Step
-from zcompile.ir.types import HELD, ON_DEVICE, Kind
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import HELD, ON_DEVICE, EntryKind
 from zcompile.runtime.profile import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def rehome(
-    session: Session, homes: Mapping[int, str], step: Step
+    session: Session, homes: Mapping[int, str], step: StepTrace
 ) -> tuple[list[Entry], dict[int, str]]:
     """Every entry goes where `homes` says. Where holes of the host are too small for what is to
     rest there, what rests there already moves together.
@@ -52,7 +52,7 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     return left
 
 
-def resting(session: Session, step: Step, homes: Mapping[int, str]) -> dict[int, str]:
+def resting(session: Session, step: StepTrace, homes: Mapping[int, str]) -> dict[int, str]:
     """Where each entry rests by now; what a step like this one will make, where it will find room,
     if `homes` does not say that it stays where it is made.
 
@@ -62,9 +62,9 @@ def resting(session: Session, step: Step, homes: Mapping[int, str]) -> dict[int,
     """
     stay = {key: home for key, home in homes.items() if home == HELD}
     rests = stay | {key_of(entry): entry.home for entry in session.entries()}
-    tried: dict[int, tuple[Place, Kind]] = {}
+    tried: dict[int, tuple[Place, EntryKind]] = {}
 
-    def settle(key: int, kind: Kind, nbytes: int, **wish: Any) -> None:
+    def settle(key: int, kind: EntryKind, nbytes: int, **wish: Any) -> None:
         if key not in rests:
             place = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
             rests[key], tried[key] = place.tier.name, (place, kind)
@@ -79,12 +79,12 @@ def resting(session: Session, step: Step, homes: Mapping[int, str]) -> dict[int,
         for call in step.calls:
             for x in call.schedule.instructions:
                 if isinstance(x, Offload):
-                    settle(call.made[x.made], Kind.ACTIVATION, x.nbytes, tier=x.tier)
+                    settle(call.made[x.made], EntryKind.ACTIVATION, x.nbytes, tier=x.tier)
                 elif isinstance(x, Reduce):
                     fact = step.facts[-call.entries[x.entry]]
-                    settle(fact.key, Kind.GRAD, fact.nbytes, of=-fact.key)
+                    settle(fact.key, EntryKind.GRAD, fact.nbytes, of=-fact.key)
             for key in call.entries:
-                if key in step.facts and step.facts[key].kind is Kind.ACTIVATION:
+                if key in step.facts and step.facts[key].kind is EntryKind.ACTIVATION:
                     leave(key)
     except TierFull:
         log.info("the next step will not find room for all that it makes")  # and will say so

@@ -10,7 +10,7 @@ How a device is shared between the arena and what compiled graphs hold beside it
 It is split when graphs are compiled, by what they will hold. Where a call would hold more, the
 arena gives way before the call: what rests there leaves, and a step is planned anew.
 
-When an optimizer's step may stream through the arena's annex: while no graph holds it.
+When an optimizer's step may stream through the arena's scratch: while no graph holds it.
 """
 
 import logging
@@ -31,18 +31,18 @@ from zcompile.ir.handles import entry_of
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
 from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import Layout, Region, aligned
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Ways
 from zcompile.runtime import executor
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients.gradients import Gradients, Wrap
-from zcompile.runtime.live_memory import Departures, Holding, Leaving, Rows
+from zcompile.runtime.live_memory import Departures, Leaving, LiveMemory, Rows
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.open import Opening, open_plant
+from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
@@ -175,15 +175,15 @@ class DeviceSplit:
         return BudgetExceeded("device", budget, needed, where, alive, todo)
 
 
-class AnnexUse:
-    """Of the annex of one store's arena: who may be in it, and when."""
+class StepScratchUse:
+    """Of the step scratch of one store's arena: who may be in it, and when."""
 
     def __init__(
         self, store: Store, split: DeviceSplit, executor: Executor, departures: Departures
     ) -> None:
         self._store, self._split, self._executor = store, split, executor
         self._departures = departures
-        self._annex = store.arena.annex
+        self._scratch = store.arena.scratch
 
     @property
     def free_bytes(self) -> int:
@@ -191,32 +191,32 @@ class AnnexUse:
         return max(0, self._split.held_bytes - self._executor.holding.nbytes)
 
     def room(self, window: StepRoom) -> StepRoom:
-        """What a step streams through now: the annex, if one is planned, is larger than the window,
-        and is held by nobody."""
-        annex = self._annex.room
-        if annex.nbytes <= window.nbytes or self._executor.is_running:
+        """What a step streams through now: the step scratch, if one is planned, is larger than the
+        window, and is held by nobody."""
+        scratch = self._scratch.room
+        if scratch.nbytes <= window.nbytes or self._executor.is_running:
             return window
-        return annex if annex.nbytes <= self.free_bytes else window
+        return scratch if scratch.nbytes <= self.free_bytes else window
 
     def plan(self, room: StepRoom) -> None:
         """From here on a step may use this room."""
         self.leave()
-        self._annex.plan(room)
+        self._scratch.plan(room)
 
     def need(self, schedule: Schedule) -> None:
         """A step was lowered."""
-        if schedule.annex_at and not self._annex.need(schedule.arena_bytes):
+        if schedule.scratch_at and not self._scratch.need(schedule.arena_bytes):
             self.leave()
 
     def open(self, schedule: Schedule) -> bool:
         """Whether the slots of a step are there: before it is walked, so that compute that went
         before is done with the memory. If not, `room` says what there is instead."""
-        if not schedule.annex_at:
+        if not schedule.scratch_at:
             return True
-        if self._annex.room.nbytes > self.free_bytes:
+        if self._scratch.room.nbytes > self.free_bytes:
             return False
         try:
-            self._annex.open()
+            self._scratch.open()
         except DeviceTooSmall as error:
             log.warning("the optimizer streams through the arena's window: %s", error)
             self.plan(NO_ROOM)
@@ -225,12 +225,12 @@ class AnnexUse:
 
     def leave(self) -> None:
         """The device has the memory back: the host waits until nothing reads it."""
-        memory, begin = self._annex.memory, perf_counter()
+        memory, begin = self._scratch.memory, perf_counter()
         if memory is None:
             return
         for ticket in self._departures.under(memory):
             cast(Transfer, ticket).over.settle()
-        self._annex.close()
+        self._scratch.close()
         seconds = perf_counter() - begin
         self._store.meter.add("stall", seconds)
         self._executor.clocks.waited_between(seconds)
@@ -246,7 +246,7 @@ class Planner(Protocol):
     def arranges(self) -> bool:
         """Whether graphs are arranged for a plan before they are walked."""
 
-    def step_ended(self, step: Step) -> None: ...
+    def step_ended(self, step: StepTrace) -> None: ...
     def replan(self) -> None: ...
     def relieve(self, needed_bytes: int) -> bool: ...
     def let_go(self) -> None: ...
@@ -272,18 +272,18 @@ class Repeat:
 class Session(Store):
     """`wrap` makes a tiered tensor over an entry; it is given from above."""
 
-    def __init__(self, config: Config, wrap: Wrap, opening: Opening = open_plant) -> None:
+    def __init__(self, config: Config, wrap: Wrap, opening: Opening = open_resources) -> None:
         super().__init__(config, opening)
         self.wrap = wrap
         self._departures = Departures()
         self.norms = Norms()
         self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.take
-        self.holding = Holding(self.meter.activations)
+        self.holding = LiveMemory(self.meter.activations)
         self.leaving = Leaving(self.holding)
         self.executor = Executor(self, self.gradients, self.leaving, self.holding)
         self.split = DeviceSplit(self, self._empty_device)
-        self.annex_use = AnnexUse(self, self.split, self.executor, self._departures)
+        self.scratch_use = StepScratchUse(self, self.split, self.executor, self._departures)
         self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
@@ -304,7 +304,7 @@ class Session(Store):
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._means.staging
-        self.ledger = None if disk is None else Ledger(self, disk, ring)
+        self.ledger = None if disk is None else CommitLog(self, disk, ring)
 
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
@@ -312,7 +312,7 @@ class Session(Store):
             made = build()
             verify_schedule(made)
             self.homes.plan_device(made.peak_bytes)
-            self.annex_use.need(made)
+            self.scratch_use.need(made)
             self.steps[key] = made
         return self.steps[key]
 
@@ -381,7 +381,7 @@ class Session(Store):
     @property
     def step_room(self) -> StepRoom:
         """What an optimizer's step streams through now."""
-        return self.annex_use.room(self.window_room)
+        return self.scratch_use.room(self.window_room)
 
     @property
     def window_room(self) -> StepRoom:
@@ -390,7 +390,7 @@ class Session(Store):
 
     def _make_room(self, nbytes: int, schedule: Schedule) -> None:
         """Compiled graphs are about to hold so much, in a call of this, or of its backward."""
-        self.annex_use.leave()
+        self.scratch_use.leave()
         if nbytes > self.split.held_bytes and self.planner is not None:
             before = self.holding.nbytes
             self.planner.let_go()
@@ -423,7 +423,7 @@ class Session(Store):
 
         raises  BudgetExceeded, before anything is gathered
         """
-        self.annex_use.leave()
+        self.scratch_use.leave()
         here = [t for t in plain if self._counts(t)]
         beside = self.holding.more(here)
         whole = Whole(

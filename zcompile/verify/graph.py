@@ -12,14 +12,14 @@ from torch import fx
 from zcompile.errors import GraphInvalid
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import aliases_of, find, is_ours, phase_of, positions, region_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.types import NodeName, Phase
 
 Finding = tuple[fx.Node, str]
-Rule = Callable[[fx.Graph, Plan], Iterator[Finding]]
+Rule = Callable[[fx.Graph, GraphPlan], Iterator[Finding]]
 
 
-def verify(graph: fx.Graph, plan: Plan, *, after: str, facts: frozenset[str]) -> None:
+def verify(graph: fx.Graph, plan: GraphPlan, *, after: str, facts: frozenset[str]) -> None:
     """raises  GraphInvalid with the sentence and the lines around it, on the first broken rule"""
     for fact, rule in RULES:
         if fact is None or fact in facts:
@@ -27,19 +27,19 @@ def verify(graph: fx.Graph, plan: Plan, *, after: str, facts: frozenset[str]) ->
                 raise GraphInvalid(after, why, printer.excerpt(graph, node))
 
 
-def values_are_known(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def values_are_known(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             yield node, f"%{node.name} has no value to reason about"
 
 
-def handles_are_params(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def handles_are_params(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for node in find(graph, ops.gather, ops.fetch, *ops.SINKS):
         if not any(source.name in plan.params for source in node.all_input_nodes):
             yield node, f"%{node.name} names no known parameter"
 
 
-def order_is_topological(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def order_is_topological(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     where = positions(graph)
     for node in graph.nodes:
         for source in node.all_input_nodes:
@@ -47,14 +47,14 @@ def order_is_topological(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
                 yield node, f"%{node.name} reads %{source.name}, which comes later"
 
 
-def pending_is_only_waited_for(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def pending_is_only_waited_for(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for fetch in find(graph, ops.fetch):
         for user in fetch.users:
             if user.target is not ops.wait:
                 yield user, f"%{user.name} reads %{fetch.name} before its wait"
 
 
-def full_stays_in_its_phase(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def full_stays_in_its_phase(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for wait in find(graph, ops.wait):
         for alias in aliases_of(wait):
             for user in alias.users:
@@ -64,7 +64,7 @@ def full_stays_in_its_phase(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
                     yield user, f"%{user.name} takes %{wait.name} from forward to backward"
 
 
-def nothing_reads_released(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def nothing_reads_released(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     where = positions(graph)
     for release in find(graph, ops.release):
         (full,) = release.all_input_nodes
@@ -74,14 +74,14 @@ def nothing_reads_released(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
                     yield user, f"%{user.name} reads %{alias.name}, released above"
 
 
-def everything_is_released_once(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def everything_is_released_once(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for wait in find(graph, ops.wait):
         count = sum(user.target is ops.release for user in wait.users)
         if count != 1:
             yield wait, f"%{wait.name} is released {count} times"
 
 
-def forward_comes_first(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def forward_comes_first(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     seen_backward = False
     for node in graph.nodes:
         if node.op != "call_function":
@@ -92,13 +92,13 @@ def forward_comes_first(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
         seen_backward |= backward
 
 
-def grads_of_sinks_stay(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def grads_of_sinks_stay(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for node in find(graph, *ops.SINKS):
         if any(is_ours(user) or user.op == "call_function" for user in node.users):
             yield node, f"something computes with %{node.name}, which holds nothing"
 
 
-def views_stay_in_their_region(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def views_stay_in_their_region(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for wait in find(graph, ops.wait):
         for view in aliases_of(wait):
             for user in view.users:
@@ -106,7 +106,7 @@ def views_stay_in_their_region(graph: fx.Graph, plan: Plan) -> Iterator[Finding]
                     yield user, f"%{user.name} reads %{view.name}, a view made in another region"
 
 
-def slots_do_not_overlap(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def slots_do_not_overlap(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     where = positions(graph)
     alive: list[tuple[fx.Node, int]] = []
     for fetch in find(graph, ops.fetch):
@@ -123,14 +123,14 @@ def slots_do_not_overlap(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
         alive.append((fetch, end))
 
 
-def budget_holds(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def budget_holds(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for name, slot in plan.slots.items():
         if plan.budget_bytes is not None and slot.end > plan.budget_bytes:
             (node,) = [n for n in graph.nodes if n.name == name]
             yield node, f"%{name} ends at byte {slot.end} of a budget of {plan.budget_bytes}"
 
 
-def tensors_have_sizes(graph: fx.Graph, plan: Plan) -> Iterator[Finding]:
+def tensors_have_sizes(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for fetch in find(graph, ops.gather, ops.fetch, ops.wait):
         value = fetch.meta["val"]
         if isinstance(value, torch.Tensor) and any(

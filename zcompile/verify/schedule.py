@@ -46,7 +46,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.types import ALIGNMENT, Level, aligned
+from zcompile.ir.types import ALIGNMENT, LiveBytes, aligned
 from zcompile.verify.happens_before import (
     BEGUN,
     NEVER,
@@ -320,8 +320,8 @@ class Proof:
             )
         if use.walk == walk.number and slot.end > walk.schedule.arena_bytes:
             raise walk.fail(f"the slot of {fetch.name!r} ends beyond the arena")
-        if use.walk == walk.number and slot.address < walk.schedule.annex_at:
-            raise walk.fail(f"the slot of {fetch.name!r} begins before the annex")
+        if use.walk == walk.number and slot.address < walk.schedule.scratch_at:
+            raise walk.fail(f"the slot of {fetch.name!r} begins before the step scratch")
         for old in self._arena.over(slot.address, slot.end):
             self._may_overwrite(walk, use, old)
         self._arena.put(slot.address, slot.end, use)
@@ -472,7 +472,7 @@ def _stays(walk: Walk, reduce: Reduce) -> None:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, and is not all that comes for it")
     if not reduce.drop:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, and is read later as a value")
-    if not walk.schedule.level_at.get(walk.index, Level()).alone:
+    if not walk.schedule.level_at.get(walk.index, LiveBytes()).alone:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, in memory that is not its own")
 
 
@@ -512,7 +512,7 @@ def verify_handover(now: Called, then: Called, handover: Handover) -> None:
     for index in handover.starts:
         if not 0 <= index < len(now.schedule.instructions):
             raise first.fail(f"fetches are handed over after instruction {index}, which it has not")
-    if handover.starts and then.schedule.annex_at:
+    if handover.starts and then.schedule.scratch_at:
         raise first.fail("fetches are handed over into memory that graphs hold until then")
     given: dict[Ticket, Use] = {}
     fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}

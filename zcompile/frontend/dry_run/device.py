@@ -1,4 +1,4 @@
-"""The device on paper: addresses without memory, tiers that only count.
+"""The device of a dry run: addresses without memory, tiers that only count.
 
 A training step is walked as on a real device, but nothing is computed and nothing moves: a tensor
 here has a shape and an address of a range that is reserved and never touched. Its torch device is
@@ -22,16 +22,16 @@ from zcompile.ir.units import GiB, KiB, TiB, show_size
 from zcompile.machine.staging import staging_size
 from zcompile.runtime.device.base import Direction, Landing
 from zcompile.runtime.meter import Gauge, Meter, Stamp
-from zcompile.runtime.open import Plant
+from zcompile.runtime.open import Resources
 from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
-from zcompile.runtime.transfer.queue import Mover
+from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Promise, Ready, Ticket, Workers
-from zcompile.runtime.transfer.transfer import Means
+from zcompile.runtime.transfer.transfer import TransferContext
 
 CPU = torch.device("cpu")
 NO_LIMIT = 1 << 62
-"""Bytes of a tier on paper: what is missing on a machine is found by who places, not here."""
+"""Bytes of a tier of a dry run: what is missing on a machine is found by who places, not here."""
 MOST_BYTES = 8 * TiB
 """Of one tensor; the address space of a process has 128 TiB."""
 
@@ -56,7 +56,7 @@ class _Range:
 
 @cache
 def _range() -> _Range:
-    """One for the process: addresses are all that is taken, and tensors on paper share them."""
+    """One for the process: addresses are all that is taken, and tensors of a dry run share them."""
     return _Range()
 
 
@@ -71,7 +71,7 @@ def blank(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Ten
         return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
     if nbytes > _range().nbytes:
         raise Unsupported(
-            f"a tensor of {show_size(nbytes)} cannot be put on paper: this process may have "
+            f"a tensor of {show_size(nbytes)} cannot be part of a dry run: this process may have "
             f"{show_size(_range().nbytes)} of addresses",
             "raise its limit (ulimit -v), or plan a smaller shape",
         )
@@ -93,14 +93,14 @@ def blank_like(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PaperStamp:
-    """No time passes on paper."""
+class DryRunStamp:
+    """No time passes in a dry run."""
 
     def until(self, later: Stamp) -> float:
         return 0.0
 
 
-class PaperDevice:
+class DryRunDevice:
     """A `Device` whose copies are over when they are asked for.
 
     emulates      plans for the emulated device, where compute reaches what rests on the host
@@ -126,7 +126,7 @@ class PaperDevice:
         return blank((nbytes,), (1,), torch.uint8)
 
     def lend(self, memory: Tensor, watch: Watch) -> Tensor:
-        """Given back at once: eager code on paper takes no room from schedules."""
+        """Given back at once: eager code in a dry run takes no room from schedules."""
         watch(set())
         return blank_like(memory)
 
@@ -156,13 +156,13 @@ class PaperDevice:
         return
 
     def stamp(self) -> Stamp:
-        return PaperStamp()
+        return DryRunStamp()
 
     def close(self) -> None:
         return
 
 
-class PaperTier:
+class DryRunTier:
     """A `TierIO` that counts the bytes it was given and holds none of them."""
 
     on_device = False
@@ -202,23 +202,23 @@ class PaperTier:
         return
 
 
-def open_paper(
+def open_dry_run(
     config: Config, meter: Meter, *, device_bytes: int, emulates: bool, has_disk: bool
-) -> Plant:
-    """The plant of a machine on paper; entries rest on a host without end until they are placed,
-    or on such a disk, where that is asked for.
+) -> Resources:
+    """Resources of a machine in a dry run; entries rest on a host without end until they are
+    placed, or on such a disk, where that is asked for.
 
     device_bytes  of the device that graphs and schedules are planned for
     """
-    mover = Mover()
-    device = PaperDevice(NO_LIMIT, emulates)
+    mover = TransferQueue()
+    device = DryRunDevice(NO_LIMIT, emulates)
     size = staging_size(256 * KiB)
     ring = Staging(torch.empty(size.nbytes, dtype=torch.uint8), size, Gauge())
-    means = Means(device, ring, Workers("zinf-paper", 1, mover.abandon))
-    tiers = [PaperTier("host", in_memory=True, in_use=meter.host)]
+    means = TransferContext(device, ring, Workers("zinf-paper", 1, mover.abandon))
+    tiers = [DryRunTier("host", in_memory=True, in_use=meter.host)]
     if has_disk:
-        tiers.append(PaperTier("disk", in_memory=False, in_use=meter.disk))
-    return Plant(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers))
+        tiers.append(DryRunTier("disk", in_memory=False, in_use=meter.disk))
+    return Resources(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers))
 
 
 def _land(landing: Landing) -> None:

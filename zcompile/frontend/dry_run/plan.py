@@ -1,6 +1,6 @@
 """`zcompile.plan`: what training a model would take on a machine, which need not be this one.
 
-A real training step is walked on paper (`session.py`), then placed, arranged and simulated as a
+A real training step is walked in a dry run (`session.py`), then placed, arranged and simulated as a
 real one is once it was seen. Weights are not needed: a model on `meta` will do.
 
 Planning makes many objects and little garbage: none is looked for meanwhile, nor right after.
@@ -19,16 +19,21 @@ from torch import Tensor, nn
 
 from zcompile.config import Config, build
 from zcompile.errors import ConfigInvalid, Unsupported
-from zcompile.frontend.dry_run.device import PaperDevice, blank_like
-from zcompile.frontend.dry_run.session import OnPaper, PaperSession, copy_on_paper, run_step
+from zcompile.frontend.dry_run.device import DryRunDevice, blank_like
+from zcompile.frontend.dry_run.session import (
+    DryRunMode,
+    DryRunSession,
+    copy_without_bytes,
+    run_step,
+)
 from zcompile.ir.plan import Memory
-from zcompile.ir.step import Step
+from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import check_torch, trees
 from zcompile.ir.units import TiB
 from zcompile.machine.cost import Ways
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
-from zcompile.planner.outlook import Terms, look
+from zcompile.planner.outlook import Terms, evaluated
 from zcompile.planner.report import Facts, Report
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
@@ -49,7 +54,7 @@ class _Last:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without garbage collection, if there was any; what earlier plans left is collected before,
     where it is much, and what is young always."""
     was = gc.isenabled()
@@ -80,8 +85,8 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType(
 )
 CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
 TRACED_BYTES = 4 * TiB
-"""Of the arena that a step on paper is traced for: tracing never fails for want of room; a plan is
-arranged for the machine afterwards."""
+"""Of the arena that a step of a dry run is traced for: tracing never fails for want of room; a plan
+is arranged for the machine afterwards."""
 MOST_CHUNKS = 2048
 """Of one state, over all parameters. A real step may have more, smaller ones; that hides nothing
 else, but takes its time to simulate."""
@@ -89,7 +94,7 @@ else, but takes its time to simulate."""
 
 @dataclass(frozen=True)
 class Traced:
-    """A step on paper, and what the report says of its model.
+    """A step of a dry run, and what the report says of its model.
 
     activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
     held_bytes        most that its graphs hold at once, outside the arena
@@ -100,7 +105,7 @@ class Traced:
     chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
     """
 
-    step: Step
+    step: StepTrace
     parameters: int
     activation_bytes: int
     held_bytes: int
@@ -153,8 +158,8 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
             "trace it anew: what graphs hold is chosen for the device",
         )
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
-    with quiet():
-        found = look(traced.step, terms, beside, traced.chunk_bytes, prices)
+    with gc_paused():
+        found = evaluated(traced.step, terms, beside, traced.chunk_bytes, prices)
     facts = Facts(
         traced.parameters,
         traced.activation_bytes,
@@ -185,7 +190,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     here = config.machine is None
     paced = {"h2d", "d2h"} & set(config.throttle)
     emulates = here and device.type == "cpu" and not paced
-    stand_in = PaperDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
+    stand_in = DryRunDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
     found = machine_for(config, stand_in, _capacities(config) if here else None)
     for tier in ("device", "host"):
         if tier not in found.tiers:
@@ -230,7 +235,7 @@ def trace(
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
 ) -> Traced:
-    """One training step on paper.
+    """One training step of a dry run.
 
     raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
     """
@@ -240,9 +245,9 @@ def trace(
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     session = _session(terms)
     try:
-        copied = copy_on_paper(model, session)
+        copied = copy_without_bytes(model, session)
         inputs = trees.tree_map(_input, example_inputs)
-        with quiet(), OnPaper():  # type: ignore[no-untyped-call]  # torch's
+        with gc_paused(), DryRunMode():  # type: ignore[no-untyped-call]  # torch's
             made = make(_trained(copied))  # alive until its states are told
             run_step(copied, inputs, made, micro_batches)
         samples, tokens = _counts(example_inputs)
@@ -271,7 +276,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def _recorded(session: PaperSession, model: nn.Module) -> Step:
+def _recorded(session: DryRunSession, model: nn.Module) -> StepTrace:
     step = session.executor.recorder.end()
     if step is None:
         raise Unsupported(
@@ -283,7 +288,7 @@ def _recorded(session: PaperSession, model: nn.Module) -> Step:
     return step
 
 
-def _session(terms: Terms) -> PaperSession:
+def _session(terms: Terms) -> DryRunSession:
     """Where a step is traced: on the device as it is bounded, or on one that holds everything."""
     machine = terms.machine
     tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
@@ -292,7 +297,7 @@ def _session(terms: Terms) -> PaperSession:
         device="cpu", machine=machine, activations=terms.activations, tile_bytes=terms.tile_bytes
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
-    return PaperSession(config, device, terms.emulates, tiers, terms.ways)
+    return DryRunSession(config, device, terms.emulates, tiers, terms.ways)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
@@ -322,7 +327,7 @@ def _input(value: Any) -> Any:
     return value if kept else blank_like(value)
 
 
-def _settled(step: Step, session: PaperSession) -> Step:
+def _settled(step: StepTrace, session: DryRunSession) -> StepTrace:
     """Facts as they are after the first step, in which an optimizer makes its states."""
     alive = {entry.key: entry for entry in session.entries()}
     facts = {

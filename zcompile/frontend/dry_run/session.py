@@ -1,11 +1,11 @@
-"""A training step on paper: a copy of a model whose parameters have no bytes, in a session that
+"""A training step of a dry run: a copy of a model whose parameters have no bytes, in a session that
 walks schedules and computes nothing.
 
 What is recorded is what a real step would record. The caller's model is not touched.
 
-Regions of a step on paper: each only says what it would make.
+Regions of a step of a dry run: each only says what it would make.
 
-One training step of a copy on paper: forward and backward so many times, then the optimizer.
+One training step of the copy: forward and backward so many times, then the optimizer.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zcompile.config import Config
 from zcompile.errors import Running, Unsupported
 from zcompile.frontend.backend import zinf
-from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_paper
+from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_dry_run
 from zcompile.frontend.offload import furnish
 from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Borrow, Schedule
@@ -37,9 +37,9 @@ from zcompile.ir.torch_compat import (
     without_modes,
     without_recompile_limit,
 )
-from zcompile.ir.types import Kind, Layout, Phase, Region
+from zcompile.ir.types import EntryKind, Layout, Phase, Region
 from zcompile.machine.cost import Ways
-from zcompile.memory.step_footprint import HeldWalk
+from zcompile.memory.step_footprint import StepFootprint
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients.gradients import Gradients
@@ -50,7 +50,7 @@ from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Ready, Ticket
 
 
-class PaperRegions(dict[str, Region], MutableMapping[str, Region]):
+class DryRunRegions(dict[str, Region], MutableMapping[str, Region]):
     """Regions that are compiled here make blanks of what the traced ones make."""
 
     def __setitem__(self, key: str, region: Region) -> None:
@@ -80,7 +80,7 @@ def _blank(value: Any) -> Any:
     return hint(value) if isinstance(value, torch.SymInt) else value
 
 
-class PaperSession(Session):
+class DryRunSession(Session):
     """A session whose transfers are over at once and whose regions only say what they would make.
 
     config        with a machine, so that nothing is measured
@@ -101,16 +101,16 @@ class PaperSession(Session):
         self.memories: list[Memory] = []
         """What the values of each graph that was compiled hold of the device, in that order."""
         opening = partial(
-            open_paper, device_bytes=device_bytes, emulates=emulates, has_disk="disk" in beside
+            open_dry_run, device_bytes=device_bytes, emulates=emulates, has_disk="disk" in beside
         )
         super().__init__(config, TieredTensor.over, opening)
         self.norms = _NoNorms()
         self.gradients = Gradients(self, self.wrap, self.norms)
         self.on_gradient = self.gradients.take
-        self.executor: _PaperExecutor = _PaperExecutor(
+        self.executor: _DryRunExecutor = _DryRunExecutor(
             self, self.gradients, self.leaving, self.holding
         )
-        self.regions = PaperRegions()
+        self.regions = DryRunRegions()
         furnish(self)
         self.executor.recorder.on = True
         self.executor.hold = self.split.hold
@@ -128,7 +128,7 @@ class PaperSession(Session):
 
     def free_bytes(self) -> dict[str, int]:
         """As if parameters rested on the host as far as they find room, and on disk beyond."""
-        left = sum(e.nbytes for e in self.entries() if e.kind is Kind.PARAM)
+        left = sum(e.nbytes for e in self.entries() if e.kind is EntryKind.PARAM)
         free = {}
         for tier in ("host", "disk"):
             if tier in self._beside:
@@ -182,8 +182,8 @@ class PaperSession(Session):
         return blank((nbytes,), (1,), torch.uint8)
 
 
-def paper_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`backend="zinf"`, without the `OnPaper` that is entered: it would slow tracing down."""
+def dry_run_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`backend="zinf"`, without the `DryRunMode` that is entered: it would slow tracing down."""
     with without_modes():
         return zinf(gm, inputs)
 
@@ -192,7 +192,7 @@ def _has_room(nbytes: int, least_arena: int) -> None:
     """There is room for what is held beside the arena."""
 
 
-class _PaperExecutor(Executor):
+class _DryRunExecutor(Executor):
     """Walks graphs as ever; of an optimizer's step only what becomes of the entries.
 
     saved_bytes  what backward calls were handed: what their forward kept, and tangents
@@ -202,7 +202,7 @@ class _PaperExecutor(Executor):
 
     saved_bytes = 0
     hold: Callable[[int, int], None] = staticmethod(_has_room)
-    _held: HeldWalk | None = None
+    _held: StepFootprint | None = None
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
@@ -226,7 +226,7 @@ class _PaperExecutor(Executor):
         """Make room for what is held while `schedule` is walked. raises  BudgetExceeded"""
         held = self._held
         if held is None:
-            held = self._held = HeldWalk()
+            held = self._held = StepFootprint()
         else:
             held.end(schedule.phase)
         held.begin(schedule)
@@ -235,7 +235,7 @@ class _PaperExecutor(Executor):
         held.through(schedule)
 
 
-class OnPaper(DispatchMode):
+class DryRunMode(DispatchMode):
     """While it is entered, ops on plain tensors give blanks of the right shape.
 
     Views are taken as ever, and tracing is left alone.
@@ -277,7 +277,7 @@ def _computes(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return True
     if not any("Tensor" in str(r.type) for r in returns):
         raise Unsupported(
-            f"the model asks for the value of a tensor ({func}), and on paper there is none",
+            f"the model asks for the value of a tensor ({func}), and in a dry run there is none",
             "plan a model whose shapes and branches do not depend on values, or give inputs of "
             "whole numbers on the CPU, which are kept",
         )
@@ -307,7 +307,7 @@ def _as_meta(value: Any) -> Any:
 
 
 class _NoNorms(Norms):
-    """Nothing is measured on paper."""
+    """Nothing is measured in a dry run."""
 
     def note(self, entry: Entry, grad: Tensor) -> None:
         return
@@ -319,7 +319,7 @@ class _NoNorms(Norms):
         return
 
 
-def copy_on_paper(model: nn.Module, session: PaperSession) -> nn.Module:
+def copy_without_bytes(model: nn.Module, session: DryRunSession) -> nn.Module:
     """A copy of `model` in `session`: parameters without bytes, buffers without values.
 
     Tied parameters stay tied. Whatever else the modules hold is copied.
@@ -333,9 +333,9 @@ def copy_on_paper(model: nn.Module, session: PaperSession) -> nn.Module:
 
 
 @uninterrupted
-def _param(session: PaperSession, name: str, param: nn.Parameter) -> nn.Parameter:
+def _param(session: DryRunSession, name: str, param: nn.Parameter) -> nn.Parameter:
     layout = Layout.of(param)
-    entry = session.create(name, Kind.PARAM, layout.nbytes)
+    entry = session.create(name, EntryKind.PARAM, layout.nbytes)
     made = nn.Parameter(TieredTensor.over(entry, layout), param.requires_grad)
     return own(made)
 
@@ -359,7 +359,7 @@ def run_step(
     fresh = types.FunctionType(
         loss_of.__code__.replace(), globals(), "loss_of", None, loss_of.__closure__
     )
-    compiled = torch.compile(fresh, backend=paper_backend, dynamic=False)
+    compiled = torch.compile(fresh, backend=dry_run_backend, dynamic=False)
     name, given = type(model).__name__, ", ".join(_told(inputs))
     for _ in range(times):
         with (

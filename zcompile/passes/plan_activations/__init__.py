@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.ir.graph import copied
-from zcompile.ir.plan import Activation, ActivationCost, Curve, Note, Plan
+from zcompile.ir.plan import Activation, ActivationCost, GraphPlan, MemoryCurve, Note
 from zcompile.ir.saved_values import SavedValues
 from zcompile.ir.types import NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations.graph import Read, Surroundings, read
+from zcompile.passes.plan_activations.graph import ActivationBudget, Read, read
 from zcompile.passes.plan_activations.problem import AGAIN, KEEP, MOVED, Problem, Value, answer
 from zcompile.passes.plan_activations.rewrite import (
     Borders,
@@ -35,7 +35,7 @@ WAYS = {
 """`Config.activations` -> what may be done to a value but to keep it."""
 ROUNDS = 6
 """Choices that are tried out; each leaves alone what the one before was over the budget."""
-NOWHERE = Surroundings(
+NOWHERE = ActivationBudget(
     Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
 )
 """What is asked before a machine need be known: whether everything fits."""
@@ -70,7 +70,7 @@ class PlanActivations(Pass):
     """
 
     activations: str = "auto"
-    around: Callable[[], Surroundings] | None = None
+    around: Callable[[], ActivationBudget] | None = None
     after: Sequence[Pass] = ()
     compares: bool = True
 
@@ -78,7 +78,7 @@ class PlanActivations(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_PLANNED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         values = SavedValues(graph)
         if plan.budget_bytes is None or self.around is None or not values.saved:
             return plan
@@ -102,7 +102,9 @@ class PlanActivations(Pass):
             plan = replace(plan, kept=self._all_kept(graph, plan))
         return _written(graph, plan, found, choice)
 
-    def _as_wished(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice | None:
+    def _as_wished(
+        self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int
+    ) -> Choice | None:
         """Everything kept, but for what the user asked for; None, if there is no room for that and
         for twice the slots that are needed at once."""
         problem = replace(found.problem, budget=budget)
@@ -117,7 +119,7 @@ class PlanActivations(Pass):
         held, window = self._needed(graph, plan, found, choice)
         return choice if held + 2 * window <= budget else None
 
-    def _chosen(self, graph: fx.Graph, plan: Plan, found: Read, budget: int) -> Choice:
+    def _chosen(self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int) -> Choice:
         """The first that fits as it is counted after all passes; else that which needs least."""
         problem = replace(found.problem, budget=budget)
         ways = [way for way in WAYS[self.activations] if way == AGAIN or way in problem.tiers]
@@ -136,7 +138,9 @@ class PlanActivations(Pass):
         assert best is not None, "one choice at least is tried out"
         return best[1]
 
-    def _needed(self, graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> tuple[int, int]:
+    def _needed(
+        self, graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice
+    ) -> tuple[int, int]:
         """Bytes of device that a choice needs: those that are held, and the smallest window."""
         copy, mapping = copied(graph)
         roots = tuple(mapping[root] for root in found.roots)
@@ -145,12 +149,12 @@ class PlanActivations(Pass):
         trial, held = self._counted(copy, trial)
         return max(held.peak, plan.beside.nbytes), trial.arena_bytes
 
-    def _all_kept(self, graph: fx.Graph, plan: Plan) -> Curve:
+    def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
         """What would be held if nothing were given up."""
         _, held = self._counted(copied(graph)[0], replace(plan, budget_bytes=None))
         return held.as_curve()
 
-    def _counted(self, copy: fx.Graph, trial: Plan) -> tuple[Plan, Footprint]:
+    def _counted(self, copy: fx.Graph, trial: GraphPlan) -> tuple[GraphPlan, Footprint]:
         for pass_ in self.after:
             trial = pass_.rewrite(copy, trial)
         return trial, footprint(copy, trial.params)
@@ -162,7 +166,7 @@ def _given_up(choice: Choice) -> bool:
     return any(want is not None and action != KEEP for action, want in rows)
 
 
-def _written(graph: fx.Graph, plan: Plan, found: Read, choice: Choice) -> Plan:
+def _written(graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice) -> GraphPlan:
     """The choice, in the graph."""
     wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
     again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == AGAIN)

@@ -7,7 +7,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, family_of, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
 from zcompile.ir.types import Layout, NodeName, Phase, aligned
@@ -15,14 +15,14 @@ from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
 from zcompile.passes.plan_activations.problem import Away, Maker, Problem, Value, Weight
-from zcompile.passes.plan_activations.solve import Streams
+from zcompile.passes.plan_activations.solve import StreamingLoad
 
 LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
 """Tier -> the links on the way there and back."""
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ActivationBudget:
     """machine  rates of compute and links
     rooms       tier -> bytes that activations may take there
     beside      compute runs beside the host, which starts transfers meanwhile (CUDA)
@@ -43,17 +43,17 @@ class Read:
 
     problem: Problem
     roots: tuple[fx.Node, ...]
-    streams: Streams
+    streams: StreamingLoad
     clock: tuple[float, ...]
 
 
-def read(values: SavedValues, plan: Plan, around: Surroundings) -> Read:
+def read(values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> Read:
     """The question that a joint graph poses before its parameters are gathered."""
     return _Reading(values, plan, around).read()
 
 
 class _Reading:
-    def __init__(self, values: SavedValues, plan: Plan, around: Surroundings) -> None:
+    def __init__(self, values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> None:
         self.values, self.plan, self.around = values, plan, around
         self.nodes: tuple[fx.Node, ...] = tuple(values.graph.nodes)
         self.where = {node: at for at, node in enumerate(self.nodes)}
@@ -87,7 +87,7 @@ class _Reading:
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
         started = 0 if self.around.beside else len(self.gathers)
-        streams = Streams(compute, weights_s, weight_bytes, started)
+        streams = StreamingLoad(compute, weights_s, weight_bytes, started)
         return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:

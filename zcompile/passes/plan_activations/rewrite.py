@@ -18,7 +18,7 @@ from zcompile.ir.graph import (
     readers_of,
     set_phase,
 )
-from zcompile.ir.plan import Plan
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, layout_of
 from zcompile.ir.types import NodeName, ParamName, ParamSpec, Phase
 
@@ -48,7 +48,7 @@ class Rewriting:
     def __init__(
         self,
         values: SavedValues,
-        plan: Plan,
+        plan: GraphPlan,
         again: frozenset[fx.Node],
         moved: Mapping[fx.Node, Moved],
     ) -> None:
@@ -58,7 +58,7 @@ class Rewriting:
         self._params = dict(plan.params)
         self._copies: dict[fx.Node, fx.Node] = {}
 
-    def rewrite(self) -> Plan:
+    def rewrite(self) -> GraphPlan:
         readers = [n for n in self._graph.nodes if self._values.is_backward(n)]
         handles = {root: self._offload(root, move) for root, move in self._moved.items()}
         for root, move in self._moved.items():

@@ -567,7 +567,7 @@ takes on two cores. The same everywhere, so that a plan does not hang on the hou
 
 
 @dataclass(frozen=True)
-class Streams:
+class StreamingLoad:
     """compute_s  seconds of forward and of backward
     weights_s    for which links are busy with weights and gradients in each, if none rest
     nbytes       of all weights
@@ -580,7 +580,7 @@ class Streams:
     count: int = 0
 
 
-def split(problem: Problem, streams: Streams, ways: Sequence[str], margin: int = 0) -> Choice:
+def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin: int = 0) -> Choice:
     """The fastest answer to `problem` over several windows.
 
     margin  bytes of the budget to leave alone
@@ -607,7 +607,7 @@ def split(problem: Problem, streams: Streams, ways: Sequence[str], margin: int =
     return choose(replace(problem, window=best[2]), ways)
 
 
-def seconds(problem: Problem, streams: Streams, made: Choice) -> float:
+def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:
     """Of forward and backward together: a phase takes as long as its compute or its links, and as
     both together where no fetch can start before what it follows is read. Besides, what the host
     starts takes its time, and what links do a part of theirs."""

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.graph import find
-from zcompile.ir.plan import Note, Plan, Rounding
+from zcompile.ir.plan import GraphPlan, Note, Rounding
 from zcompile.ir.torch_compat import hint
 from zcompile.ir.types import NodeName
 from zcompile.passes.base import Fact, Pass
@@ -46,7 +46,7 @@ class TileLoss(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.LOSSES_TILED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         if self.tile_bytes is None and plan.budget_bytes is None:
             return plan
         share = (plan.budget_bytes or 0) // SHARE_OF_BUDGET
@@ -62,7 +62,9 @@ def _nbytes(value: torch.Tensor) -> int:
     return count
 
 
-def _tile(graph: fx.Graph, softmax: fx.Node, plan: Plan, tile_bytes: int, at_will: bool) -> Plan:
+def _tile(
+    graph: fx.Graph, softmax: fx.Node, plan: GraphPlan, tile_bytes: int, at_will: bool
+) -> GraphPlan:
     nbytes = _nbytes(softmax.meta["val"])
     try:
         loss = match_loss(graph, softmax)
@@ -83,7 +85,7 @@ def _tile(graph: fx.Graph, softmax: fx.Node, plan: Plan, tile_bytes: int, at_wil
     return replace(plan, roundings=(*plan.roundings, Rounding(TileLoss.name, where, summed)))
 
 
-def _weight_of(loss: Loss, plan: Plan) -> str:
+def _weight_of(loss: Loss, plan: GraphPlan) -> str:
     """Name of the parameter that makes the logits, for people; else of the value."""
     node = loss.weight
     while node.name not in plan.params and node.all_input_nodes:

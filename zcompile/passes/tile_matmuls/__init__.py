@@ -12,7 +12,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import copied, output_of, phase_of, positions
-from zcompile.ir.plan import Note, Plan, Rounding, fetched
+from zcompile.ir.plan import GraphPlan, Note, Rounding, fetched
 from zcompile.ir.rewrite import Writer, erase_unread, shape
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, Phase
@@ -74,24 +74,26 @@ class TileMatmuls(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
         self._said.pop(graph, None)
         return replace(self._cut(graph, plan, cuts), cuts=cuts)
 
-    def roomy(self, graph: fx.Graph, plan: Plan) -> int:
+    def roomy(self, graph: fx.Graph, plan: GraphPlan) -> int:
         """Bytes that hold everything whatever is decided, when nothing is cut."""
         return _roomy(graph, plan, _held(graph, plan))
 
-    def fitting(self, graph: fx.Graph, plan: Plan, most: int | None = None) -> Mapping[str, int]:
-        """The cuts that are made with this budget (`Plan.cuts`).
+    def fitting(
+        self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
+    ) -> Mapping[str, int]:
+        """The cuts that are made with this budget (`GraphPlan.cuts`).
 
         most    cuts that are tried out; None: all
         raises  BudgetExceeded, of the ones that need least, without a search for a budget that does
         """
         return self._chosen(graph, plan, alone=True, most=most)
 
-    def _cut(self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]) -> Plan:
+    def _cut(self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]) -> GraphPlan:
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
         notes = [
             Note(self.name, NodeName(n), w.whole)
@@ -112,7 +114,7 @@ class TileMatmuls(Pass):
         return replace(plan, notes=(*plan.notes, *notes), roundings=tuple(roundings))
 
     def _chosen(
-        self, graph: fx.Graph, plan: Plan, *, alone: bool = False, most: int | None = None
+        self, graph: fx.Graph, plan: GraphPlan, *, alone: bool = False, most: int | None = None
     ) -> Mapping[str, int]:
         """The coarsest cuts with which everything fits; without a trial where that is sure.
 
@@ -133,7 +135,7 @@ class TileMatmuls(Pass):
         return search.first(budget) if alone else search.best(budget, roomy)
 
     def _refused(
-        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+        self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
         """What the passes that come after say of these cuts; said once, since slices of tokens are
         tried out before, and none first."""
@@ -144,7 +146,7 @@ class TileMatmuls(Pass):
         return said[key]
 
     def _tried_out(
-        self, graph: fx.Graph, plan: Plan, cuts: Mapping[str, int]
+        self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
         copy, _ = copied(graph)
         try:
@@ -155,12 +157,12 @@ class TileMatmuls(Pass):
             return error.with_traceback(None)  # whose frames hold the copy
         return None
 
-    def _is_too_large(self, weight: Weight, plan: Plan) -> bool:
+    def _is_too_large(self, weight: Weight, plan: GraphPlan) -> bool:
         limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
         return any(weight.nbytes > limit for limit in limits)
 
 
-def _held(graph: fx.Graph, plan: Plan) -> list[Held]:
+def _held(graph: fx.Graph, plan: GraphPlan) -> list[Held]:
     """What is gathered, where it is read."""
     where, weights = positions(graph), list(weights_of(graph, plan))
     return [
@@ -170,7 +172,7 @@ def _held(graph: fx.Graph, plan: Plan) -> list[Held]:
     ]
 
 
-def _roomy(graph: fx.Graph, plan: Plan, held: Sequence[Held]) -> int:
+def _roomy(graph: fx.Graph, plan: GraphPlan, held: Sequence[Held]) -> int:
     """Bytes that hold everything whatever is decided, when nothing is cut."""
     beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
     at_once, _ = fullest(held, {})
@@ -193,7 +195,7 @@ def _tiles_read(reader: Reader, most: int) -> tuple[int, ...]:
     return choose_tiles(reader.rows[1], row_nbytes, most)
 
 
-def _cut(graph: fx.Graph, plan: Plan, weight: Weight, most: int) -> Iterator[str]:
+def _cut(graph: fx.Graph, plan: GraphPlan, weight: Weight, most: int) -> Iterator[str]:
     """Rewrite the uses of a weight, and its gradient. What was not done is told.
 
     One tile is all of it, gathered for each use by itself instead of from the first to the last.

@@ -20,7 +20,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find, phase_of, use_of
-from zcompile.ir.plan import Plan, fetched
+from zcompile.ir.plan import GraphPlan, fetched
 from zcompile.ir.rewrite import VIEWS, WIDE, Writer, is_op, moved, shape
 from zcompile.ir.types import NodeName, ParamSpec, Phase, row_major
 from zcompile.passes.tile_matmuls.sizes import Held
@@ -333,7 +333,7 @@ def _cast_of(chain: Chain) -> fx.Node | None:
     return next((view for view, _ in chain if view.target in CASTS), None)
 
 
-def weights_of(graph: fx.Graph, plan: Plan) -> Iterator[Weight]:
+def weights_of(graph: fx.Graph, plan: GraphPlan) -> Iterator[Weight]:
     """What is gathered, but for what is gathered for one use alone: that was cut already."""
     gathers: dict[fx.Node, list[fx.Node]] = {}
     for gather in find(graph, ops.gather):

@@ -11,7 +11,7 @@ from torch import fx
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.graph import aliases_of, copied, module_of, phase_of
-from zcompile.ir.plan import Note, Plan, Rounding, SlicedRegion
+from zcompile.ir.plan import GraphPlan, Note, Rounding, SlicedRegion
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import Dispatched, is_random
 from zcompile.ir.types import Phase
@@ -71,10 +71,10 @@ Slices = tuple[int, ...]
 class Cutter(Protocol):
     """Who decides of weights and all that comes after, and says whether that fits."""
 
-    def roomy(self, graph: fx.Graph, plan: Plan) -> int: ...
+    def roomy(self, graph: fx.Graph, plan: GraphPlan) -> int: ...
 
     def fitting(
-        self, graph: fx.Graph, plan: Plan, most: int | None = None
+        self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
     ) -> Mapping[str, int]: ...
 
 
@@ -96,7 +96,8 @@ class TileTokens(Pass):
 
     Only where nothing else is enough: slices are tried out with all that comes after, and the
     fewest with which everything fits are taken. What fits without is left as it is, and what does
-    not fit with them either. The cuts of weights that were tried out are handed on (`Plan.cuts`).
+    not fit with them either. The cuts of weights that were tried out are handed on
+    (`GraphPlan.cuts`).
 
     cutter  tries all that comes after out on a copy of the graph; None: nothing is changed
     slices  of every region, without a look at the budget; None: as many as are needed
@@ -109,7 +110,7 @@ class TileTokens(Pass):
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.TOKENS_TILED})
 
-    def rewrite(self, graph: fx.Graph, plan: Plan) -> Plan:
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         if self.slices is not None:
             regions = regions_of(graph)
             written = [self.slices if self.slices in r.demand.counts else 1 for r in regions]
@@ -137,7 +138,7 @@ class _Trials:
     def __init__(
         self,
         graph: fx.Graph,
-        plan: Plan,
+        plan: GraphPlan,
         cutter: Cutter,
         regions: Sequence[Region],
         why: Sequence[str],
@@ -146,7 +147,7 @@ class _Trials:
         self.regions, self.why = regions, why
         self.cuts: Mapping[str, int] = {}
 
-    def planned(self, budget: int, roomy: int) -> Plan:
+    def planned(self, budget: int, roomy: int) -> GraphPlan:
         """The plan, and the graph in slices, if it takes any. Where nothing fits, graph and cuts
         are left as they are, and it is for others to refuse the budget."""
         found: Slices | None = None
@@ -164,7 +165,7 @@ class _Trials:
         said = [*(region.told() for region in sliced), *self.why]
         return self._noted(_with_slices(plan, sliced), said)
 
-    def _noted(self, plan: Plan, said: Sequence[str]) -> Plan:
+    def _noted(self, plan: GraphPlan, said: Sequence[str]) -> GraphPlan:
         notes = [Note(TileTokens.name, None, text) for text in said]
         return replace(plan, notes=(*plan.notes, *notes))
 
@@ -200,7 +201,7 @@ class _Trials:
             return error.needed_bytes
         return None
 
-    def _cuts(self, graph: fx.Graph, plan: Plan, sliced: bool) -> Mapping[str, int]:
+    def _cuts(self, graph: fx.Graph, plan: GraphPlan, sliced: bool) -> Mapping[str, int]:
         """Those of weights that fit. raises BudgetExceeded"""
         if not sliced:
             return self.cutter.fitting(graph, plan)
@@ -214,7 +215,7 @@ class _Trials:
         return self.cutter.fitting(graph, plan, CUTS)
 
 
-def _with_slices(plan: Plan, sliced: tuple[SlicedRegion, ...]) -> Plan:
+def _with_slices(plan: GraphPlan, sliced: tuple[SlicedRegion, ...]) -> GraphPlan:
     why = "gradients of its weights are added up slice after slice, and products have fewer rows"
     rounded = [Rounding(TileTokens.name, region.name, why) for region in sliced]
     return replace(plan, sliced=sliced, roundings=(*plan.roundings, *rounded))

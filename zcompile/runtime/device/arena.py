@@ -36,7 +36,7 @@ def lies_in(tensor: Tensor, memory: Tensor | None) -> bool:
     return 0 <= tensor.data_ptr() - memory.data_ptr() < memory.numel()
 
 
-class Annex:
+class StepScratch:
     """Its addresses go on beyond the arena's.
 
     room    what may be used; no bytes: nothing
@@ -90,7 +90,7 @@ class Arena:
         self, device: Device, budget_bytes: int, in_use: Gauge, transfers_over: Callable[[], None]
     ) -> None:
         self.budget_bytes, self.beside_bytes = budget_bytes, 0
-        self.annex = Annex(device)
+        self.scratch = StepScratch(device)
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
@@ -128,8 +128,8 @@ class Arena:
             self._exchange()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the arena, or in its annex."""
-        return lies_in(tensor, self._memory) or lies_in(tensor, self.annex.memory)
+        """Whether a tensor lies in the arena, or in its scratch."""
+        return lies_in(tensor, self._memory) or lies_in(tensor, self.scratch.memory)
 
     def window(self, tensor: Tensor) -> Tensor:
         """The same bytes, not keeping `tensor`'s storage alive if that lies in the arena.
@@ -144,7 +144,7 @@ class Arena:
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
-            if (beside := self.annex.slot(address, nbytes)) is not None:
+            if (beside := self.scratch.slot(address, nbytes)) is not None:
                 return beside
             raise BudgetExceeded(
                 "device",

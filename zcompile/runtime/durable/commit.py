@@ -178,7 +178,7 @@ class _Copy:
     version: int
 
 
-class Ledger:
+class CommitLog:
     """The commits of one store.
 
     step     optimizer steps so far, those before a resume included

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zcompile.errors import DurableDamaged, ZinfError
 from zcompile.ir.units import MiB
-from zcompile.runtime.durable.commit import Ledger
+from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.index import (
     BEST,
     DATA_NAME,
@@ -213,10 +213,10 @@ class Copier:
         return memory
 
 
-class Adopter(Copier):
+class Recovery(Copier):
     """Hands out the extents of one commit, each to one entry."""
 
-    def __init__(self, ledger: Ledger, index: Index) -> None:
+    def __init__(self, ledger: CommitLog, index: Index) -> None:
         super().__init__(ledger.files.directories)
         self._ledger = ledger
         self._index = index

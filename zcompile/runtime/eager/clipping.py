@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.torch_compat import Dispatched
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.resident import is_near
@@ -106,7 +106,7 @@ def is_gradient(cls: Any, tensor: Any) -> bool:
         return False
     tiered: Any = tensor
     entry = tiered.entry
-    return entry.kind is Kind.GRAD and tiered.covers and entry.nbytes > 0
+    return entry.kind is EntryKind.GRAD and tiered.covers and entry.nbytes > 0
 
 
 def _is_number(cls: Any, value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 from zcompile.errors import ParameterChanged, Unsupported
 from zcompile.ir.handles import claimed, is_named_once, owners_of, shows
 from zcompile.ir.torch_compat import holders_of_memory, is_lazy, is_traced, owns_memory, set_data
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of
@@ -97,7 +97,7 @@ def _point(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
     if is_param:
         shows(tiered, layout)
         if not entry.kind.lasting:
-            entry.kind, entry.of = Kind.PARAM, None
+            entry.kind, entry.of = EntryKind.PARAM, None
         _rename(left)
         _rename(entry)
 
@@ -118,7 +118,7 @@ def _take(cls: Any, tiered: Any, value: Tensor) -> None:
         return
     is_param = getattr(tiered, "_is_param", False)
     session, layout = session_of(entry), replace(tiered.lies, offset=0)
-    kind, of = (Kind.PARAM, None) if is_param else (entry.kind, entry.of)
+    kind, of = (EntryKind.PARAM, None) if is_param else (entry.kind, entry.of)
     made = session.create(tiered._name_in_store(), kind, layout.nbytes, of=of)
     fresh = cls.over(made, layout)  # from here on the entry dies with it
     write(made, layout, value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.torch_compat import Dispatched, materialised
-from zcompile.ir.types import Kind, Layout, row_major
+from zcompile.ir.types import EntryKind, Layout, row_major
 from zcompile.runtime.eager.rows import Application, streamable
 from zcompile.runtime.eager.streaming import stream
 from zcompile.runtime.store.store import Entry
@@ -51,7 +51,7 @@ def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     name = (
         entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
     )
-    made = entry.store.create(name, Kind.RESULT, layout.nbytes)
+    made = entry.store.create(name, EntryKind.RESULT, layout.nbytes)
     wrapped: Tensor = cls.over(made, layout)
     return wrapped
 

@@ -19,7 +19,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import Cast, EntryIndex
 from zcompile.ir.torch_compat import Dispatched, trees
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 
@@ -223,7 +223,7 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
         entry.store.zero(copy)
         return copy
     name = f"{entry.name} in {str(dtype).removeprefix('torch.')}"
-    return entry.store.create(name, Kind.COPY, numel * dtype.itemsize)
+    return entry.store.create(name, EntryKind.COPY, numel * dtype.itemsize)
 
 
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:

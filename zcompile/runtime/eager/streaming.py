@@ -194,7 +194,7 @@ class ListCall:
         """Run it as a call like it was run before; False: there was none."""
         known = self.session.repeats.get(self.kind, ())
         found = next((repeat for repeat in known if repeat.said == self.said), None)
-        if found is None or not self.session.annex_use.open(found.schedule):
+        if found is None or not self.session.scratch_use.open(found.schedule):
             return False
         leaves = self.leaves
         written = [leaves[at] for at in found.written]
@@ -416,7 +416,7 @@ def stream(
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
-    if not session.annex_use.open(schedule):
+    if not session.scratch_use.open(schedule):
         stream(func, apps, targets, cls)  # anew, through the window
         return
     if learn is not None and not call.easing and not call.copying:
@@ -453,7 +453,7 @@ def apply_deferred(entry: Entry) -> None:
             raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
         return
-    if not session.annex_use.open(schedule):
+    if not session.scratch_use.open(schedule):
         apply_deferred(entry)  # anew, through the window
         return
     _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])

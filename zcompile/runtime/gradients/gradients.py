@@ -28,7 +28,7 @@ from zcompile.ir.torch_compat import (
     others_hold_gradient,
     will_run,
 )
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.gradients.leaves import (
     Arriving,
     flat,
@@ -43,7 +43,7 @@ from zcompile.runtime.gradients.leaves import (
     tells_without_gradient,
     whole_layout,
 )
-from zcompile.runtime.gradients.near import NearGradients
+from zcompile.runtime.gradients.near import DeviceGradients
 from zcompile.runtime.gradients.shared import SharedGradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.store import Entry, Store
@@ -93,7 +93,7 @@ class Gradients:
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
         self._shared = SharedGradients(self._take_home)
-        self.near = NearGradients(store, wrap, norms, self._lone, self._came)
+        self.near = DeviceGradients(store, wrap, norms, self._lone, self._came)
 
     @uninterrupted
     def expect(self, leaves: Iterable[Leaf]) -> None:
@@ -351,7 +351,7 @@ class Gradients:
 
     def _blank(self, name: str, param: Tensor, nbytes: int) -> Entry:
         of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
-        return self._store.create(f"{name}.grad", Kind.GRAD, nbytes, of=of)
+        return self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=of)
 
     def _home(
         self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]

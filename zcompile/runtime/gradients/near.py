@@ -16,7 +16,7 @@ from torch import Tensor
 from zcompile.ir.handles import Leaf
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import hooks_of, is_lazy
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.gradients.leaves import flat, is_reached
 from zcompile.runtime.live_memory import Row
 from zcompile.runtime.norms import Norms
@@ -49,7 +49,7 @@ class _Stayed:
     value: Tensor
 
 
-class NearGradients:
+class DeviceGradients:
     """Those of one call at a time.
 
     lone  parameter of a leaf, if what the call makes for it becomes its `.grad` as it is
@@ -88,7 +88,7 @@ class NearGradients:
                 self._stay[leaf.key] = param
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            made = self._store.create(f"{name}.grad", Kind.GRAD, layout.nbytes, of=leaf.key)
+            made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
             assert is_near(made), "a berth that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._coming[leaf.key] = _Coming(param, made, self._wrap(made, layout), target)
@@ -153,7 +153,7 @@ class NearGradients:
         extent = held.take(flat(found.value), name)
         try:
             place = Place(nbytes, held, extent)
-            made = store.create(name, Kind.GRAD, nbytes, of=found.leaf.key, at=place)
+            made = store.create(name, EntryKind.GRAD, nbytes, of=found.leaf.key, at=place)
         except BaseException:
             held.release(extent)
             raise

@@ -1,8 +1,8 @@
 """The border to the kernel: every call on files and directories that the disk tier makes.
 
 Also those of checkpoints. One object makes the calls, and whoever opens the tier hands it down
-(`open_plant`), so that a test can put another in its place which records calls, refuses them, or
-does less than they ask. The requests of transfers do not pass here one by one: they go through
+(`open_resources`), so that a test can put another in its place which records calls, refuses them,
+or does less than they ask. The requests of transfers do not pass here one by one: they go through
 rings, and `ring` is where one is opened.
 
 What a call means is the kernel's business; here are no decisions and no messages.

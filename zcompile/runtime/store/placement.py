@@ -8,13 +8,13 @@ planned, a gradient goes where that plan wants it.
 from collections.abc import Mapping, Sequence
 
 from zcompile.errors import TierFull
-from zcompile.ir.types import SMALL_BYTES, Kind
+from zcompile.ir.types import SMALL_BYTES, EntryKind
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.tiers.base import Compacting, Extent, Place, TierIO
 from zcompile.runtime.tiers.device import DeviceTier, HeldTier
 
 
-class Homes:
+class Tiers:
     """The tiers of a store, host first. Called by one thread at a time."""
 
     def __init__(self, tiers: Sequence[TierIO], device: DeviceTier, meter: Meter) -> None:
@@ -30,7 +30,12 @@ class Homes:
         self._kept_bytes += nbytes
 
     def reserve(
-        self, name: str, kind: Kind, nbytes: int, of: int | None = None, tier: str | None = None
+        self,
+        name: str,
+        kind: EntryKind,
+        nbytes: int,
+        of: int | None = None,
+        tier: str | None = None,
     ) -> Place:
         """`of`: key of the parameter that it is the gradient of; `tier`: where it would best rest.
 
@@ -38,7 +43,7 @@ class Homes:
         """
         if of is not None and self.device.has_berth(-of, nbytes):
             return Place(nbytes, self.device, self.device.berth(-of))
-        if kind is Kind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
+        if kind is EntryKind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
         wanted = tier if of is None else self.wanted.get(of)
         for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
@@ -67,11 +72,11 @@ class Homes:
         rows = (tier.usage() for tier in self._tiers)
         return {name: capacity - used for name, used, capacity in rows}
 
-    def left(self, place: Place, kind: Kind) -> None:
+    def left(self, place: Place, kind: EntryKind) -> None:
         """The entry that has `place` is dead."""
         self._account(place.tier, kind, place.extent, -1)
 
-    def move(self, place: Place, key: int, kind: Kind, home: str) -> TierIO | None:
+    def move(self, place: Place, key: int, kind: EntryKind, home: str) -> TierIO | None:
         """`place` is to be on the tier `home` from here on, blank; its old tier, or None if `home`
         has no room. Its old extent is for the caller to release."""
         old, before = place.tier, place.extent
@@ -102,20 +107,20 @@ class Homes:
             place.extent = extent
         return True
 
-    def _order(self, kind: Kind, nbytes: int) -> Sequence[TierIO]:
+    def _order(self, kind: EntryKind, nbytes: int) -> Sequence[TierIO]:
         """The tiers in the order in which an entry is offered to them."""
         host, *others = self._tiers
         _, used, capacity = host.usage()
         kept = max(0, self._kept_bytes - self._gradient_bytes)
-        if kind is Kind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
+        if kind is EntryKind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
             return self._tiers
         return (*others, host)
 
-    def _account(self, tier: TierIO, kind: Kind, extent: Extent, sign: int) -> None:
+    def _account(self, tier: TierIO, kind: EntryKind, extent: Extent, sign: int) -> None:
         if tier.on_device:
             return
         on_host = tier.name == "host"
         planned: Gauge = self._meter.planned_host if on_host else self._meter.planned_disk
         planned.change(sign * extent.nbytes)
-        if on_host and kind is Kind.GRAD:
+        if on_host and kind is EntryKind.GRAD:
             self._gradient_bytes += sign * extent.nbytes

@@ -26,13 +26,13 @@ from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
 from zcompile.ir.ties import Tie
-from zcompile.ir.types import Kind, Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.closing import Closing, wait_for_the_dead
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.pages import check_memory
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.open import Opening, closed_error, forked_error, open_plant, shut
-from zcompile.runtime.store.placement import Homes
+from zcompile.runtime.open import Opening, closed_error, forked_error, open_resources, shut
+from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import Place, Stretch
 from zcompile.runtime.tiers.device import DeviceTier
@@ -125,7 +125,7 @@ class Entry:
     """
 
     def __init__(
-        self, store: "Store", kind: Kind, place: Place, unset: bool, of: int | None
+        self, store: "Store", kind: EntryKind, place: Place, unset: bool, of: int | None
     ) -> None:
         self.key = handles.new_key()
         self.kind = self.born = kind
@@ -181,7 +181,7 @@ class Store:
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
 
-    def __init__(self, config: Config, opening: Opening = open_plant) -> None:
+    def __init__(self, config: Config, opening: Opening = open_resources) -> None:
         self.key = handles.new_key()
         self.config = config
         self.meter = Meter()
@@ -201,7 +201,7 @@ class Store:
         self._mover = plant.mover
         self.durable = plant.durable
         self.system = plant.system
-        self.homes = Homes(plant.tiers, DeviceTier(self.arena), self.meter)
+        self.homes = Tiers(plant.tiers, DeviceTier(self.arena), self.meter)
         self._backlog = Backlog(plant.backlog_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[Tie | int] = deque()
@@ -213,7 +213,7 @@ class Store:
     def create(
         self,
         name: str,
-        kind: Kind,
+        kind: EntryKind,
         nbytes: int,
         *,
         unset: bool = False,
@@ -221,7 +221,7 @@ class Store:
         tier: str | None = None,
         at: Place | None = None,
     ) -> Entry:
-        """A new, blank entry, `at` its place, or where `Homes` sends it. raises TierFull
+        """A new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """
@@ -318,7 +318,7 @@ class Store:
         """Start moving `source` to the bytes of `entry` from `begin` on.
 
         Returns at once, unless sources outside the arena pile up: their memory is bounded
-        (`Plant.backlog_bytes`), so then it waits for earlier ones to leave.
+        (`Resources.backlog_bytes`), so then it waits for earlier ones to leave.
 
         source  uint8 [n], contiguous, on the compute device or in host memory; kept alive, and
                 must not be changed before the ticket's `join_compute`

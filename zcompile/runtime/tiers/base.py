@@ -303,7 +303,7 @@ class Span(NamedTuple):
 
 
 class Place:
-    """Where an entry rests. Guarded by the lock of the `Mover`."""
+    """Where an entry rests. Guarded by the lock of the `TransferQueue`."""
 
     def __init__(self, nbytes: int, tier: TierIO, extent: Extent) -> None:
         self.nbytes = nbytes

@@ -22,7 +22,7 @@ def marks_of(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
     return tuple(t for t in after if not isinstance(t, Transfer | Ready))
 
 
-class Mover:
+class TransferQueue:
     """All transfers of one store; thread-safe."""
 
     def __init__(self) -> None:

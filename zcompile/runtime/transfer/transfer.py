@@ -37,7 +37,7 @@ from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Worker
 
 
 @dataclass(frozen=True)
-class Means:
+class TransferContext:
     """What transfers travel with."""
 
     device: Device
@@ -72,7 +72,7 @@ class Transfer(ABC):
         memory: Tensor,
         owner: Tensor,
         marks: Sequence[Ticket],
-        means: Means,
+        means: TransferContext,
         padded: bool = False,
     ) -> None:
         assert memory.dtype == torch.uint8, "transfers move bytes"
@@ -397,7 +397,7 @@ class Add(Put):
         memory: Tensor,
         owner: Tensor,
         marks: Sequence[Ticket],
-        means: Means,
+        means: TransferContext,
         dtype: torch.dtype,
     ) -> None:
         super().__init__(place, begin, memory, owner, marks, means)

@@ -13,7 +13,7 @@ from zcompile.ir import ops
 from zcompile.ir.graph import LiveRange, live_ranges
 from zcompile.ir.types import ALIGNMENT
 from zcompile.memory.allocator import Block, live_peak
-from zcompile.passes.allocate_arena import PlanArena
+from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.pipeline import pipeline
 
 PASSES = pipeline(Config(device="cpu"))
@@ -60,8 +60,8 @@ def test_the_arena_is_hardly_larger_than_what_is_alive(model, record_property):
 
 def test_a_budget_one_byte_too_small_is_refused_and_the_sentence_says_what_is_needed():
     joint = captured("mlp").through(*PASSES[:7])
-    needed = PlanArena().rewrite(joint.graph, joint.plan).arena_bytes
+    needed = AllocateArena().rewrite(joint.graph, joint.plan).arena_bytes
     with pytest.raises(BudgetExceeded, match=f"device_memory={needed} or more"):
-        PlanArena().rewrite(joint.graph, replace(joint.plan, budget_bytes=needed - 1))
-    plan = PlanArena().rewrite(joint.graph, replace(joint.plan, budget_bytes=needed))
+        AllocateArena().rewrite(joint.graph, replace(joint.plan, budget_bytes=needed - 1))
+    plan = AllocateArena().rewrite(joint.graph, replace(joint.plan, budget_bytes=needed))
     assert plan.arena_bytes == needed

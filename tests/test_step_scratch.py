@@ -25,9 +25,9 @@ from zcompile.ir.schedule import EntryIndex, Slot
 from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
-from zcompile.planner.links import Journey
+from zcompile.planner.links import SimTransfer
 from zcompile.planner.simulator import Departing
-from zcompile.runtime.device.arena import Annex
+from zcompile.runtime.device.arena import StepScratch
 from zcompile.verify.schedule import verify_schedule
 
 STEPS = 6
@@ -55,7 +55,8 @@ def held_bytes(device="cpu"):
 
 @pytest.fixture(autouse=True)
 def planned(monkeypatch):
-    """A plan without an annex is not tried: whether one pays is a question of measured times."""
+    """A plan without a step scratch is not tried: whether one pays is a question of measured
+    times."""
     monkeypatch.setattr(step_plan, "_refined", lambda step, made, seconds: ())
 
 
@@ -92,8 +93,8 @@ def test_a_step_streams_beside_the_arena_and_takes_what_was_predicted(budget, ex
     zcompile.stats(model, reset=True)
     train(compiled, optimizer, 4, STEPS)
     (made,) = step_schedules(session)
-    assert made.annex_at >= session.arena.budget_bytes
-    assert all(fetch.slot.address >= made.annex_at for fetch in made.fetches())
+    assert made.scratch_at >= session.arena.budget_bytes
+    assert all(fetch.slot.address >= made.scratch_at for fetch in made.fetches())
     stats = zcompile.stats(model)
     peak, predicted = stats["peak"], stats["predicted"]["peak"]
     assert peak == {**peak, **predicted}
@@ -132,7 +133,7 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
         disk=tmp_path,
         throttle={**THROTTLE, **disk},
     )
-    assert session_behind(model).arena.annex.memory is not None
+    assert session_behind(model).arena.scratch.memory is not None
     train(compiled, optimizer, 4, STEPS, batches)
     assert same(model, values(plain))
 
@@ -156,18 +157,18 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
     """Also where much of it is still on its way home."""
     model, compiled, optimizer = begun(budget, 4, throttle=dict.fromkeys(THROTTLE, "5MB/s"))
     session = session_behind(model)
-    annex = session.arena.annex
-    assert annex.memory is not None
+    scratch = session.arena.scratch
+    assert scratch.memory is not None
     seen = []
     enter = session.executor.make_room
 
     def make_room(nbytes, schedule):
         enter(nbytes, schedule)
-        seen.append(annex.memory is None and not session._departures.under(lately))
+        seen.append(scratch.memory is None and not session._departures.under(lately))
 
     monkeypatch.setattr(session.executor, "make_room", make_room)
     for number in (4, 5):
-        lately = annex.memory
+        lately = scratch.memory
         train(compiled, optimizer, number, number + 1)
     assert seen == [True] * 4
 
@@ -178,12 +179,12 @@ def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
     session = session_behind(model)
     loss_of(compiled, many(40)).backward()
     kept = loss_of(compiled, many(990))
-    assert session.holding.nbytes > session.annex_use.free_bytes
+    assert session.holding.nbytes > session.scratch_use.free_bytes
     zcompile.stats(model, reset=True)
     optimizer.step()
     assert session.step_room.begin == 0
     assert zcompile.stats(model)["peak"]["together"] <= budget
-    assert any(made.annex_at == 0 for made in step_schedules(session))
+    assert any(made.scratch_at == 0 for made in step_schedules(session))
     del kept
     optimizer.zero_grad()
     train(compiled, optimizer, 5, STEPS)
@@ -224,8 +225,8 @@ def test_nothing_is_handed_over_into_it():
 def test_a_slot_before_it_is_not_proven():
     made = made_at(AT)
     verify_schedule(made)
-    with pytest.raises(ScheduleInvalid, match="before the annex"):
-        verify_schedule(replace(made, annex_at=AT + ALIGNMENT))
+    with pytest.raises(ScheduleInvalid, match="before the step scratch"):
+        verify_schedule(replace(made, scratch_at=AT + ALIGNMENT))
 
 
 def test_the_same_chunks_lie_elsewhere():
@@ -236,20 +237,20 @@ def test_the_same_chunks_lie_elsewhere():
     assert there.peak_bytes == here.peak_bytes
 
 
-def test_without_a_fetch_there_is_no_annex():
+def test_without_a_fetch_there_is_no_scratch():
     column = Column(EntryIndex(0), 0, torch.float32, True, True, "w", resident=True)
     row = Row(CHUNK_ELEMENTS, (column,), (), lambda first, last, values: None)
-    assert lower_step("step", [row], 0, 1, StepRoom(AT, MiB)).annex_at == 0
+    assert lower_step("step", [row], 0, 1, StepRoom(AT, MiB)).scratch_at == 0
 
 
 def test_a_device_without_the_memory_leaves_the_step_to_the_window(budget, expected, monkeypatch):
     model, compiled, optimizer = begun(budget, 4)
     session = session_behind(model)
 
-    def refuse(annex):
+    def refuse(scratch):
         raise DeviceTooSmall("cpu", 1, 0)
 
-    monkeypatch.setattr(Annex, "open", refuse)
+    monkeypatch.setattr(StepScratch, "open", refuse)
     train(compiled, optimizer, 4, STEPS)
     assert session.step_room.begin == 0
     assert same(model, expected)
@@ -260,7 +261,7 @@ def test_waiting_for_it_is_a_stall_and_no_gap(budget):
     model, *_ = begun(budget, 4, throttle=dict.fromkeys(THROTTLE, "5MB/s"))
     session = session_behind(model)
     stalled, gap = session.meter.seconds()["stall"], session.executor.clocks._last
-    session.annex_use.leave()
+    session.scratch_use.leave()
     waited = session.meter.seconds()["stall"] - stalled
     assert waited > 0
     assert session.executor.clocks._last == (gap[0], pytest.approx(gap[1] + waited))
@@ -268,13 +269,13 @@ def test_waiting_for_it_is_a_stall_and_no_gap(budget):
 
 def test_what_leaves_it_is_waited_for():
     leaving = Departing()
-    here, there = Journey(1), Journey(1)
+    here, there = SimTransfer(1), SimTransfer(1)
     leaving.leave(made_at(0), Slot(0, 512), here)
     leaving.leave(made_at(AT), Slot(AT, 512), there)
-    assert leaving.from_annex() == [there]
+    assert leaving.from_scratch() == [there]
     assert leaving.under(Slot(0, 1024)) == [here]
     there.over_s = 1.0
-    assert leaving.from_annex() == []
+    assert leaving.from_scratch() == []
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,10 @@ import os, sys
 import torch
 from zcompile.config import Config
 from zcompile.runtime.store.store import Store
-from zcompile.ir.types import Kind
+from zcompile.ir.types import EntryKind
 store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=sys.argv[1],
                      throttle={"disk_write": "2MB/s"}))
-entry = store.create("w", Kind.PARAM, 4 << 20)
+entry = store.create("w", EntryKind.PARAM, 4 << 20)
 ticket = store.put(entry, store.arena.slot(0, 4 << 20))
 ticket = store.fetch(entry, store.arena.slot(4 << 20, 4 << 20))
 sys.stdout.write(f"{len(os.listdir(sys.argv[1]))} files")

@@ -22,11 +22,11 @@ test-all: $(READY)
 
 # What is judged already, and which test executes what, is kept in .mutants: stop it at any time.
 mutants: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m code_mutants
+	PYTHONPATH=tests:tests/helpers $(BIN)/python -m code_mutants
 
 # Random programs until one fails: make fuzz SECONDS=600, or until Ctrl-C; SEED= is the first seed.
 fuzz: $(READY)
-	PYTHONPATH=.:tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests:tests/helpers $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -53,6 +53,10 @@ SENTENCES = {
         (DISK, "does not exist", "create it"),
         "disk='/data' does not exist; create it",
     ),
+    errors.UserCodeFailed: (
+        ("forward of Model", " at model.py:3", KeyError("x"), "see that it runs"),
+        "forward of Model failed at model.py:3: KeyError: 'x'; see that it runs",
+    ),
     errors.DiskOwned: (
         (DISK, "process 12"),
         "disk='/data' is in use by process 12; give each model a directory of its own, "

@@ -18,7 +18,7 @@ from packaging.version import Version
 from zcompile.config import Config
 from zcompile.errors import TorchUnsupported
 from zcompile.ir.torch_compat import TESTED, check_torch
-from zcompile.ir.types import VERSION
+from zcompile.ir.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -10,7 +10,7 @@ commands start without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zcompile.ir.types import VERSION
+from zcompile.ir.version import VERSION
 
 if TYPE_CHECKING:
     from zcompile import errors

@@ -194,7 +194,11 @@ def main(argv: list[str]) -> int:
             given.patience,
         )
         (work / "job.json").write_text(json.dumps(asdict(job)), "utf-8")
-        environment = {**os.environ, "PYTHONPATH": f"{tree}:{HERE.parent}", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{tree}:{HERE.parent}:{HERE.parent / 'helpers'}",
+            "OMP_NUM_THREADS": "1",
+        }
         server = [sys.executable, "-m", "code_mutants.server", str(work / "job.json")]
         code = subprocess.run(server, cwd=tree, env=environment).returncode
         if code:

@@ -95,7 +95,7 @@ def _served(work: Path, job: Job) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "code_mutants.server", str(work / "job.json")],
         cwd=job.tree,
-        env={**os.environ, "PYTHONPATH": f"{job.tree}:{TESTS}"},
+        env={**os.environ, "PYTHONPATH": f"{job.tree}:{TESTS}:{TESTS / 'helpers'}"},
         capture_output=True,
         text=True,
         timeout=250,

@@ -27,7 +27,11 @@ At = tuple[int, str, int, bool]
 @pytest.fixture(scope="module")
 def ask() -> Iterator[Ask]:
     """Obeyed by a process that has torch imported and forks a child for each request."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}",
+    }
     program = [sys.executable, str(Path(__file__).with_name("durable_run.py"))]
     with subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env

@@ -111,7 +111,10 @@ def test_another_process_goes_on(tmp_path):
     first = Training(tmp_path / "first", OPTIMIZERS["AdamW"], seed=0)
     first.run(STOP)
     first.save(tmp_path / "c")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}",
+    }
     told = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path],
         env=environment,

@@ -125,7 +125,7 @@ class Program:
         return f"""
 # {reason}
 import tempfile, torch
-from fuzz.setting import names  # with PYTHONPATH=.:tests
+from fuzz.setting import names  # with PYTHONPATH=.:tests:tests/helpers
 globals().update(names({self.budget!r}, tempfile.mkdtemp()))  # names(None): what torch does
 {lines}
 """

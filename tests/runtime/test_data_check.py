@@ -11,7 +11,7 @@ from committed import read_index
 from durable_runs import Run
 
 from zcompile.errors import DurableDamaged
-from zcompile.runtime.durable.recover import check_all
+from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.io.files import Directory
 
 

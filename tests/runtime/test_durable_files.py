@@ -13,8 +13,8 @@ from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.durable.commit import CommitLog
-from zcompile.runtime.durable.files import DataHeader
-from zcompile.runtime.durable.files import read_header as header_in
+from zcompile.runtime.durable.directory import DataHeader
+from zcompile.runtime.durable.directory import read_header as header_in
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.session import Session
 

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.runtime.tiers.base import Extents, Written
+from zcompile.runtime.tiers.extents import Extents, Written
 
 UNIT = 64
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.errors import DurableDamaged
-from zcompile.runtime.durable.files import DataHeader
+from zcompile.runtime.durable.directory import DataHeader
 from zcompile.runtime.durable.index import (
     DATA_NAME,
     INDEX_NAME,
@@ -26,7 +26,7 @@ from zcompile.runtime.durable.index import (
     write_beside,
 )
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.tiers.base import Extents
+from zcompile.runtime.tiers.extents import Extents
 
 WEIGHT = Resting(
     "model.a.weight",

@@ -21,6 +21,8 @@ BEHIND = (
     "runtime/tiers/disk.py",
     "runtime/durable/index.py",
     "runtime/durable/files.py",
+    "runtime/durable/directory.py",
+    "runtime/durable/check.py",
     "runtime/durable/recover.py",
     "runtime/durable/tier.py",
     "runtime/durable/commit.py",

@@ -1,7 +1,9 @@
 """The tables of torch, all or in part, and a summary of what became of them.
 
-    PYTHONPATH=.:tests python -m torch_tables --report FILE         # everything: some hours
-    PYTHONPATH=.:tests python -m torch_tables --table ops --tiers host --names add mul --most 5
+With PYTHONPATH=.:tests:tests/helpers:
+
+    python -m torch_tables --report FILE         # everything: some hours
+    python -m torch_tables --table ops --tiers host --names add mul --most 5
 
 What FILE holds already is not done again, so that one may stop at any time. The exit code is 1
 where anything came out that is neither equal nor among what is listed.

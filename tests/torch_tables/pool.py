@@ -44,7 +44,7 @@ class Child:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `end`
         read, write = os.pipe()
         here = Path(__file__).parents[2]
-        path = os.pathsep.join((str(here), str(here / "tests")))
+        path = os.pathsep.join(map(str, (here, here / "tests", here / "tests" / "helpers")))
         self.process = subprocess.Popen(
             [
                 "bash",

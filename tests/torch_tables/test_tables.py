@@ -1,6 +1,6 @@
 """PyTorch's own tables of ops, modules and optimizers: bit-equal with offload, or refused.
 
-A sample here; all of it in the slow tests, and by `PYTHONPATH=.:tests python -m torch_tables`.
+A sample here; all of it in the slow tests, and by `python -m torch_tables` (see there).
 """
 
 import json

@@ -21,10 +21,11 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.state import Fact, describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.types import Layout
+from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.durable.commit import CommitLog
-from zcompile.runtime.durable.files import check_data
+from zcompile.runtime.durable.directory import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.durable.recover import Copier, Recovery, check_all
+from zcompile.runtime.durable.recover import Copier, Recovery
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import Directory, found_at, is_regular, let_go, opened, unusable
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls

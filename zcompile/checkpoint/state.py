@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from zcompile.checkpoint.plain_values import Packer, check_dense, check_packed, unpack
 from zcompile.errors import CheckpointMismatch, Unsupported
-from zcompile.ir.types import VERSION, EntryKind, Layout
+from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.version import VERSION
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted

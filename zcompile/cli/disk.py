@@ -14,7 +14,8 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.cli.format import Answer
 from zcompile.errors import DiskOwned, DiskUnusable, DurableDamaged, DurableHeld, ZinfError
 from zcompile.ir.units import show_size
-from zcompile.runtime.durable.files import (
+from zcompile.runtime.durable.check import DataReader
+from zcompile.runtime.durable.directory import (
     check_data,
     committed_elsewhere,
     data_bytes,
@@ -27,7 +28,6 @@ from zcompile.runtime.durable.files import (
     trim,
 )
 from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.durable.recover import DataReader
 from zcompile.runtime.io.files import Directory, found_at, is_directory, let_go, opened, unusable
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tiers.claim import (

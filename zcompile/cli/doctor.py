@@ -21,9 +21,9 @@ from zcompile.errors import DiskUnusable, TorchUnsupported
 from zcompile.ir.units import MiB, show_flops, show_rate, show_size
 from zcompile.machine.files import find, names
 from zcompile.machine.model import Machine
+from zcompile.runtime.hardware import available_bytes, cores, cpu_model, filesystem, free_disk_bytes
 from zcompile.runtime.io.files import found_at, is_directory
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
-from zcompile.runtime.probe import available_bytes, cores, cpu_model, filesystem, free_disk_bytes
 
 
 def described(name_or_path: str) -> Answer:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zcompile.cli.format import Answer, curve_lines
 from zcompile.errors import NotInRun
-from zcompile.ir.plan import Memory, SlicedRegion
+from zcompile.ir.memory_curve import Memory, SlicedRegion
 from zcompile.ir.serialize import (
     ActivationCostRecord,
     ActivationRecord,

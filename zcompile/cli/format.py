@@ -16,9 +16,9 @@ from html import escape
 from pathlib import Path
 
 from zcompile.errors import ConfigInvalid
-from zcompile.ir.plan import Memory, MemoryCurve
-from zcompile.ir.printer import table
+from zcompile.ir.memory_curve import Memory, MemoryCurve
 from zcompile.ir.serialize import encode
+from zcompile.ir.tables import table
 from zcompile.ir.units import MiB, parse_size, show_seconds, show_size
 from zcompile.machine.model import TIERS
 

@@ -3,7 +3,7 @@
 Rows of text as columns that line up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -157,16 +157,3 @@ def schedule_text(schedule: Schedule) -> str:
         row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
         rows.append(row.rstrip())
     return "\n".join(rows) + "\n"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first to the left, numbers to the right."""
-    lines = [tuple(head), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(w) if n else cell.ljust(w)
-            for n, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

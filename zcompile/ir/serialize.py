@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from zcompile.errors import NotInRun, RunUnreadable
-from zcompile.ir.plan import Memory, SlicedRegion
+from zcompile.ir.memory_curve import Memory, SlicedRegion
 from zcompile.ir.units import show_size
 
 CAPTURED = "captured"

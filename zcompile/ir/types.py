@@ -2,7 +2,6 @@
 
 What the calls of a schedule hold of the device beside the arena, as data of the schedule.
 
-The version, said once: pyproject.toml and the dump read it from here.
 """
 
 import enum
@@ -292,6 +291,3 @@ class MemoryProfile:
 
 
 NOTHING_HELD = MemoryProfile()
-
-
-VERSION = "0.1.0"

@@ -75,7 +75,7 @@ from zcompile.ir.graph import (
     region_of,
     storage_sources,
 )
-from zcompile.ir.plan import MemoryCurve
+from zcompile.ir.memory_curve import MemoryCurve
 from zcompile.ir.schedule import CHANGE_HOLDING, Register, Run, Schedule
 from zcompile.ir.torch_compat import hint, is_tangent
 from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Phase

@@ -30,7 +30,8 @@ from zcompile.ir.graph import (
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.regions import structure
 from zcompile.ir.schedule import Instruction, Run, Schedule
-from zcompile.ir.types import VERSION, NodeName, ParamSpec
+from zcompile.ir.types import NodeName, ParamSpec
+from zcompile.ir.version import VERSION
 
 log = logging.getLogger("zcompile.passes")
 

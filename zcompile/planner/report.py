@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from zcompile.ir.plan import Memory
-from zcompile.ir.printer import table
+from zcompile.ir.memory_curve import Memory
 from zcompile.ir.serialize import encode, plain
+from zcompile.ir.tables import table
 from zcompile.ir.types import EntryKind, aligned
 from zcompile.ir.units import show_count, show_seconds, show_size
 from zcompile.planner import bounds, floor

@@ -28,8 +28,8 @@ from torch import Tensor
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported
 from zcompile.ir.handles import entry_of
+from zcompile.ir.memory_curve import Memory
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
-from zcompile.ir.plan import Memory
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import current_pass

@@ -26,7 +26,7 @@ from zcompile.frontend.dry_run.session import (
     copy_without_bytes,
     run_step,
 )
-from zcompile.ir.plan import Memory
+from zcompile.ir.memory_curve import Memory
 from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import check_torch, trees
 from zcompile.ir.units import TiB
@@ -38,8 +38,9 @@ from zcompile.planner.report import Facts, Report
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.hardware import free_disk_bytes
 from zcompile.runtime.open import default_budgets
-from zcompile.runtime.probe import disks_of, free_disk_bytes, machine_for
+from zcompile.runtime.probe import disks_of, machine_for
 
 MANY = 3_000_000
 """Objects more than the last search left. Tracing 96 layers makes 2.3 million, two thirds of them

@@ -23,7 +23,7 @@ from zcompile.errors import Running, Unsupported
 from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_dry_run
 from zcompile.frontend.offload import furnish
-from zcompile.ir.plan import Memory
+from zcompile.ir.memory_curve import Memory
 from zcompile.ir.schedule import Borrow, Schedule
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.torch_compat import (

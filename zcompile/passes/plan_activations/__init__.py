@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.ir.graph import copied
-from zcompile.ir.plan import Activation, ActivationCost, GraphPlan, MemoryCurve, Note
+from zcompile.ir.memory_curve import MemoryCurve
+from zcompile.ir.plan import Activation, ActivationCost, GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues
 from zcompile.ir.types import NodeName
 from zcompile.machine.model import Compute, Machine

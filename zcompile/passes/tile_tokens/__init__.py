@@ -11,7 +11,8 @@ from torch import fx
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.graph import aliases_of, copied, module_of, phase_of
-from zcompile.ir.plan import GraphPlan, Note, Rounding, SlicedRegion
+from zcompile.ir.memory_curve import SlicedRegion
+from zcompile.ir.plan import GraphPlan, Note, Rounding
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import Dispatched, is_random
 from zcompile.ir.types import Phase

@@ -35,7 +35,8 @@ from zcompile.runtime.durable import index as rf
 from zcompile.runtime.durable.index import BEST, Piece, Running
 from zcompile.runtime.durable.tier import DurableTier, Versions
 from zcompile.runtime.store.store import Entry, Store
-from zcompile.runtime.tiers.base import Buffer, Extent, Place, Written
+from zcompile.runtime.tiers.base import Buffer, Extent, Place
+from zcompile.runtime.tiers.extents import Written
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Countdown, Promise

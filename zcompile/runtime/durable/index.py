@@ -28,7 +28,7 @@ from zcompile.errors import DurableDamaged
 from zcompile.ir.serialize import decode
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.tiers.base import Written
+from zcompile.runtime.tiers.extents import Written
 
 try:
     import xxhash

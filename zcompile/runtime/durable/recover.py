@@ -6,188 +6,25 @@ Without a store, so that `zinf disk verify` needs no torch. One thread reads ahe
 one sums, through two buffers; memory does not grow with the data.
 """
 
-import errno
-import mmap
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import TracebackType
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zcompile.errors import DurableDamaged, ZinfError
-from zcompile.ir.units import MiB
+from zcompile.runtime.durable.check import DataReader
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.index import (
     BEST,
-    DATA_NAME,
-    SUMS,
     Index,
-    Piece,
     Pieces,
     Resting,
-    Running,
 )
 from zcompile.runtime.durable.tier import Versions
-from zcompile.runtime.io.files import Directory, let_go, unusable
+from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.store.sources import before_write
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import Extent
-from zcompile.runtime.transfer.interrupts import deferred_interrupts
-
-BUFFER_BYTES = 8 * MiB
-BUFFERS = 2
-_DIRECT = getattr(os, "O_DIRECT", 0)
-
-Progress = Callable[[int, int], None]
-
-
-class DataReader:
-    """The data files of a commit, open for reading.
-
-    `with` opens them. raises  DurableDamaged, where one is gone; DiskUnusable
-    """
-
-    def __init__(self, directories: Sequence[Directory]) -> None:
-        self.paths = [directory.path / DATA_NAME for directory in directories]
-        self._directories = directories
-        self._files: list[int] = []
-        self._ahead = ThreadPoolExecutor(1, "zinf-check")
-        self._buffers = [
-            mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            for _ in range(BUFFERS)
-        ]
-
-    def __enter__(self) -> "DataReader":
-        try:
-            with deferred_interrupts():
-                for directory in self._directories:
-                    self._files.append(_opened(directory))
-        except FileNotFoundError:
-            self.close()
-            path = directory.path / DATA_NAME
-            raise DurableDamaged(path, "the data file", "is gone; the index names it") from None
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError) and not isinstance(error, ZinfError):
-                raise unusable(directory.path, error) from error
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Each file, whatever becomes of the others: nothing was written."""
-        self._ahead.shutdown()
-        files, self._files = self._files, []
-        for directory, path, file in zip(self._directories, self.paths, files, strict=False):
-            let_go(path, partial(directory.system.close, file))
-
-    def chunks(self, tensor: Resting, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Bytes [begin, end) of a tensor as (where it begins, bytes), each valid until the next.
-
-        begin, end  as pieces have them: whole granules
-        raises      DurableDamaged where the file ends before, or cannot be read
-        """
-        starts = range(begin, end, BUFFER_BYTES)
-
-        def read(turn: int) -> memoryview:
-            low = starts[turn]
-            view = memoryview(self._buffers[turn % BUFFERS])[: min(BUFFER_BYTES, end - low)]
-            self._fill(view, tensor, low)
-            return view
-
-        coming = [self._ahead.submit(read, 0)] if starts else []
-        for turn, low in enumerate(starts):
-            view = coming[turn].result()
-            if turn + 1 < len(starts):
-                coming.append(self._ahead.submit(read, turn + 1))
-            yield low, view
-
-    def _fill(self, view: memoryview, tensor: Resting, begin: int) -> None:
-        path, file = self.paths[tensor.file], self._files[tensor.file]
-        directory = self._directories[tensor.file]
-        done = 0
-        while done < len(view):
-            try:
-                moved = _moved(directory, file, view[done:], tensor.offset + begin + done)
-            except OSError as error:
-                why = f"cannot be read: {error.strerror or error}"
-                raise DurableDamaged(path, repr(tensor.name), why) from error
-            if moved <= 0:
-                at = tensor.offset + begin + done
-                why = f"ends before its data: there is no byte {at} in the file"
-                raise DurableDamaged(path, repr(tensor.name), why)
-            done += moved
-
-    def check(self, tensor: Resting, piece: Piece) -> None:
-        """raises  DurableDamaged, if the piece does not have the checksum it was written with"""
-        summing = Running(tensor.sum)
-        for _, view in self.chunks(tensor, piece.begin, piece.end):
-            summing.update(view)
-        if summing.value() != piece.checksum:
-            begin = tensor.offset + piece.begin
-            raise DurableDamaged(
-                self.paths[tensor.file],
-                repr(tensor.name),
-                f"is damaged: bytes [{begin}, {begin + piece.end - piece.begin}) of the file do "
-                "not have the checksum they were written with",
-            )
-
-
-def check_all(index: Index, directories: Sequence[Directory], done: Progress | None = None) -> int:
-    """Every checksum of a commit; how many bytes were read. raises DurableDamaged, OSError"""
-    total = sum(p.end - p.begin for tensor in index.tensors for p in tensor.pieces)
-    read = 0
-    with DataReader(directories) as data:
-        for tensor in index.tensors:
-            if tensor.sum not in SUMS:
-                raise DurableDamaged(
-                    data.paths[tensor.file],
-                    repr(tensor.name),
-                    f"has checksums of kind {tensor.sum}, which needs xxhash",
-                )
-            for piece in tensor.pieces:
-                data.check(tensor, piece)
-                read += piece.end - piece.begin
-                if done is not None:
-                    done(read, total)
-    return read
-
-
-def _opened(directory: Directory) -> int:
-    """Past the page cache where that works, so that what is checked is what the device holds."""
-    try:
-        return directory.open(DATA_NAME, os.O_RDONLY | _DIRECT)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return directory.open(DATA_NAME, os.O_RDONLY)
-
-
-def _moved(directory: Directory, file: int, view: memoryview, offset: int) -> int:
-    system = directory.system
-    try:
-        return system.pread(file, view, offset)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    # Refused here, or written where smaller multiples were allowed: through the page cache.
-    buffered = directory.open(DATA_NAME, os.O_RDONLY)
-    try:
-        system.dup2(buffered, file)
-    finally:
-        system.close(buffered)
-    return system.pread(file, view, offset)
 
 
 class Copier:

@@ -25,7 +25,8 @@ from torch import Tensor
 from zcompile.errors import DiskUnusable, TierFull
 from zcompile.runtime.durable.files import DurableFiles
 from zcompile.runtime.durable.index import BEST, SUMS, Pieces
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch, TierIO, Written
+from zcompile.runtime.tiers.base import Buffer, Extent, Stretch, TierIO
+from zcompile.runtime.tiers.extents import Written
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
 
 

@@ -37,8 +37,9 @@ from zcompile.runtime.io.rings import Ring
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.io.trial import BLOCK_BYTES, direct_granule, takes_blocks, takes_direct
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.base import Buffer, Extent, Extents, Stretch
+from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
 from zcompile.runtime.tiers.claim import Claim
+from zcompile.runtime.tiers.extents import Extents
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
 
 STRIPE_BYTES = 16 * MiB

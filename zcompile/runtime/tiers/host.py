@@ -13,7 +13,8 @@ from zcompile.errors import TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.tiers.base import Buffer, Extent, Extents, Stretch
+from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
+from zcompile.runtime.tiers.extents import Extents
 from zcompile.runtime.transfer.ticket import Promise
 
 BLOCK_BYTES = 256 * MiB

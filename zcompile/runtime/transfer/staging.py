@@ -16,7 +16,8 @@ from torch import Tensor
 from zcompile.machine.staging import StagingSize, lane_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.tiers.base import Buffer, Extents
+from zcompile.runtime.tiers.base import Buffer
+from zcompile.runtime.tiers.extents import Extents
 
 
 class Staged(Protocol):

@@ -31,7 +31,8 @@ from zcompile.ir.types import ALIGNMENT
 from zcompile.runtime.device.base import Arriving, Device, Direction, Landing
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
-from zcompile.runtime.tiers.base import Buffer, Place, Written
+from zcompile.runtime.tiers.base import Buffer, Place
+from zcompile.runtime.tiers.extents import Written
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Workers
 

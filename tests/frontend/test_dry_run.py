@@ -1,0 +1,302 @@
+"""`zcompile.plan`: a training step of a dry run, and what is told of it."""
+
+import json
+import resource
+from dataclasses import replace
+
+import pytest
+import small_models
+import torch
+from dry_runs import LINKS, SMALL
+from sampled import crossed
+from torch import nn
+
+import zcompile
+from zcompile.config import Config
+from zcompile.errors import Unsupported
+from zcompile.frontend.backend import activation_budget
+from zcompile.frontend.dry_run import plan
+from zcompile.ir.types import EntryKind, Phase
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.model import with_tier
+from zcompile.planner import bounds, floor
+
+
+class Text(nn.Module):
+    """A GPT that gives its loss."""
+
+    def __init__(self, width=64, layers=2):
+        super().__init__()
+        self.gpt = small_models.GPT(layers, width, vocabulary=128)
+
+    def forward(self, ids, targets):
+        return nn.functional.cross_entropy(self.gpt(ids).flatten(0, 1), targets.flatten())
+
+
+def on_meta(make=Text, **sizes):
+    with torch.device("meta"):
+        return make(**sizes)
+
+
+IDS = torch.zeros(2, 16, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def terms():
+    return plan.terms_of(Config(device="cpu"), SMALL)
+
+
+@pytest.fixture(scope="module")
+def traced(terms):
+    return plan.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
+
+
+def within(terms, machine):
+    """A step that was traced for the device of `machine`, which bounds all, and the terms."""
+    at = replace(terms.on(machine), bounded=True)
+    return plan.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
+
+
+@pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])
+def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
+    session = plan._session(plan.terms_of(Config(device="cpu"), machine))
+    assert activation_budget(session).beside is beside
+
+
+def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):
+    phases = [call.phase for call in traced.step.calls]
+    assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2 + [Phase.STEP]
+    assert traced.step.micro_batches == 2
+
+
+def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
+    model = Text()
+    zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    steps = []
+    session = zcompile.frontend.offload.session_behind(model)
+    session.executor.on_step = steps.append
+    compiled = torch.compile(model, backend="zinf", dynamic=False)
+    for _ in range(3):
+        compiled(IDS, IDS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def told(step):
+        return sorted((fact.name, fact.kind.name, fact.nbytes) for fact in step.facts.values())
+
+    assert told(traced.step) == told(steps[-1])
+    zcompile.close(model)
+
+
+def test_tied_weights_are_one_entry(traced):
+    weights = [f.name for f in traced.step.facts.values() if f.kind is EntryKind.PARAM]
+    assert len(weights) == len(set(weights)) == len(list(on_meta().parameters()))
+
+
+def test_the_callers_model_is_left_as_it_was():
+    model = Text()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    zcompile.plan(model, IDS, IDS, machine=SMALL)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_model_larger_than_this_machine_takes_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
+    model = on_meta(width=16 * 1024, layers=2)  # 26 GB of weights
+    report = zcompile.plan(model, IDS, IDS, machine="h200-node")
+    assert report.parameters > 6_000_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB - before < 2 * GiB
+
+
+def test_with_room_for_everything_nothing_moves_and_the_bound_is_met(traced, terms):
+    report = plan.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)))
+    assert report.fits
+    assert all(link.nbytes == 0 for link in report.links)
+    assert report.gap == pytest.approx(1.0, abs=0.02)
+    assert report.bottleneck == report.bound_by == "compute"
+
+
+@pytest.mark.parametrize(
+    ("device", "host"),
+    [
+        *crossed((MiB, 2 * MiB), (MiB, 4 * MiB)),
+        *(pytest.param(256 * KiB, host, marks=pytest.mark.slow) for host in (MiB, 4 * MiB)),
+    ],
+)
+def test_no_plan_is_below_its_bound(terms, device, host):
+    small = with_tier(with_tier(SMALL, "device", device), "host", host)
+    report = plan.report_of(*within(terms, small), prices=False)
+    assert report.gap >= 1 - 1e-6
+    assert all(link.nbytes >= link.least_nbytes for link in report.links)
+    assert report.fits
+    assert all(row.used <= row.capacity for row in report.tiers)
+
+
+def test_every_weight_gradient_and_state_rests_somewhere(traced, terms):
+    rows = plan.report_of(traced, terms, prices=False).tiers
+    weights, gradients, states = (
+        sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "states")
+    )
+    assert weights >= traced.parameters * 4
+    assert (gradients, states) == (weights, 2 * weights)
+
+
+def test_what_does_not_fit_is_said_tier_by_tier(terms):
+    without_disk = with_tier(with_tier(SMALL, "disk", 0), "host", MiB)
+    report = plan.report_of(*within(terms, with_tier(without_disk, "device", 300 * KiB)))
+    assert not report.fits
+    assert set(report.missing_bytes) == {"host"}
+    assert "does not fit, it lacks" in str(report)
+
+
+def test_activations_that_fill_the_device_are_what_it_lacks(terms):
+    traced = plan.trace(on_meta(), (IDS.repeat(64, 4), IDS.repeat(64, 4)), terms)
+    report = plan.report_of(traced, terms)
+    assert report.activation_bytes > SMALL.tiers["device"]
+    assert set(report.missing_bytes) == {"device"}
+
+
+@pytest.mark.slow
+def test_a_larger_batch_is_suggested_until_compute_hides_what_moves(traced, terms):
+    small = with_tier(SMALL, "device", 512 * KiB)
+    report = plan.report_of(*within(terms, small), prices=False)
+    assert report.suggested_samples > report.samples
+    fast = plan.report_of(traced, terms.on(with_tier(SMALL, "device", GiB)), prices=False)
+    assert fast.suggested_samples == 1
+
+
+@pytest.mark.parametrize(
+    ("room", "most", "suggested", "says"),
+    [
+        (None, None, 7, "batch 2 is small: from 7 on, compute hides"),
+        (8.0, 16, 7, "batch 2 is small: from 7 on, compute hides"),
+        (2.6, 5, 5, "batch 2 is small, but activations of at most 5 fit; only from 7 on"),
+        (0.5, 1, 1, "activations of batch 2 do not fit, those of 1 fit: recompute some"),
+        (0.4, 0, 0, "activations of batch 2 do not fit, those of a single sample do not either"),
+    ],
+)
+def test_no_batch_is_suggested_whose_activations_do_not_fit(
+    traced, terms, room, most, suggested, says
+):
+    report = plan.report_of(traced, terms, prices=False)
+    bytes_there = None if room is None else int(room * report.activation_bytes)
+    found = replace(report, activation_room=bytes_there, hiding_samples=7)
+    assert (found.most_samples, found.suggested_samples) == (most, suggested)
+    assert says in str(found)
+
+
+def test_the_capacity_of_a_device_is_explained(traced, terms):
+    def told(activations, **given):
+        device = SMALL.tiers["device"] if "bounded" in given else None
+        found = replace(
+            traced, activation_bytes=activations, held_bytes=activations, device_bytes=device
+        )
+        return str(plan.report_of(found, replace(terms, **given), prices=False))
+
+    assert "above is what 1.00 MiB of activations leave of its 4.00 MiB" in told(MiB)
+    assert "5.00 MiB of activations leave too little of the device's 4.00 MiB" in told(5 * MiB)
+    assert "beside them on the device: 5.00 MiB of" in told(5 * MiB, emulates=True)
+    assert "above is what 1.00 MiB, held by graphs, leave of its 4.00 MiB" in told(
+        MiB, bounded=True
+    )
+
+
+@pytest.mark.parametrize(("device", "has"), [(MiB, True), (2 * MiB, False)])
+def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
+    report = plan.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
+    assert bool(report.scratch_bytes) is has
+    assert ("the optimizer streams through" in str(report)) is has
+
+
+def test_one_more_gib_is_worth_something_by_the_bound_and_by_the_plan(terms):
+    device = plan.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
+    assert device.tier == "device"
+    assert device.least_s > 0
+    assert device.planned_s > 0
+
+
+def test_a_report_is_a_record_and_a_text(traced, terms):
+    report = plan.report_of(traced, terms)
+    told = json.loads(report.to_json())
+    assert told["parameters"] == report.parameters
+    assert told["gap"] == report.gap
+    assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}
+    assert told["floor_gap"] == report.floor_gap >= report.gap > 0
+    for said in ("least of a plan like this: ", "floor of all plans: "):
+        assert said in str(report)
+    assert bounds.ASSUMES in str(report)
+    assert floor.ASSUMES in str(report)
+    assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
+
+
+def test_links_that_take_turns_are_told_together(terms):
+    turns = {"disk_read": "disk_write", "disk_write": "disk_read"}
+    links = {name: replace(link, shares=turns.get(name)) for name, link in LINKS.items()}
+    little = {"device": 512 * KiB, "host": MiB, "disk": GiB}
+    turning = replace(SMALL, links=links, tiers=little)
+    report = plan.report_of(*within(terms, turning), prices=False)
+    assert report.bottleneck == report.bound_by == "disk_read and disk_write"
+
+
+def test_an_offloaded_model_can_be_planned_for_another_machine():
+    model = zcompile.offload(Text(), device="cpu", host_memory="64MiB", device_memory="16MiB")
+    assert zcompile.plan(model, IDS, IDS, machine=SMALL).parameters == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert zcompile.stats(model)["graphs"] == 0
+    zcompile.close(model)
+
+
+def test_a_plan_can_be_dumped(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZINF_DUMP", str(tmp_path))
+    zcompile.plan(nn.Linear(8, 8), torch.empty(4, 8), machine=SMALL)
+    assert list(tmp_path.iterdir())
+
+
+def test_arguments_may_go_by_name_and_the_loss_may_be_a_field():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, scale):
+            return {"loss": None, "logits": self.layer(x) * scale}
+
+    x = torch.empty(4, 8, device="meta")
+    report = zcompile.plan(Named(), {"x": x, "scale": 2.0}, machine=SMALL, optimizer="sgd")
+    assert report.samples == 4
+    assert report.tokens == 0
+
+
+def test_a_graph_break_is_walked_in_a_dry_run_too():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.one(x).relu()
+            torch._dynamo.graph_break()
+            return self.two(x * 2).sum()
+
+    terms = plan.terms_of(Config(device="cpu"), SMALL)
+    found = plan.trace(Broken(), (torch.empty(4, 8, device="meta"),), terms)
+    assert sum(call.phase is Phase.FORWARD for call in found.step.calls) == 2
+    grads = [f for f in found.step.facts.values() if f.kind is EntryKind.GRAD]
+    assert len(grads) == 4
+
+
+def test_a_model_that_looks_at_values_is_told_so():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.sum() if y.sum().item() > 0 else y.mean()
+
+    with pytest.raises(Unsupported, match="asks for the value of a tensor"):
+        zcompile.plan(Looks(), torch.empty(4, 8), machine=SMALL)

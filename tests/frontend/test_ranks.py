@@ -1,0 +1,166 @@
+"""Several ranks do not train one model together yet: they are refused, not left to train apart."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import ON_DISK, mlp
+from torch import nn
+
+import zcompile
+from zcompile.errors import ConfigInvalid, ModelWrapped, Unsupported
+
+ROOT = Path(__file__).parents[2]
+
+
+def offloaded(disk, **fields):
+    zcompile.offload(mlp(), **ON_DISK, disk=disk, **fields)
+
+
+def initialised(disk, **fields):
+    with zcompile.init(**ON_DISK, disk=disk, **fields):
+        mlp()
+
+
+@pytest.mark.parametrize("opened", [offloaded, initialised])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_one_of_several_processes_of_a_launcher_is_refused_before_anything_is_made(
+    opened, name, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(Unsupported, match=rf"several ranks .*{name}=2.* say mesh=False"):
+        opened(tmp_path)
+    assert not list(tmp_path.iterdir())
+    opened(tmp_path, mesh=False)
+
+
+@pytest.mark.parametrize("said", ["1", "0", "", "many"])
+def test_a_launcher_that_started_one_process_disturbs_nobody(said, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", said)
+    offloaded(tmp_path)
+
+
+@pytest.mark.parametrize("mesh", [True, 0, "world"])
+def test_a_mesh_that_would_share_a_model_is_refused(mesh, tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"mesh=.*do not train one model together yet; False"):
+        offloaded(tmp_path, mesh=mesh)
+
+
+@pytest.mark.parametrize("inside", ["root", "child"])
+def test_an_offloaded_model_is_not_put_into_a_wrapper(inside, tmp_path):
+    model = zcompile.offload(mlp(), **ON_DISK, disk=tmp_path)
+    wrapped = model if inside == "root" else nn.Sequential(model)
+    with pytest.raises(ModelWrapped, match="wrapped in DataParallel"):
+        nn.DataParallel(wrapped)
+
+
+def test_a_wrapper_deep_in_a_model_is_seen():
+    with pytest.raises(ModelWrapped, match="wrapped in DataParallel"):
+        zcompile.offload(nn.Sequential(nn.Linear(4, 4), nn.DataParallel(nn.Linear(4, 4))))
+
+
+TWO = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist, zcompile
+from pairs import ON_DISK, mlp
+from zcompile.errors import DiskOwned, ModelWrapped, Unsupported
+
+def refused(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    sys.exit("not refused")
+
+here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+before = refused(Unsupported, lambda: zcompile.offload(mlp(), **ON_DISK))
+assert "WORLD_SIZE=2" in before, before
+del os.environ["WORLD_SIZE"]
+late = zcompile.offload(mlp(), **{**ON_DISK, "host_memory": "4MiB"})  # knows of no other rank
+os.environ["WORLD_SIZE"] = "2"
+dist.init_process_group("gloo")
+del os.environ["WORLD_SIZE"]
+with_group = refused(Unsupported, lambda: zcompile.offload(mlp(), **ON_DISK))
+assert "a world of 2" in with_group, with_group
+optimizer = torch.optim.SGD(late.parameters(), lr=1.0)
+late(torch.ones(2, 16)).sum().backward()
+refused(Unsupported, optimizer.step)
+assert all(torch.equal(p.cpu(), q) for p, q in zip(late.parameters(), mlp().parameters()))
+
+own = here / f"rank-{rank}"
+own.mkdir()
+model = zcompile.offload(mlp(), **ON_DISK, disk=own, mesh=False)
+model(torch.full((2, 16), rank + 1.0)).sum().backward()
+grad = model[2].bias.grad
+for shared in (lambda: dist.all_reduce(grad), lambda: dist.broadcast(model[0].weight.data, 0)):
+    assert "would be lost" in refused(Unsupported, shared)
+value = model[2].weight.grad.cpu()
+mine = value.clone()
+dist.all_reduce(value)
+model[2].weight.grad.copy_(value)
+assert not torch.equal(mine, value)
+assert torch.equal(model[2].weight.grad.cpu(), value)
+refused(ModelWrapped, lambda: torch.nn.parallel.DistributedDataParallel(model))
+torch.optim.SGD(model.parameters(), lr=1.0).step()
+dist.barrier()
+if rank:
+    taken = here / "rank-0"
+    refused(DiskOwned, lambda: zcompile.offload(mlp(), **ON_DISK, disk=taken, mesh=False))
+dist.barrier()
+dist.destroy_process_group()
+print("passed", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_two_processes_of_torchrun_train_apart_only_if_they_say_so(tmp_path):
+    (script := tmp_path / "two.py").write_text(TWO)
+    env = {
+        **{name: text for name, text in os.environ.items() if "XDIST" not in name},
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*launch, str(script), str(tmp_path)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.count("passed") == 2
+
+
+def test_a_plan_says_that_it_is_of_one_rank():
+    model, inputs = nn.Linear(8, 8, device="meta"), torch.empty(4, 8, device="meta")
+    report = zcompile.plan(model, inputs, machine="h200-node")
+    assert report.to_dict()["ranks"] == report.ranks == 8
+    assert "the machine has 8 ranks, of which one trains the whole model by itself" in str(report)
+    alone = zcompile.plan(model, inputs, machine="desktop-24gb")
+    assert alone.ranks == 1
+    assert "rank" not in str(alone)
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "host=8GiB..9GiB:2")], ids=["one", "sweep"])
+def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
+    code, out, _ = zinf(
+        "plan",
+        "small_models:mlp",
+        "--machine",
+        "h200-node",
+        "--shape",
+        "8",
+        "--host",
+        "8GiB",
+        *sweep,
+    )
+    assert code == 0
+    assert "the machine has 8 ranks, of which one" in out

@@ -1,0 +1,56 @@
+"""What `zcompile.plan` looks at: a plan near the bound, and models as users name them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+
+import zcompile
+from zcompile.cli import main
+from zcompile.ir.units import GiB, MiB
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.planner import outlook
+
+README = Path(__file__).parents[2] / "README.md"
+
+SMALL = Machine(
+    "small",
+    {"device": 2 * MiB, "host": 8 * MiB, "disk": GiB},
+    {name: Link(name, 1e9) for name in ("h2d", "d2h", "disk_read", "disk_write")},
+    Compute({"float32": 1e11}, 1e10),
+)
+
+
+def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
+    least = []
+    search = outlook.plan_step
+
+    def noted(step, machine, room, arena, compute_s, seconds, least_s, stay):
+        least.append(least_s)
+        return search(step, machine, room, arena, compute_s, seconds, least_s, stay)
+
+    monkeypatch.setattr(outlook, "plan_step", noted)
+    with torch.device("meta"):
+        model, ids = small_models.GPT(2, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
+    report = zcompile.plan(model, ids, machine=SMALL)
+    assert least == [report.bound_seconds]
+
+
+@pytest.mark.slow
+def test_the_example_is_planned_as_the_readme_does(capsys):
+    said = "plan examples.train_gpt:model --machine h200-node --batch 32 --seq 128"
+    assert f"\nzinf {said}\n" in README.read_text()
+    assert main([*said.split(), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["gap"] == pytest.approx(1), "one H200 holds it"
+    assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}
+
+
+@pytest.mark.slow
+def test_a_model_of_175_billion_parameters_is_planned(capsys):
+    assert main(["plan", "examples.train_gpt:gpt3", "--machine", "h200-node", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["parameters"] == pytest.approx(175e9, rel=0.01)
+    assert told["gap"] < 1.02

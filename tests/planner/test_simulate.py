@@ -1,0 +1,261 @@
+"""Simulated steps: small ones worked out by hand, and what must hold of any."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_steps import (
+    ONE,
+    a_call,
+    computing,
+    fetching,
+    freeing,
+    machine,
+    reducing,
+    step_of,
+    storing,
+    waiting,
+)
+from written import FLOATS, HIGH, LOW
+
+from zcompile.errors import Unsupported
+from zcompile.ir.schedule import (
+    Borrow,
+    EntryIndex,
+    Fetch,
+    Left,
+    Offload,
+    Register,
+    Run,
+    Ticket,
+)
+from zcompile.ir.types import HELD, EntryKind, Layout, Phase
+from zcompile.machine.cost import Costs, Ways
+from zcompile.planner.simulator import simulate
+
+BLOCK = 4096
+"""Of the staging ring."""
+
+
+def first(step, costs=None, homes=None, **ways):
+    """The first step, which finds nothing ahead."""
+    return simulate(step, costs or Costs(machine(), Ways(**ways)), homes, repeats=1)
+
+
+def times(timeline, kind):
+    """Begin and end of each instruction of a kind."""
+    return [(m.begin_s, m.end_s) for m in timeline.moments if isinstance(m.instruction, kind)]
+
+
+def travelled(timeline):
+    return [(m.sent_s, m.arrived_s) for m in timeline.moments if m.sent_s is not None]
+
+
+LOADED = a_call(fetching(0, 0), waiting(0), computing(3), freeing())
+
+
+def test_compute_waits_for_its_fetch():
+    found = first(step_of(LOADED))
+    assert travelled(found) == [(0.0, 1.0)]
+    assert times(found, Run) == [(1.0, 4.0)]
+    assert (found.step_s, found.compute_s, found.stall_s) == (4.0, 3.0, 1.0)
+
+
+def test_bytes_and_busy_seconds_are_those_of_one_step():
+    found = simulate(step_of(LOADED), Costs(machine()))
+    assert (found.nbytes["h2d"], found.busy_s["h2d"]) == (ONE, 1.0)
+
+
+def test_the_first_fetch_of_the_next_step_hides_behind_this_one():
+    low = (fetching(0, 0), waiting(0), computing(3), freeing())
+    high = (fetching(1, 1, slot=HIGH), waiting(1, HIGH), computing(3), freeing(HIGH))
+    over = a_call(*low, *high)
+    cold, warm = first(step_of(over)), simulate(step_of(over), Costs(machine()))
+    assert (cold.step_s, warm.step_s) == (8.0, 7.0)
+    assert warm.stall_s == 1.0
+    assert min(sent for sent, _ in travelled(warm)) < 0
+
+
+def test_a_fetch_that_is_early_enough_costs_nothing():
+    found = first(step_of(a_call(fetching(0, 0), computing(3), waiting(0), computing(1))))
+    assert (found.step_s, found.stall_s) == (4.0, 0.0)
+
+
+def test_one_link_carries_one_transfer_after_the_other():
+    found = first(
+        step_of(a_call(fetching(0, 0), fetching(1, 1, slot=HIGH), waiting(1), computing(1)))
+    )
+    assert travelled(found) == [(0.0, 1.0), (1.0, 2.0)]
+
+
+def test_latency_delays_a_transfer_and_not_those_behind_it():
+    costs = Costs(machine(latency_s=0.5))
+    found = first(step_of(a_call(fetching(0, 0), fetching(1, 1, slot=HIGH), waiting(1))), costs)
+    assert travelled(found) == [(0.0, 1.5), (1.0, 2.5)]
+
+
+def test_a_fetch_waits_for_the_compute_that_it_names():
+    found = first(step_of(a_call(computing(2), computing(1, 7), fetching(0, 0, 7), waiting(0))))
+    assert travelled(found) == [(3.0, 4.0)]
+
+
+def test_from_the_disk_bytes_pass_both_links_chunk_by_chunk():
+    fetched = step_of(a_call(fetching(0, 0, nbytes=4 * ONE), waiting(0), computing(1)), home="disk")
+    assert first(fetched, chunk_bytes=ONE).stall_s == 5.0
+    assert first(fetched, chunk_bytes=4 * ONE).stall_s == 8.0
+    assert first(fetched, Costs(machine(h2d=500), Ways(chunk_bytes=ONE))).stall_s == 9.0
+
+
+def test_straight_from_the_disk_they_take_its_link_only():
+    fetched = step_of(a_call(fetching(0, 0), waiting(0), computing(1)), home="disk")
+    costs = Costs(machine(h2d=10), Ways(straight_read=True, granule=500))
+    assert first(fetched, costs).stall_s == 1.0
+    found = simulate(fetched, costs)
+    assert (found.nbytes["disk_read"], found.nbytes["h2d"], found.busy_s["h2d"]) == (ONE, ONE, 0)
+
+
+def test_what_rests_on_the_device_is_there():
+    found = simulate(step_of(LOADED), Costs(machine()), {1: "device"})
+    assert (found.step_s, found.nbytes["h2d"]) == (3.0, 0)
+
+
+def test_disk_traffic_is_counted_in_whole_granules():
+    fetched = step_of(a_call(fetching(0, 0, begin=100, nbytes=600), waiting(0)), home="disk")
+    assert simulate(fetched, Costs(machine())).nbytes["disk_read"] == 1024
+
+
+def test_half_duplex_links_take_turns_and_reads_go_first():
+    late = fetching(2, 0, slot=HIGH, lasting=False)
+    rows = (storing(0, 5), storing(1, 6), late, waiting(0), computing(1))
+    stored = step_of(a_call(*rows, phase=Phase.STEP), home="disk")
+    ways = Ways(straight_read=True, straight_write=True)
+    assert first(stored, Costs(machine(), ways)).stall_s == 1.0
+    found = first(stored, Costs(machine(half_duplex=True), ways))
+    assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (1.0, 2.0)]
+
+
+def test_a_slot_that_is_still_leaving_is_not_overwritten():
+    rows = (fetching(0, 0), waiting(0), computing(1, 3), storing(0, 4, 3), freeing())
+    after = a_call(fetching(1, 0), waiting(0), computing(1), freeing())
+    found = first(step_of(a_call(*rows, phase=Phase.STEP), after))
+    assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (3.0, 4.0)]
+
+
+def test_a_value_is_read_back_once_it_is_home():
+    before = a_call(computing(1, 3), storing(0, 4, 3, slot=HIGH), phase=Phase.STEP)
+    found = first(step_of(before, LOADED, home="disk"), straight_read=True)
+    sent, arrived = travelled(found)
+    assert sent == (1.0, 3.0), "down to the host, then to the disk"
+    assert arrived == (3.0, 4.0)
+
+
+def test_a_gradient_leaves_while_backward_goes_on():
+    rows = (computing(1, 0), reducing(0, after=(0,)), computing(2, 1), reducing(1, after=(1,)))
+    found = first(step_of(a_call(*rows, phase=Phase.BACKWARD)))
+    assert travelled(found) == [(1.0, 2.0), (3.0, 4.0)]
+    assert (found.step_s, found.stall_s) == (3.0, 0.0)
+
+
+def test_a_second_gradient_on_disk_is_added_to_the_first():
+    grads = {-1: "disk"}
+    once = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
+    found = simulate(step_of(once, once), Costs(machine()), grads, repeats=1)
+    assert (found.nbytes["disk_read"], found.nbytes["disk_write"]) == (1024, 2048)
+
+
+@pytest.mark.parametrize(
+    ("home", "begun"), [("disk", [1.0, 2.0, 6.0, 12.0]), ("host", [1.0, 2.0, 3.0, 5.0])]
+)
+def test_what_is_added_takes_its_bytes_twice_of_the_ring(home, begun):
+    """The ring has room for two gradients that leave, or for one that is added."""
+    rates = dict.fromkeys(("d2h", "disk_read", "disk_write"), BLOCK)
+    ways = Ways(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
+    rows = (computing(1, 0), *(reducing(n, BLOCK, (0,)) for n in range(2)))
+    once = a_call(*rows, phase=Phase.BACKWARD)
+    found = first(
+        step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways), {-1: home, -2: home}
+    )
+    assert [sent for sent, _ in travelled(found)] == begun
+
+
+def test_gradients_that_pile_up_make_backward_wait():
+    rows = [computing(1, 0), *(reducing(n, after=(0,)) for n in range(4)), computing(1)]
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    assert first(step, backlog_bytes=4 * ONE).stall_s == 2.0, "two are under way at once"
+    assert first(step, backlog_bytes=ONE).stall_s == 3.0
+
+
+@pytest.mark.parametrize("home", ["device", HELD])
+def test_a_gradient_at_home_where_it_is_made_waits_for_none_that_leaves(home):
+    rows = computing(1, 0), reducing(0, after=(0,)), reducing(1, after=(0,)), computing(1)
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    assert first(step, backlog_bytes=ONE).stall_s == 1.0
+    assert first(step, homes={-2: home}, backlog_bytes=ONE).stall_s == 0.0
+
+
+def test_compute_on_an_entry_waits_for_what_moves_it():
+    lent = Borrow(EntryIndex(0), 0, FLOATS, Register(1), False)
+    rows = (computing(1, 0), storing(0, 4, 0), lent, computing(1))
+    assert first(step_of(a_call(*rows, phase=Phase.STEP))).stall_s == 1.0
+
+
+def test_what_a_step_makes_anew_is_not_brought():
+    rows = (fetching(0, 0), waiting(0), computing(1), freeing())
+    step = step_of(
+        a_call(*rows, phase=Phase.STEP), kinds=(EntryKind.COPY,) + (EntryKind.PARAM,) * 3
+    )
+    assert first(step).nbytes["h2d"] == 0
+
+
+def test_the_peak_is_what_is_taken_at_once_and_what_stays():
+    found = simulate(step_of(LOADED), Costs(machine()), {2: "device"})
+    assert found.peak_bytes == LOW.nbytes + 4096
+
+
+def test_seconds_are_told_by_phase():
+    step = step_of(
+        LOADED, a_call(computing(2), phase=Phase.BACKWARD), a_call(computing(4), phase=Phase.STEP)
+    )
+    found = first(step)
+    assert found.phases == {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0, Phase.STEP: 4.0}
+    assert sum(found.phases.values()) == found.step_s
+
+
+def test_beside_the_host_compute_lags_and_transfers_start_early():
+    rows = (computing(5), fetching(0, 0), waiting(0), computing(1))
+    assert first(step_of(a_call(*rows))).step_s == 7.0
+    found = first(step_of(a_call(*rows)), asynchronous=True)
+    assert travelled(found) == [(0.0, 1.0)]
+    assert (found.step_s, found.stall_s) == (6.0, 0.0)
+
+
+def test_host_and_compute_both_wait_until_a_value_has_left():
+    value = Layout((ONE,), (1,), 0, torch.uint8)
+    offload = Offload(Register(1), "host", value, Register(2), 0, Ticket(1), (Ticket(0),))
+    left = Left(Ticket(1), Register(1), ONE)
+    call = a_call(computing(1, 0), offload, computing(0.5), left, fetching(0, 2), computing(1))
+    step = step_of(replace(call, made=(4,)))
+    for ways in ({}, {"asynchronous": True}):
+        found = first(step, **ways)
+        assert times(found, Run) == [(0.0, 1.0), (1.0, 1.5), (2.0, 3.0)]
+        assert found.stall_s == 0.5
+        assert travelled(found) == [(1.0, 2.0), (2.0, 3.0)], "what comes next starts after it"
+
+
+def test_what_was_measured_counts_before_what_is_predicted():
+    known = {"3 s": 0.5}
+    found = first(step_of(LOADED), Costs(machine(), regions=known, issues={(Fetch, ONE): 0.25}))
+    assert times(found, Run) == [(1.25, 1.75)]
+    gaps = {("forward test", "forward test"): 2.0}
+    assert first(step_of(LOADED), Costs(machine(), gaps=gaps)).step_s == 6.0
+
+
+def test_a_link_that_is_not_there_is_named():
+    bare = replace(machine(), links={})
+    with pytest.raises(Unsupported, match="over 'h2d', which 'paper' does not have"):
+        first(step_of(LOADED), Costs(bare))
+
+
+def test_the_same_step_takes_the_same_time_again():
+    step = step_of(LOADED, a_call(computing(2), phase=Phase.BACKWARD))
+    assert simulate(step, Costs(machine())) == simulate(step, Costs(machine()))

@@ -9,11 +9,13 @@ from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
 from zcompile.errors import Unsupported
 from zcompile.ir import torch_compat as private
+from zcompile.ir.types import CheckpointPolicy
 
 CONTRACTS: dict[str, Callable[[], None]] = {}
 """Name in `torch_private` -> a function that says what we rely on."""
@@ -151,7 +153,9 @@ def _square(unchecked: bool = False) -> tuple[fx.GraphModule, Tensor, Tensor]:
 
 @contract
 def wish_of() -> None:
-    """Checkpointing leaves its mark on the nodes of a joint graph; plain code leaves none."""
+    """Checkpointing leaves its mark on the nodes of a joint graph; plain code leaves none. We have
+    a name for each mark that there may be."""
+    assert {policy.name for policy in TorchPolicy} <= set(CheckpointPolicy.__members__)
 
     def plain(x: Tensor) -> Tensor:
         return (x.sin() * x).cos()
@@ -174,7 +178,7 @@ def wish_of() -> None:
         torch._dynamo.reset()
         backend = private.aot_backend(compiler, compiler, compiler, partition)
         torch.compile(function, backend=backend)(torch.ones(2, requires_grad=True))
-    assert found == [{""}, {"", "PREFER_RECOMPUTE"}]
+    assert found == [{None}, {None, CheckpointPolicy.PREFER_RECOMPUTE}]
 
 
 @contract

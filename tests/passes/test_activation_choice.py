@@ -8,6 +8,7 @@ from activation_chains import chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zcompile.ir.types import CheckpointPolicy
 from zcompile.passes.plan_activations import solve
 from zcompile.passes.plan_activations.problem import (
     AGAIN,
@@ -58,22 +59,26 @@ TABLE = {
         None,
     ),
     "what must be saved is not made again": (
-        wish(chain(4, 4, 4, 4, seconds=(9.0, 1.0, 2.0, 9.0), budget=12), 1, "MUST_SAVE"),
+        wish(
+            chain(4, 4, 4, 4, seconds=(9.0, 1.0, 2.0, 9.0), budget=12),
+            1,
+            CheckpointPolicy.MUST_SAVE,
+        ),
         (A,),
         (A, K, K, K),
     ),
     "what must be recomputed is, with room to spare": (
-        wish(chain(4, 4, 4), 1, "MUST_RECOMPUTE"),
+        wish(chain(4, 4, 4), 1, CheckpointPolicy.MUST_RECOMPUTE),
         (A, H),
         (K, A, K),
     ),
     "and where nothing else may be done": (
-        wish(chain(4, 4, 4), 1, "PREFER_RECOMPUTE"),
+        wish(chain(4, 4, 4), 1, CheckpointPolicy.PREFER_RECOMPUTE),
         (),
         (K, A, K),
     ),
     "what is to be offloaded is": (
-        wish(chain(4, 4, 4, tiers=TIERS, budget=16), 1, "MUST_CPU_OFFLOAD"),
+        wish(chain(4, 4, 4, tiers=TIERS, budget=16), 1, CheckpointPolicy.MUST_CPU_OFFLOAD),
         (A, H),
         (K, H, K),
     ),
@@ -208,7 +213,7 @@ def test_what_must_be_saved_is_not_made_again_for_another():
     """v2 is made of v1, which is not read in backward: it is kept if it must be."""
     problem = chain(2, 8, 4, 4, 9, read_back=False, budget=15)
     assert choose(problem, (AGAIN,)).actions == (K, A, A, K, K)
-    assert choose(wish(problem, 1, "MUST_SAVE"), (AGAIN,)).actions[1] == K
+    assert choose(wish(problem, 1, CheckpointPolicy.MUST_SAVE), (AGAIN,)).actions[1] == K
 
 
 @settings(deadline=None, max_examples=150)

@@ -44,8 +44,10 @@ from torch.utils._foreach_utils import _foreach_supported_types as _foreach_list
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 from zcompile.errors import TorchUnsupported
+from zcompile.ir.types import CheckpointPolicy
 
 
 class Listed(list[Any]):
@@ -214,10 +216,10 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def wish_of(node: fx.Node) -> str:
-    """What the user asked for a value through torch.utils.checkpoint: the name of a
-    `CheckpointPolicy`, "PREFER_RECOMPUTE" inside a plain checkpoint; "" outside of any."""
-    return str(getattr(node.meta.get("recompute"), "name", ""))
+def wish_of(node: fx.Node) -> CheckpointPolicy | None:
+    """What the user asked of a value through torch.utils.checkpoint; None outside of any."""
+    mark = node.meta.get("recompute")
+    return CheckpointPolicy[mark.name] if isinstance(mark, _CheckpointPolicy) else None
 
 
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

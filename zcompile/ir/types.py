@@ -62,6 +62,24 @@ class EntryKind(enum.Enum):
         return self in (EntryKind.PARAM, EntryKind.STATE, EntryKind.COPY)
 
 
+class CheckpointPolicy(enum.Enum):
+    """What a user asks of a value that backward needs; torch.utils.checkpoint has the same names.
+
+    A plain checkpoint asks PREFER_RECOMPUTE of all that it computes.
+    """
+
+    MUST_SAVE = "MUST_SAVE"
+    PREFER_SAVE = "PREFER_SAVE"
+    MUST_RECOMPUTE = "MUST_RECOMPUTE"
+    PREFER_RECOMPUTE = "PREFER_RECOMPUTE"
+    MUST_CPU_OFFLOAD = "MUST_CPU_OFFLOAD"
+    PREFER_CPU_OFFLOAD = "PREFER_CPU_OFFLOAD"
+
+
+NEVER_RECOMPUTED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+"""Policies that forbid to compute a value again."""
+
+
 class Phase(enum.Enum):
     FORWARD = "forward"
     BACKWARD = "backward"

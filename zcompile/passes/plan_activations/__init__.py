@@ -11,7 +11,7 @@ from zcompile.ir.graph import copied
 from zcompile.ir.memory_curve import MemoryCurve
 from zcompile.ir.plan import Activation, ActivationCost, GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues
-from zcompile.ir.types import NodeName
+from zcompile.ir.types import CheckpointPolicy, NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.passes.base import Fact, Pass
@@ -239,11 +239,13 @@ def _share(problem: Problem, choice: Choice, value: Value) -> float:
     return value.nbytes / sum(again) if sum(again) else 1 / len(again)
 
 
-def _why(values: SavedValues, root: fx.Node, wish: str, action: str, choice: Choice) -> str:
+def _why(
+    values: SavedValues, root: fx.Node, wish: CheckpointPolicy | None, action: str, choice: Choice
+) -> str:
     if root in values.returned:
         return "a result of the graph, which its caller holds"
-    if wish and action != KEEP:
-        return f"asked for by torch.utils.checkpoint ({wish})"
+    if wish is not None and action != KEEP:
+        return f"asked for by torch.utils.checkpoint ({wish.name})"
     if action == AGAIN:
         return "making it again costs least per byte where most is held"
     if action != KEEP:

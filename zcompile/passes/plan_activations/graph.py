@@ -10,7 +10,7 @@ from zcompile.ir.graph import aliases_of, find, is_compute, phase_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, family_of, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
-from zcompile.ir.types import Layout, NodeName, Phase, aligned
+from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, Phase, aligned
 from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
@@ -147,7 +147,7 @@ class _Reading:
             tuple(when for when in read if when >= self.boundary),
             number,
             self.values.may_move(root),
-            "MUST_SAVE" if held else wish_of(root) or wish_of(node),
+            CheckpointPolicy.MUST_SAVE if held else wish_of(root) or wish_of(node),
         )
 
     def _weight(self, gathers: list[fx.Node]) -> Weight:

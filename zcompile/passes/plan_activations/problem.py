@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from zcompile.ir.types import CheckpointPolicy
+
 KEEP, AGAIN = "keep", "again"
 """Actions besides the tiers that a value may be moved to."""
-REPEATED = ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
-MOVED = ("MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
+REPEATED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+MOVED = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 """Wishes that are carried out before anything is searched: made again, and moved."""
 
 
@@ -25,7 +27,7 @@ class Value:
     readers     times of backward at which it is read, ascending; none: it is not saved
     maker       index of its op
     may_move    it can be offloaded
-    wish        what the user asked for: the name of a CheckpointPolicy, or ""
+    wish        what the user asked for, if anything
     """
 
     name: str
@@ -35,7 +37,7 @@ class Value:
     readers: tuple[int, ...]
     maker: int
     may_move: bool = True
-    wish: str = ""
+    wish: CheckpointPolicy | None = None
 
 
 @dataclass(frozen=True)

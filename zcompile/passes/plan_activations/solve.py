@@ -33,6 +33,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zcompile.ir.types import NEVER_RECOMPUTED, CheckpointPolicy
 from zcompile.passes.plan_activations.problem import (
     AGAIN,
     BUSY,
@@ -141,9 +142,9 @@ class _Program:
         bounds += [(0.0, 1.0 if maker.may_repeat else 0.0) for maker in self.problem.makers]
         return [*bounds, (0.0, None), (0.0, None), (self.problem.window / self.unit, None)]
 
-    def _may(self, wish: str, may_move: bool, action: str) -> bool:
+    def _may(self, wish: CheckpointPolicy | None, may_move: bool, action: str) -> bool:
         if action == AGAIN:
-            return wish not in ("MUST_SAVE", "MUST_CPU_OFFLOAD")
+            return wish not in NEVER_RECOMPUTED
         return action == KEEP or may_move
 
     def constraints(self, begin: Sequence[str]) -> Iterator[tuple[Parts, float]]:
@@ -365,9 +366,9 @@ class Search:
             return False
         if way == AGAIN:
             repeats = self.problem.makers[value.maker].may_repeat
-            return repeats and value.wish not in ("MUST_SAVE", "MUST_CPU_OFFLOAD")
+            return repeats and value.wish not in NEVER_RECOMPUTED
         away = self.problem.tiers.get(way)
-        if away is None or not value.may_move or value.wish == "MUST_RECOMPUTE":
+        if away is None or not value.may_move or value.wish is CheckpointPolicy.MUST_RECOMPUTE:
             return False
         return self.answer.moved.get(way, 0) + value.nbytes <= away.nbytes
 
@@ -452,11 +453,11 @@ class Search:
         return 0.0 if away is None else (away.leave_s + away.back_s) * value.nbytes
 
 
-def _weight(wish: str, way: str) -> float:
+def _weight(wish: CheckpointPolicy | None, way: str) -> float:
     """What a preference makes a second count."""
-    if wish == "PREFER_SAVE" and way == AGAIN:
+    if wish is CheckpointPolicy.PREFER_SAVE and way == AGAIN:
         return 4.0
-    return 0.25 if wish == "PREFER_CPU_OFFLOAD" and way != AGAIN else 1.0
+    return 0.25 if wish is CheckpointPolicy.PREFER_CPU_OFFLOAD and way != AGAIN else 1.0
 
 
 EXCHANGED = 8

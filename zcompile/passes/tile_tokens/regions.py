@@ -23,7 +23,7 @@ from zcompile.ir import ops
 from zcompile.ir.graph import module_of, phase_of, positions
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
-from zcompile.ir.types import Phase
+from zcompile.ir.types import NEVER_RECOMPUTED, Phase
 from zcompile.passes.tile_tokens.rules import PRODUCTS, ROWS, SUM, VIEWS, Rule, Tokens, rule_of
 
 MOST_SLICES = 16
@@ -293,9 +293,6 @@ class Ruled:
 WIDE = 2
 """A value belongs to a region if it is wider than one part in so many of its widest."""
 
-KEPT = frozenset({"MUST_SAVE", "MUST_CPU_OFFLOAD"})
-"""Wishes of the user that forbid to compute a value again."""
-
 
 @dataclass(frozen=True)
 class Region:
@@ -395,7 +392,7 @@ class _Search(Ruled):
         rule = self.rules.get(root)
         if rule is None or rule.results[0] != ROWS or not is_value(root):
             return False
-        if wish_of(root) in KEPT or wish_of(self.values.maker(root)) in KEPT:
+        if any(wish_of(n) in NEVER_RECOMPUTED for n in (root, self.values.maker(root))):
             return False
         return all(
             member in self.rules and user in self.rules and member in self.rules[user].rows

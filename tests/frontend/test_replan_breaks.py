@@ -284,7 +284,7 @@ def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
 def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
     """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
     budget = WEIGHT_BYTES + 2 * held_bytes()
-    model, compiled, optimizer = begun(1, device_memory=budget, residency=replan)
+    model, compiled, optimizer = begun(1, device_memory=budget, residency=residency)
     plain = gpt()
     twin = adamw(plain)
     train(plain, plain, twin, 0, 1)

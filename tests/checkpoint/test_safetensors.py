@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.checkpoint.file import OpenFiles
-from zcompile.checkpoint.safetensors import DTYPES, PAGE_BYTES, Header, arrange, read_header
+from zcompile.checkpoint.safetensors import DTYPES, PAGE_BYTES, Header, arrange
+from zcompile.checkpoint.safetensors import read_header as header_of
 from zcompile.errors import CheckpointInvalid, Unsupported
 from zcompile.runtime.io.system_calls import KERNEL
 
@@ -29,7 +30,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], metadata=None) -> Header
 
 def read_header(path: Path) -> Header:
     with OpenFiles(KERNEL) as files:
-        return read_header(files.file(path))
+        return header_of(files.file(path))
 
 
 def bits(tensor: torch.Tensor) -> bytes:

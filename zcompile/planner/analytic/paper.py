@@ -167,7 +167,7 @@ ASSUMED = {
 
 
 TOLERANCE = 0.15
-"""Between a measurement of the paper and what is computed here; see DESIGN.md."""
+"""Between a measurement of the paper and what is computed here; see docs/internals/analytic.md."""
 
 Cluster = Callable[[int], Machine]
 

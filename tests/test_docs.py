@@ -1,4 +1,4 @@
-"""What the documentation names is there: files, functions, links, commands; its example runs."""
+"""What the documentation names is there: files, functions, links, commands; its example trains."""
 
 import ast
 import functools
@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from examples.train_gpt import Shape
+from examples.train_gpt import model as gpt
 from zcompile.cli import _parser
 
 ROOT = Path(__file__).parent.parent
@@ -174,3 +177,50 @@ def test_commands_of_a_page_are_understood(page):
 def test_examples_of_a_page_are_python(page):
     for body in blocks(page.read_text(encoding="utf-8"), "python"):
         compile(body, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_the_example_trains_as_eager_pytorch_does(page, tmp_path):
+    """As it stands, but for the device, and sizes and paths as there are here."""
+    examples = blocks((ROOT / page).read_text(encoding="utf-8"), "python")
+    (example,) = [body for body in examples if "torch.save" in body]
+    for said, here in {
+        'device="cuda"': 'device="cpu"',
+        '"20GiB"': '"1MiB"',
+        '"64GiB"': '"4MiB"',
+        '"/mnt/nvme"': repr(str(tmp_path / "disk")),
+        '"model.pt"': repr(str(tmp_path / "model.pt")),
+    }.items():
+        assert example.count(said) == 1
+        example = example.replace(said, here)
+    loader = [(torch.randint(256, (2, 16)),) * 2 for _ in range(4)]
+    shape = Shape(layers=2, width=64, heads=2, context=16)
+
+    def make(shape: Shape) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return gpt(shape)
+
+    exec(compile(example, page, "exec"), {"GPT": make, "cfg": shape, "loader": loader})
+    plain = make(shape)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-4, fused=True)
+    for ids, targets in loader:
+        plain(ids, targets).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = torch.load(tmp_path / "model.pt")
+    assert {name.removeprefix("_orig_mod.") for name in saved} == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[f"_orig_mod.{name}"], value), name
+
+
+def test_the_figure_of_the_readme_was_measured():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").splitlines()
+    figure = re.findall(r"^\| ([\d. |]+) \|$", readme, re.MULTILINE)
+    assert len(figure) == 5
+    for row in figure:
+        room, seconds, ratio, moved = row.split(" | ")
+        (found,) = [x for x in measured if x.startswith(f"| H200 and one NVMe drive | {room} |")]
+        cells = found.strip("| ").split(" | ")
+        assert [cells[2], cells[3], cells[-1]] == [seconds, ratio, moved]

@@ -22,7 +22,9 @@ from zcompile.ir.version import VERSION
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs" / "config.md").read_text()
+COMMANDS = (ROOT / "docs" / "cli.md").read_text()
+TARGETS = (ROOT / "docs" / "internals" / "testing.md").read_text()
 GIVEN_FILES = (
     "pyproject.toml",
     "constraints.txt",
@@ -30,6 +32,7 @@ GIVEN_FILES = (
     ".ci/run",
     "README.md",
     "CHANGELOG.md",
+    *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 )
 
 
@@ -90,12 +93,12 @@ def test_no_file_names_a_place_to_install_from():
         assert not re.search(r"index-url|find-links|https?://\S*/simple", text), name
 
 
-def test_the_readme_has_a_row_for_every_field_of_the_config():
-    rows = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+def test_the_docs_have_a_row_for_every_field_of_the_config():
+    rows = re.findall(r"^\| `(\w+)` \|", OPTIONS, re.MULTILINE)
     assert rows == [field.name for field in dataclasses.fields(Config)]
 
 
-def test_the_readme_names_every_command():
+def test_the_docs_name_every_command():
     told = subprocess.run(
         [sys.executable, "-m", "zcompile.cli", "--help"],
         cwd=ROOT,
@@ -107,15 +110,17 @@ def test_the_readme_names_every_command():
     commands = re.findall(r"^    (\w+) ", told.stdout, re.MULTILINE)
     assert commands == ["doctor", "show", "diff", "schedule", "timeline", "explain", "plan", "disk"]
     for command in commands:
-        assert f"zinf {command}" in README
+        assert f"\nzinf {command} " in COMMANDS
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("target", ["demo", "test", "test-all", "check", "clean"])
-def test_every_target_of_the_readme_exists(target):
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "test-all", "check", "mutants", "fuzz", "clean"]
+)
+def test_every_target_of_the_docs_exists(target):
     told = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, check=False)
     assert told.returncode == 0
-    assert f"make {target}" in README
+    assert f"| `make {target}` |" in TARGETS
 
 
 def test_ci_runs_what_a_developer_runs():

@@ -13,7 +13,7 @@ from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import outlook
 
-README = Path(__file__).parents[2] / "README.md"
+DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
 
 SMALL = Machine(
     "small",
@@ -39,9 +39,9 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_example_is_planned_as_the_readme_does(capsys):
+def test_the_example_is_planned_as_the_docs_do(capsys):
     said = "plan examples.train_gpt:model --machine h200-node --batch 32 --seq 128"
-    assert f"\nzinf {said}\n" in README.read_text()
+    assert f"\nzinf {said}\n" in DOCS.read_text()
     assert main([*said.split(), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["gap"] == pytest.approx(1), "one H200 holds it"

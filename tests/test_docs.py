@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_layers import FLOORS
 
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
@@ -16,7 +17,7 @@ from zcompile.cli import _parser
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ROOT / "zcompile"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "DESIGN.md", *sorted((ROOT / "docs").rglob("*.md")))
 OTHERS = {"Tensor", "Module", "AccumulateGrad"}
 """Classes of torch of which a page names a member."""
 
@@ -224,3 +225,16 @@ def test_the_figure_of_the_readme_was_measured():
         (found,) = [x for x in measured if x.startswith(f"| H200 and one NVMe drive | {room} |")]
         cells = found.strip("| ").split(" | ")
         assert [cells[2], cells[3], cells[-1]] == [seconds, ratio, moved]
+
+
+def test_the_design_has_a_row_for_every_entry_of_the_house():
+    design = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
+    rows = [
+        row.rstrip("/") for row in re.findall(r"^\| `([a-z]+(?:/|\.py))` \|", design, re.MULTILINE)
+    ]
+    told = [row.removesuffix(".py") for row in rows]
+    floors = [sorted(floor & set(told)) for floor in FLOORS]
+    assert [entry for floor in floors for entry in floor] == told, "bottom to top"
+    packages = {path.parent.name for path in PRODUCT.glob("*/__init__.py")}
+    assert packages <= set(told)
+    assert len(told) == 12

@@ -287,7 +287,7 @@ def _limits(
         limit.append(float(nbytes))
     for phase in phases:
         time = [-float(p is phase) for p in phases]
-        for lane in {links[link].lane for link in links}:
+        for lane in dict.fromkeys(link.lane for link in links.values()):
             busy = [_on_lane(groups[n].loads[tier], phase, lane, links) for n, tier in columns]
             late = none
             if "disk_write" in links and links["disk_write"].lane == lane:

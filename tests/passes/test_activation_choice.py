@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.ir.types import CheckpointPolicy
-from zcompile.passes.plan_activations import solve
 from zcompile.passes.plan_activations.problem import (
     AGAIN,
     KEEP,
@@ -230,7 +229,6 @@ def test_it_fits_where_something_does_and_is_near_the_best(problem):
             assert made.least_seconds <= least + 1e-6, "the relaxation is a bound"
 
 
-@pytest.mark.skipif(not solve.is_available(), reason="needs scipy")
 def test_the_gap_is_said():
     made = choose(TABLE["a hidden transfer is cheaper than compute"][0], (AGAIN, "host"))
     assert made.gap is not None

@@ -13,11 +13,12 @@ from zcompile.ir.types import EntryKind, Region
 from zcompile.machine.model import Link
 from zcompile.planner import bounds
 from zcompile.planner.bounds import Demand, Segment, bound, demand_of
-from zcompile.planner.placement import Room, is_available
+from zcompile.planner.placement import Room
 
 
 def plain(demand, links_, room, monkeypatch):
-    monkeypatch.setattr("zcompile.planner.bounds.is_available", lambda: False)
+    """The bound of a step with more segments than the program is asked for."""
+    monkeypatch.setattr(bounds, "MOST_SEGMENTS", 0)
     return bound(demand, links_, room)
 
 
@@ -57,7 +58,6 @@ def test_where_compute_reaches_the_host_a_step_needs_no_bus(monkeypatch):
     assert plain(training(), links(), room, monkeypatch).nbytes == {"h2d": 2 * P, "d2h": P}
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_gradients_and_states_compete_for_the_device():
     # 4 P fit, and weights, gradients and states are 4 P: the program moves nothing. With P less,
     # the plain bound lets gradients and weights share what is left; the program does not.
@@ -68,7 +68,6 @@ def test_gradients_and_states_compete_for_the_device():
     assert sharper.seconds == pytest.approx(P / 100, rel=1e-6)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_what_two_segments_need_in_turn_does_not_come_to_the_device_by_itself():
     ahead = Segment(F, 0.0, (P, 0), (0, 0), (True, True))
     after = Segment(B, 0.0, (0, P), (0, 0), (True, True))
@@ -87,14 +86,11 @@ def test_gradients_that_are_held_when_backward_ends_need_not_travel(
     demand = Demand((P,), (back, last), frozenset({0}))
     room = Room({"device": 0, "host": 0, "disk": 10**9}, held_bytes=held)
     ways = links(disk_read=50.0, disk_write=40.0)
-    if sharper and not is_available():
-        pytest.skip("the sharper bound needs scipy")
     found = bound(demand, ways, room) if sharper else plain(demand, ways, room, monkeypatch)
     assert found.nbytes == pytest.approx(dict.fromkeys(ways, moved), abs=1e-3)
     assert found.seconds == pytest.approx(moved / 50 + moved / 40, abs=1e-3)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @pytest.mark.parametrize("held", [0, P // 2, 3 * P])
 @pytest.mark.parametrize("device", [0, P // 2])
 def test_a_disk_that_nobody_needs_raises_no_bound(held, device):
@@ -107,7 +103,6 @@ def test_a_disk_that_nobody_needs_raises_no_bound(held, device):
     assert beside == pytest.approx(without, rel=1e-6)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @pytest.mark.parametrize(("ring", "least"), [(0, 20.0), (P // 2, 15.0), (P, 10.0), (10**6, 10.0)])
 def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
     ahead = Segment(F, 10.0, (0,), (0,), (True,))
@@ -118,7 +113,6 @@ def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
     assert found.seconds == pytest.approx(least, rel=1e-3)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @pytest.mark.parametrize(("forward_s", "least"), [(0.85, 4.597), (0.0, 4.115)])
 def test_states_are_written_behind_forward_from_the_room_that_gradients_have(forward_s, least):
     # MB/s and MB of a GPT of 155 MB of weights, gradients and states, none of which stay.
@@ -132,7 +126,6 @@ def test_states_are_written_behind_forward_from_the_room_that_gradients_have(for
     assert found.seconds == pytest.approx(least, abs=2e-3)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 def test_where_disk_and_device_meet_two_ways_share_what_moves():
     demand = Demand((P,), (Segment(F, 0.0, (P,), (0,), (True,)),))
     ways = links(disk_read=300.0, disk_write=300.0)
@@ -141,7 +134,6 @@ def test_where_disk_and_device_meet_two_ways_share_what_moves():
     assert bound(demand, ways, Room(dict(room.nbytes))).seconds == pytest.approx(P / 100)
 
 
-@pytest.mark.skipif(not is_available(), reason="the sharper bound needs scipy")
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 5 * P),
@@ -160,7 +152,7 @@ def test_the_program_is_never_below_the_plain_bound_and_falls_with_room(
         tiers = {"device": device, "host": host, **({"disk": 10**9} if disk else {})}
         with pytest.MonkeyPatch.context() as patch:
             if plainly:
-                patch.setattr(bounds, "is_available", lambda: False)
+                patch.setattr(bounds, "MOST_SEGMENTS", 0)
             return bound(demand, ways, Room(tiers, held_bytes=held)).seconds
 
     least = seconds(device, host)

@@ -21,8 +21,8 @@ that take turns add up; so the segment lasts at least as long as the largest of 
 follow each other, so a step lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments.
-`bounds.py` lets all that is held share C, and never gives less; it is taken where scipy is
-there to solve it.
+The linear program below lets all that is held share C, and never gives less; it is taken for steps
+that it solves in a second.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
@@ -75,7 +75,7 @@ Where things rest does not come in, nor what a schedule moves: this is what boun
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
@@ -83,7 +83,8 @@ from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import Phase
 from zcompile.machine.model import TIER_LINKS, Link
-from zcompile.planner.placement import Room, is_available
+from zcompile.memory.linear_program import Column, LinearProgram, Term
+from zcompile.planner.placement import Room
 
 
 @dataclass(frozen=True)
@@ -330,17 +331,17 @@ class LeastSeconds:
 
 
 def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
-    """The optimum; None without scipy, or for more segments than are worth it."""
-    if not is_available() or len(demand.segments) > MOST_SEGMENTS or not demand.groups:
+    """The optimum; None for more segments than are worth it."""
+    if len(demand.segments) > MOST_SEGMENTS or not demand.groups:
         return None
-    program, unit_s = _Program(), _most_seconds(demand, links)
+    program, unit_s = LinearProgram(), _most_seconds(demand, links)
     _hold(program, demand, room)
     lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
     times = [(("T", n), 1.0) for n in range(len(demand.segments))]
-    found = program.minimised(times)
+    found = _solved(program, times)
     least = sum(found[column] for column, _ in times)
     program.at_most(least + SLACK, *times)
-    found = program.minimised([term for of in lanes for terms in of.values() for term in terms])
+    found = _solved(program, [term for of in lanes for terms in of.values() for term in terms])
     busy = tuple(
         {
             COMPUTE: segment.compute_s,
@@ -352,6 +353,12 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         for segment, of in zip(demand.segments, lanes, strict=True)
     )
     return LeastSeconds(unit_s * least, busy)
+
+
+def _solved(program: LinearProgram, costs: Sequence[Term]) -> Mapping[Column, float]:
+    found = program.minimised(*costs)
+    assert found is not None, "where nothing is held and everything moves, all rows are kept"
+    return found.values
 
 
 def _most_seconds(demand: Demand, links: Mapping[str, Link]) -> float:
@@ -366,49 +373,7 @@ def _unit_bytes(demand: Demand) -> float:
     return float(max(1, sum(demand.groups)))
 
 
-Column = tuple[object, ...]
-Terms = Sequence[tuple[Column, float]]
-
-
-@dataclass
-class _Program:
-    """Rows "sum of coefficient * column <= limit"; every column is at least its lower limit."""
-
-    columns: dict[Column, int] = field(default_factory=dict)
-    lowest: list[float] = field(default_factory=list)
-    highest: list[float | None] = field(default_factory=list)
-    rows: list[tuple[Terms, float]] = field(default_factory=list)
-
-    def column(self, name: Column, lowest: float = 0.0, highest: float | None = None) -> Column:
-        self.columns[name] = len(self.columns)
-        self.lowest.append(lowest)
-        self.highest.append(highest)
-        return name
-
-    def at_most(self, limit: float, *terms: tuple[Column, float]) -> None:
-        self.rows.append((terms, limit))
-
-    def minimised(self, costs: Terms) -> dict[Column, float]:
-        """The columns where the sum of `costs` is least."""
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
-
-        at = [(r, self.columns[c], x) for r, (terms, _) in enumerate(self.rows) for c, x in terms]
-        shape = (len(self.rows), len(self.columns))
-        matrix: Any = csr_array(
-            ([x for _, _, x in at], ([r for r, _, _ in at], [c for _, c, _ in at])), shape=shape
-        )
-        limits = [limit for _, limit in self.rows]
-        bounds = list(zip(self.lowest, self.highest, strict=True))
-        weights = [0.0] * len(self.columns)
-        for name, cost in costs:
-            weights[self.columns[name]] = cost
-        found = linprog(weights, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
-        assert found.success, found.message  # nothing held and everything moved obeys all rows
-        return {name: float(found.x[n]) for name, n in self.columns.items()}
-
-
-def _hold(program: _Program, demand: Demand, room: Room) -> None:
+def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
     """What is held over border b, which segment b begins with."""
     unit = _unit_bytes(demand)
     device = min(1.0, room.nbytes.get("device", 0) / unit)
@@ -436,18 +401,18 @@ def _hold(program: _Program, demand: Demand, room: Room) -> None:
 
 
 def _segment(
-    program: _Program,
+    program: LinearProgram,
     demand: Demand,
     n: int,
     links: Mapping[str, Link],
     room: Room,
     unit_s: float,
-) -> dict[str, list[tuple[Column, float]]]:
+) -> dict[str, list[Term]]:
     """Columns and rows of segment n; by lane, what its time is made of, in `unit_s`."""
     segment, after = demand.segments[n], (n + 1) % len(demand.segments)
     program.column(("T", n), lowest=segment.compute_s / unit_s)
     unit = _unit_bytes(demand)
-    lanes: dict[str, list[tuple[Column, float]]] = {}
+    lanes: dict[str, list[Term]] = {}
     counted = links_counted(links, room, segment.phase)
     for link in sorted(counted):
         held, new = ("h", "d") if link in ("h2d", "d2h") else ("q", "e")
@@ -466,7 +431,7 @@ def _segment(
             beside = [
                 (at, sign)
                 for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
-                if at in program.columns
+                if at in program
             ]
             if link in ("h2d", "disk_read"):
                 begin, end = (held, k, n), (held, k, after)

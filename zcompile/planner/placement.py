@@ -3,8 +3,8 @@
 A step scans its states in the same order every time, so what pays is a set that stays and a window
 through which the rest streams: an LRU of the same size would hit nothing. Every tier an entry may
 rest on costs it seconds on links in each phase; a phase takes as long as its busiest link, or its
-compute. Fractions of entries are placed by a linear program (HiGHS, through scipy, if it is
-installed) and rounded; without it a greedy choice by seconds saved per byte is taken.
+compute. Fractions of entries are placed by a linear program and rounded. Where the tiers have no
+room for all, the nearest are filled, and the farthest is told more than it has.
 
 Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
 section 4); that a pinned set is the least for a cyclic scan is Belady's argument.
@@ -13,7 +13,7 @@ What it costs a step that an entry rests on a tier: seconds on links, phase by p
 
 A phase takes as long as its busiest link, or its compute. Links that take turns are one lane.
 
-Where fractions of groups of entries rest best: a linear program, solved by HiGHS.
+Where fractions of groups of entries rest best: a linear program.
 
     minimise    sum over phases T_p
     such that   T_p >= compute seconds of p
@@ -22,23 +22,18 @@ Where fractions of groups of entries rest best: a linear program, solved by HiGH
 
 Of what the optimizer's step writes to disk, as much as the staging ring holds may be written while
 the next forward and backward compute: L_p seconds of it count in p and not in the step.
-
-scipy, which brings HiGHS, is an optional extra.
-
-Where entries rest well, without a solver: the most seconds saved per byte, again and again.
 """
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from zcompile.ir.step import EntryFact, StepTrace
 from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, Phase, aligned
 from zcompile.machine.model import Link, Machine
 from zcompile.machine.staging import lane_bytes
+from zcompile.memory.linear_program import LinearProgram, Term
 
 TIERS = ("device", "host", "disk")
 """Nearest first."""
@@ -205,10 +200,6 @@ class Fractions:
     seconds: float
 
 
-def is_available() -> bool:
-    return importlib.util.find_spec("scipy") is not None
-
-
 def fractions(
     groups: Sequence[Group],
     room: Mapping[str, int],
@@ -216,38 +207,38 @@ def fractions(
     links: Mapping[str, Link],
     late_bytes: int = 0,
 ) -> Fractions | None:
-    """The optimum; None without scipy, or if nothing is to be placed or it does not fit.
+    """The optimum; None if the tiers together have no room for all.
 
     late_bytes  that may be on their way to the disk when a step ends
     """
-    if not groups or not is_available():
-        return None
-    from scipy.optimize import linprog
-
-    columns = [(n, tier) for n, g in enumerate(groups) for tier in g.loads]
     phases = _phases(groups, compute_seconds)
     late_s = late_bytes / links["disk_write"].bytes_per_s if "disk_write" in links else 0.0
-    upper, limit = _limits(groups, columns, phases, room, links, late_s)
-    moving = [_moving(groups[n].loads[tier]) for n, tier in columns]
+    program = LinearProgram()
+    for n, g in enumerate(groups):
+        for tier in g.loads:
+            program.column((n, tier))
+    for phase in phases:
+        program.column(("T", phase), lowest=compute_seconds.get(phase, 0.0))
+    for phase in phases:
+        program.column(("L", phase), highest=0.0 if phase is Phase.STEP else late_s)
+    _bytes_fit(program, groups, room)
+    _lanes_fit(program, groups, phases, links)
+    program.at_most(late_s, *((("L", phase), 1.0) for phase in phases))
+    for n, g in enumerate(groups):
+        program.exactly(float(len(g.keys)), *(((n, tier), 1.0) for tier in g.loads))
     scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
-    cost = [TIE * seconds / scale for seconds in moving] + [1.0 / scale] * len(phases)
-    cost += [0.0] * len(phases)
-    equal = [
-        [float(n == k) for k, _ in columns] + [0.0] * 2 * len(phases) for n in range(len(groups))
-    ]
-    bounds: list[Any] = [(0.0, None)] * len(columns)
-    bounds += [(compute_seconds.get(phase, 0.0), None) for phase in phases]
-    bounds += [(0.0, 0.0 if phase is Phase.STEP else late_s) for phase in phases]
-    count = [float(len(g.keys)) for g in groups]
-    found = linprog(
-        cost, A_ub=upper, b_ub=limit, A_eq=equal, b_eq=count, bounds=bounds, method="highs"
+    found = program.minimised(
+        *(
+            ((n, tier), TIE * _moving(loads) / scale)
+            for n, g in enumerate(groups)
+            for tier, loads in g.loads.items()
+        ),
+        *((("T", phase), 1.0 / scale) for phase in phases),
     )
-    if not found.success:
+    if found is None:
         return None
-    counts: list[dict[str, float]] = [{} for _ in groups]
-    for (n, tier), value in zip(columns, found.x, strict=False):
-        counts[n][tier] = float(value)
-    return Fractions(counts, float(sum(found.x[len(columns) : len(columns) + len(phases)])))
+    counts = [{tier: found.values[n, tier] for tier in g.loads} for n, g in enumerate(groups)]
+    return Fractions(counts, sum(found.values["T", phase] for phase in phases))
 
 
 def _moving(loads: Loads) -> float:
@@ -269,35 +260,39 @@ def _phases(groups: Sequence[Group], compute_seconds: Mapping[Phase, float]) -> 
     return list(dict.fromkeys((*compute_seconds, *used)))
 
 
-def _limits(
-    groups: Sequence[Group],
-    columns: Sequence[tuple[int, str]],
-    phases: Sequence[Phase],
-    room: Mapping[str, int],
-    links: Mapping[str, Link],
-    late_s: float,
-) -> tuple[list[list[float]], list[float]]:
-    """Rows that must not exceed their limit: bytes of a tier; a lane's seconds less T_p, and less
-    or more what is written late; all that is."""
-    none = [0.0] * len(phases)
-    upper, limit = [], []
+def _bytes_fit(program: LinearProgram, groups: Sequence[Group], room: Mapping[str, int]) -> None:
+    """No tier holds more than it has room for."""
     for tier, nbytes in room.items():
-        sizes = [float(aligned(groups[n].nbytes)) if t == tier else 0.0 for n, t in columns]
-        upper.append([*sizes, *none, *none])
-        limit.append(float(nbytes))
+        sizes = [
+            ((n, tier), float(aligned(g.nbytes))) for n, g in enumerate(groups) if tier in g.loads
+        ]
+        program.at_most(float(nbytes), *sizes)
+
+
+def _lanes_fit(
+    program: LinearProgram,
+    groups: Sequence[Group],
+    phases: Sequence[Phase],
+    links: Mapping[str, Link],
+) -> None:
+    """A lane is busy in phase p for no more than T_p; of what it writes to the disk L_p seconds are
+    not of the step that wrote it, and count in p."""
     for phase in phases:
-        time = [-float(p is phase) for p in phases]
         for lane in dict.fromkeys(link.lane for link in links.values()):
-            busy = [_on_lane(groups[n].loads[tier], phase, lane, links) for n, tier in columns]
-            late = none
+            busy = [
+                ((n, tier), seconds)
+                for n, g in enumerate(groups)
+                for tier, loads in g.loads.items()
+                if (seconds := _on_lane(loads, phase, lane, links))
+            ]
+            late: list[Term] = []
             if "disk_write" in links and links["disk_write"].lane == lane:
-                late = [-1.0] * len(phases) if phase is Phase.STEP else [-x for x in time]
-            if any(busy) or any(late):
-                upper.append([*busy, *time, *late])
-                limit.append(0.0)
-    upper.append([0.0] * len(columns) + none + [1.0] * len(phases))
-    limit.append(late_s)
-    return upper, limit
+                if phase is Phase.STEP:
+                    late = [(("L", p), -1.0) for p in phases]
+                else:
+                    late = [(("L", phase), 1.0)]
+            if busy or late:
+                program.at_most(0.0, *busy, (("T", phase), -1.0), *late)
 
 
 def _on_lane(
@@ -306,62 +301,6 @@ def _on_lane(
     return sum(
         seconds for (p, link), seconds in loads.items() if p is phase and links[link].lane == lane
     )
-
-
-def greedy(
-    groups: Sequence[Group],
-    room: Room,
-    compute_seconds: Mapping[Phase, float],
-    machine: Machine,
-) -> list[dict[str, float]]:
-    """How many of each group on each tier: the move that saves most seconds per byte, again and
-    again. Where a single move saves nothing, since two links bind, their sum decides."""
-    tiers = [tier for tier in TIERS if tier in room.nbytes]
-    counts: list[dict[str, float]] = [{tiers[-1]: float(len(g.keys))} for g in groups]
-    left = dict(room.nbytes)
-    for tier in tiers[:-1]:
-        while True:
-            busy = totals(groups, counts)
-            weights = _weights(busy, compute_seconds, machine.links)
-            movable = [
-                n
-                for n, g in enumerate(groups)
-                if counts[n].get(tiers[-1], 0) >= 1 and aligned(g.nbytes) <= left[tier]
-            ]
-            value = {
-                n: _saved(groups[n], tiers[-1], tier, weights) / max(groups[n].nbytes, 1)
-                for n in movable
-            }
-            best = max(movable, key=value.__getitem__, default=None)
-            if best is None or value[best] <= 0:
-                break
-            most = int(left[tier] // aligned(groups[best].nbytes))
-            some = max(1, min(int(counts[best][tiers[-1]]), most) // 8)
-            counts[best][tiers[-1]] -= some
-            counts[best][tier] = counts[best].get(tier, 0) + some
-            left[tier] -= some * aligned(groups[best].nbytes)
-    return counts
-
-
-def _weights(
-    busy: Mapping[tuple[Phase, str], float],
-    compute_seconds: Mapping[Phase, float],
-    links: Mapping[str, Link],
-) -> Mapping[tuple[Phase, str], float]:
-    """What a second less on a link in a phase is worth: all on the binding one, else little."""
-    weights = {}
-    for (phase, link), seconds in busy.items():
-        longest = max(compute_seconds.get(phase, 0.0), *lanes_of(phase, busy, links).values())
-        lane = lanes_of(phase, busy, links)[links[link].lane]
-        weights[phase, link] = 1.0 if lane >= longest * 0.999 else 1e-3 * seconds
-    return weights
-
-
-def _saved(g: Group, far: str, near: str, weights: Mapping[tuple[Phase, str], float]) -> float:
-    def cost(loads: Loads) -> float:
-        return sum(weights.get(at, 1e-3) * seconds for at, seconds in loads.items())
-
-    return cost(g.loads[far]) - cost(g.loads[near])
 
 
 SMALL_SHARE = 8
@@ -415,8 +354,8 @@ def place(
     nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
     room = replace(room, nbytes=nbytes)
     late = lane_bytes(room.ring_bytes)
-    best = fractions(groups, room.nbytes, compute_seconds, machine.links, late)
-    counts = best.counts if best is not None else greedy(groups, room, compute_seconds, machine)
+    best = fractions(groups, room.nbytes, compute_seconds, machine.links, late) if groups else None
+    counts = [{} for _ in groups] if best is None else best.counts
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
     homes |= {key: "device" for g in small for key in g.keys}
     homes |= dict.fromkeys(stay, HELD)

@@ -11,7 +11,7 @@ size counts as it was when the graph was traced.
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -160,17 +160,24 @@ def storage_sources(node: fx.Node, results: int) -> list[tuple[fx.Node, ...]]:
     return [() if info is None else sources(info.before_set) for info in infos]
 
 
+def reached_from(
+    roots: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """`roots`, and every node that steps to `neighbours` lead to, depth first; each once."""
+    queue = list(roots)
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        yield node
+        for other in neighbours(node):
+            if other not in seen:
+                seen.add(other)
+                queue.append(other)
+
+
 def aliases_of(node: fx.Node) -> Iterator[fx.Node]:
     """`node` and every view of it, directly or through other views, in discovery order."""
-    seen = {node}
-    queue = [node]
-    while queue:
-        current = queue.pop()
-        yield current
-        for user in current.users:
-            if user not in seen and current in bases_of(user):
-                seen.add(user)
-                queue.append(user)
+    return reached_from([node], lambda base: [u for u in base.users if base in bases_of(u)])
 
 
 def root_of(node: fx.Node) -> fx.Node:
@@ -259,14 +266,7 @@ def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
 
 
 def _needed_by(roots: list[fx.Node]) -> set[fx.Node]:
-    seen = set(roots)
-    queue = list(roots)
-    while queue:
-        for source in queue.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                queue.append(source)
-    return seen
+    return set(reached_from(roots, lambda node: node.all_input_nodes))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import cached_property
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import module_of, phase_of, positions
+from zcompile.ir.graph import module_of, phase_of, positions, reached_from
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
 from zcompile.ir.types import NEVER_RECOMPUTED, Phase
@@ -171,14 +171,16 @@ class Ruled:
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], inside: frozenset[fx.Node]
     ) -> list[fx.Node]:
         """What backward computes anew: the values inside that it reads, and what they are of."""
-        mine, wanted = set(forward), set[fx.Node]()
-        queue = list(backward)
-        while queue:
-            for source in queue.pop().all_input_nodes:
-                hidden = not is_value(source) or self.values.root(source) in inside
-                if source in mine and source not in wanted and hidden:
-                    wanted.add(source)
-                    queue.append(source)
+        mine = set(forward)
+
+        def hidden(source: fx.Node) -> bool:
+            return not is_value(source) or self.values.root(source) in inside
+
+        wanted = set(
+            reached_from(
+                backward, lambda n: [s for s in n.all_input_nodes if s in mine and hidden(s)]
+            )
+        )
         return [n for n in forward if n in wanted]
 
     def _half(
@@ -231,14 +233,12 @@ class Ruled:
 
     def _late(self, outer: Sequence[fx.Node], start: fx.Node, mine: set[fx.Node]) -> set[fx.Node]:
         """Nodes before `start` that read results, directly or not."""
-        late = set[fx.Node]()
-        queue = list(outer)
-        while queue:
-            for user in queue.pop().users:
-                if user not in mine and user not in late and self.where[user] < self.where[start]:
-                    late.add(user)
-                    queue.append(user)
-        return late
+
+        def readers(node: fx.Node) -> list[fx.Node]:
+            before = self.where[start]
+            return [u for u in node.users if u not in mine and self.where[u] < before]
+
+        return set(reached_from(outer, readers)) - mine
 
     def _is_result(self, node: fx.Node, mine: set[fx.Node], inside: frozenset[fx.Node]) -> bool:
         return any(u not in mine for u in node.users) and (

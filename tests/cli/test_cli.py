@@ -207,7 +207,7 @@ def test_doctor_stops_if_torch_compile_does_not_know_the_backend(zinf, installed
 
 
 def test_a_directory_without_direct_io_is_a_note(zinf, tmp_path, installed, monkeypatch):
-    monkeypatch.setattr("zcompile.runtime.io.trial.takes_direct", lambda path: False)
+    monkeypatch.setattr("zcompile.runtime.io.trial.supports_direct", lambda path: False)
     code, out, _ = zinf("doctor", "--disk", tmp_path)
     assert code == 0
     assert "has no O_DIRECT" in out
@@ -218,7 +218,7 @@ def test_doctor_says_which_ways_to_the_disk_are_open(zinf, tmp_path, installed, 
     def refused():
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("zcompile.runtime.io.trial.takes_direct", lambda path: True)
+    monkeypatch.setattr("zcompile.runtime.io.trial.supports_direct", lambda path: True)
     monkeypatch.setattr("zcompile.runtime.io.trial.DIRECT", ("aio", "threads", "buffered"))
     monkeypatch.setitem(trial.RINGS, "aio", refused)
     _, out, _ = zinf("doctor", "--disk", tmp_path)

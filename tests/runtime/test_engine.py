@@ -145,7 +145,7 @@ def test_an_error_is_told_when_no_request_touches_the_memory_any_more(small_requ
         promise = tier.write(extent, 0, filled(4 * UNIT))
         assert not promise.done()
     promise.settle()
-    assert not tier._engines[0]._flying
+    assert not tier._engines[0]._in_flight
 
 
 def test_no_progress_is_an_error(tier, faults):

@@ -18,7 +18,7 @@ from zcompile.runtime.io import system_calls, trial
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.rings import Outcome, Request
 from zcompile.runtime.io.system_calls import KERNEL
-from zcompile.runtime.io.trial import direct_granule, nameless_file, takes_direct, try_ring
+from zcompile.runtime.io.trial import direct_granule, nameless_file, supports_direct, try_ring
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.disk import DiskTier
 
@@ -41,7 +41,7 @@ def ring(request, own_threads):
 
 def takes(path: Path) -> bool:
     with Directory(path) as directory:
-        return takes_direct(directory)
+        return supports_direct(directory)
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def test_the_first_that_works_is_used(tmp_path, monkeypatch, refused, used):
     for name in refused:
         monkeypatch.setitem(trial.RINGS, name, no)
     with Directory(tmp_path) as directory:
-        trials = trial.try_all(directory, direct=True)
+        trials = trial.try_rings(directory, direct=True)
     assert next(t.ring for t in trials if t.refused is None) == used
     assert {t.ring: t.refused for t in trials if t.ring in refused} == dict.fromkeys(
         refused, "Operation not permitted"

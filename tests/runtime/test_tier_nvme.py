@@ -16,7 +16,7 @@ from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.io.trial import takes_blocks, takes_direct
+from zcompile.runtime.io.trial import check_buffered, supports_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers import claim, disk
 from zcompile.runtime.tiers.base import Buffer
@@ -282,7 +282,7 @@ def test_directories_that_are_reached_alike_share_an_engine(open_tier, tmp_path)
 def test_one_directory_may_be_direct_and_another_not(open_tier, tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(disk, "takes_direct", lambda directory: directory.path.name == "a")
+    monkeypatch.setattr(disk, "supports_direct", lambda directory: directory.path.name == "a")
     tier = open_tier(tmp_path / "a", tmp_path / "b")
     assert tier._engines[0] is not tier._engines[1]
     assert tier.rings[1] == "threads"
@@ -327,8 +327,8 @@ def open_and_named(tmp_path, refused=()):
         return result
 
     with Directory(tmp_path, Border(around)) as directory:
-        takes_blocks(directory)
-        works = takes_direct(directory)
+        check_buffered(directory)
+        works = supports_direct(directory)
     assert list(tmp_path.iterdir()) == []
     return works, seen
 

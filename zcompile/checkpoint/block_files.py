@@ -19,7 +19,7 @@ from zcompile.checkpoint.safetensors import PAGE_BYTES
 from zcompile.errors import IOFault
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
-from zcompile.runtime.io.files import let_go, open_regular
+from zcompile.runtime.io.files import close_or_warn, open_regular
 from zcompile.runtime.io.system_calls import SystemCalls
 from zcompile.runtime.tiers.base import Buffer, Stretch
 
@@ -159,7 +159,7 @@ class BlockReader:
             except OSError as error:
                 if not direct or error.errno != errno.EINVAL:
                     raise self._fault(error, name, begin, low + done, end) from error
-                let_go(self._file.path, self.close)
+                close_or_warn(self._file.path, self.close)
         return into[begin - low : end - low]
 
     def read_small(self, begin: int, end: int, name: str) -> Tensor:
@@ -193,7 +193,7 @@ class BlockReader:
         except OSError as error:
             logger.info("%s is read through the page cache: %s", file.path, error.strerror)
         if fd >= 0:
-            let_go(file.path, partial(self._system.close, fd))
+            close_or_warn(file.path, partial(self._system.close, fd))
         return -1
 
     def _fault(self, error: OSError, name: str, begin: int, at: int, end: int) -> IOFault:

@@ -45,7 +45,7 @@ from zcompile.checkpoint.stream import Loader, NewFile, Told
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.units import show_size
 from zcompile.runtime.eager.tensor import TieredTensor
-from zcompile.runtime.io.files import folder, found_at, is_directory, kind_of
+from zcompile.runtime.io.files import directory_fd, is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
@@ -264,7 +264,7 @@ def resume(
     with told_of(Path(path)):
         durable = is_durable(path, system)
         directory = standing(Path(path), system)
-        found = found_at(system, directory)
+        found = stat_through_links(system, directory)
     if durable:
         return resume_copy(path, model, optimizer, system)
     if found is not None and not is_directory(found):
@@ -408,7 +408,7 @@ def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
     system, files = opened.system, list[OpenFile]()
     for path in _listed(paths):
         with told_of(path):
-            found = found_at(system, path)
+            found = stat_through_links(system, path)
             if is_durable(path, system) and not _holds_weights(path, system):
                 raise CheckpointInvalid(
                     path,
@@ -424,7 +424,7 @@ def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
 
 @uninterrupted
 def _holds_weights(directory: Path, system: SystemCalls) -> bool:
-    with folder(system, directory, follow=True) as fd:
+    with directory_fd(system, directory, follow=True) as fd:
         return any(_WEIGHTS.match(name) for name in system.names(fd))
 
 

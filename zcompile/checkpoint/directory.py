@@ -22,15 +22,15 @@ from zcompile.errors import CheckpointUnwritable
 from zcompile.ir.units import MiB
 from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME
 from zcompile.runtime.io.files import (
-    folder,
-    found_at,
+    directory_fd,
     is_directory,
     is_regular,
-    items,
     kind_of,
+    list_directory,
     open_regular,
-    remove,
-    walk,
+    remove_tree,
+    stat_through_links,
+    walk_tree,
 )
 from zcompile.runtime.io.system_calls import SystemCalls
 from zcompile.runtime.tiers.claim import LOCK_NAME, TIER_FILE
@@ -62,7 +62,7 @@ def standing(path: Path, system: SystemCalls) -> Path:
 
     raises  OSError
     """
-    if found_at(system, path) is not None:
+    if stat_through_links(system, path) is not None:
         return path
     previous = _previous(Path(os.path.realpath(path)))
     if not _is_left(previous, system):
@@ -77,7 +77,7 @@ def _is_left(previous: Path, system: SystemCalls) -> bool:
         found = system.stat(previous)
     except FileNotFoundError:
         return False
-    return is_directory(found) and found_at(system, previous / STATE_FILE) is not None
+    return is_directory(found) and stat_through_links(system, previous / STATE_FILE) is not None
 
 
 class Made(NamedTuple):
@@ -199,7 +199,7 @@ def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
     """`new` is `path`, for certain; or, where that fails, all is as it was. raises OSError"""
     previous = _previous(path)
     with ExitStack() as undo:
-        if found_at(system, path) is None:
+        if stat_through_links(system, path) is None:
             system.rename(new, path)
             undo.callback(system.rename, path, new)
         elif exchange(new, path, system):
@@ -229,7 +229,7 @@ def _make_way(previous: Path, path: Path, system: SystemCalls) -> None:
             f"{previous} is {kind_of(found)}, which no save made",
             "remove it, or name another path",
         )
-    remove(system, previous)
+    remove_tree(system, previous)
 
 
 @uninterrupted
@@ -243,7 +243,7 @@ def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
         if lock is not None and not os.path.samestat(found, system.fstat(lock)):
             logger.warning("%s stays behind: it was not made by this save", left)
         elif is_directory(found):
-            remove(system, left)
+            remove_tree(system, left)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -252,7 +252,7 @@ def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
 
 def _make(directory: Path, system: SystemCalls) -> None:
     """Also what it lies in; each name is on the disk before anything is below it."""
-    lacking = [p for p in (directory, *directory.parents) if found_at(system, p) is None]
+    lacking = [p for p in (directory, *directory.parents) if stat_through_links(system, p) is None]
     for missing in reversed(lacking):
         with suppress(FileExistsError):  # another process was quicker
             system.mkdir(missing)
@@ -261,8 +261,8 @@ def _make(directory: Path, system: SystemCalls) -> None:
 
 def _bring_along_others(old: Path, new: Made, system: SystemCalls) -> None:
     """What others keep in the directory, such as a config.json, is not for us to lose."""
-    if is_directory(found_at(system, old)):
-        with folder(system, old) as source:
+    if is_directory(stat_through_links(system, old)):
+        with directory_fd(system, old) as source:
             _bring_along(system, source, new.fd, old, _OURS)
 
 
@@ -272,7 +272,7 @@ def _bring_along(
     """path  of `old`, for people
     but   names that stay behind
     """
-    for name, found in items(system, old):
+    for name, found in list_directory(system, old):
         deliver_interrupts()
         if but is not None and but.match(name):
             continue
@@ -282,7 +282,10 @@ def _bring_along(
             _copy(system, name, old, new)
         elif is_directory(found):
             system.mkdir(name, dir_fd=new)
-            with folder(system, name, dir_fd=old) as source, folder(system, name, dir_fd=new) as to:
+            with (
+                directory_fd(system, name, dir_fd=old) as source,
+                directory_fd(system, name, dir_fd=new) as to,
+            ):
                 _bring_along(system, source, to, path / name)
                 _make_alike(system, source, to)
                 system.fsync(to)
@@ -331,13 +334,13 @@ def _if_kept(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Non
 
 
 def _check_replaceable(path: Path, system: SystemCalls) -> None:
-    there = found_at(system, path)
+    there = stat_through_links(system, path)
     if there is None:
         return
     if is_directory(there):
-        with folder(system, path) as fd:
+        with directory_fd(system, path) as fd:
             empty = not system.names(fd)
-        if empty or found_at(system, path / STATE_FILE) is not None:
+        if empty or stat_through_links(system, path / STATE_FILE) is not None:
             _check_inside(path, system)
             return
     what = "a directory that holds no checkpoint" if is_directory(there) else kind_of(there)
@@ -370,9 +373,9 @@ def _check_inside(path: Path, system: SystemCalls) -> None:
         if not known and not (at.parent == path and _OURS.match(name)):
             raise _uncopied(at.parent, name, found)
 
-    if is_directory(found_at(system, path)):
-        with folder(system, path) as fd:
-            walk(system, fd, path, look)
+    if is_directory(stat_through_links(system, path)):
+        with directory_fd(system, path) as fd:
+            walk_tree(system, fd, path, look)
 
 
 def _uncopied(path: Path, name: str, found: os.stat_result) -> CheckpointUnwritable:
@@ -386,7 +389,7 @@ def _uncopied(path: Path, name: str, found: os.stat_result) -> CheckpointUnwrita
 
 def _sweep(path: Path, system: SystemCalls) -> None:
     """Remove what saves to `path` left that were killed."""
-    with folder(system, path.parent) as fd:
+    with directory_fd(system, path.parent) as fd:
         names = [name for name in system.names(fd) if name.startswith(f"{path.name}{_PARTIAL}")]
     if names:
         sync(path.parent, system)  # an exchange may have come before the end, and be lost otherwise

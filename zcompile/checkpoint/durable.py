@@ -27,7 +27,14 @@ from zcompile.runtime.durable.directory import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
 from zcompile.runtime.durable.recover import Copier, Recovery
 from zcompile.runtime.eager.tensor import TieredTensor
-from zcompile.runtime.io.files import Directory, found_at, is_regular, let_go, opened, unusable
+from zcompile.runtime.io.files import (
+    Directory,
+    close_or_warn,
+    is_regular,
+    open_directory,
+    stat_through_links,
+    unusable_error,
+)
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
@@ -182,10 +189,10 @@ def resume_durable(
 def _nothing_in(home: Directory) -> ZinfError:
     directory = home.path
     try:
-        if found_at(home.system, directory / STATE_FILE) is None:
+        if stat_through_links(home.system, directory / STATE_FILE) is None:
             return NothingCommitted(directory, "holds no commit")
     except OSError as error:
-        return unusable(directory, error)
+        return unusable_error(directory, error)
     return Unsupported(  # whoever trains on after NothingCommitted would not go on from it
         f"disk={str(directory)!r} holds no commit, but a checkpoint that zcompile.save wrote, and "
         "a durable run does not continue from one in its own directory",
@@ -222,7 +229,7 @@ def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
 
 def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
     """Whether a commit lies in the directory `path`. raises OSError"""
-    return is_regular(found_at(system, Path(path) / INDEX_NAME))
+    return is_regular(stat_through_links(system, Path(path) / INDEX_NAME))
 
 
 def resume_copy(
@@ -243,7 +250,7 @@ def resume_copy(
         except ZinfError:
             raise
         except OSError as error:
-            raise unusable(Path(path), error) from error
+            raise unusable_error(Path(path), error) from error
         home = directories[0]
         check_all(index, directories)
         source = DurableSource(home.path, index, smalls, Copier(directories))
@@ -259,17 +266,19 @@ def _claimed(
 
     raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
     """
-    home = stack.enter_context(opened(path, system))
-    stack.callback(let_go, home.path, Claim(home, reclaiming=False).release)
+    home = stack.enter_context(open_directory(path, system))
+    stack.callback(close_or_warn, home.path, Claim(home, reclaiming=False).release)
     found = read_index(home)
     if found is None:
         raise NothingCommitted(home.path, "holds no commit")
     index, smalls = found
-    others = [stack.enter_context(opened(Path(name), system)) for name in index.directories[1:]]
+    others = [
+        stack.enter_context(open_directory(Path(name), system)) for name in index.directories[1:]
+    ]
     directories = [home, *others]
     check_data(index, home, directories)  # before anything is made where the index says
     for other in others:
-        stack.callback(let_go, other.path, Claim(other, reclaiming=False).release)
+        stack.callback(close_or_warn, other.path, Claim(other, reclaiming=False).release)
     check_data(index, home, directories)
     return directories, index, smalls
 

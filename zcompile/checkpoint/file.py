@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from zcompile.errors import CheckpointInvalid, ZinfError
-from zcompile.runtime.io.files import let_go, open_regular
+from zcompile.runtime.io.files import close_or_warn, open_regular
 from zcompile.runtime.io.system_calls import Name, SystemCalls
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -85,7 +85,7 @@ class OpenFiles:
         with deferred_interrupts():
             while self._held:  # which were only read
                 path, fd = self._held.pop()
-                let_go(path, partial(self.system.close, fd))
+                close_or_warn(path, partial(self.system.close, fd))
 
     @uninterrupted
     def folder(self, path: Path) -> "Folder":

@@ -37,7 +37,7 @@ from zcompile.checkpoint.safetensors import PAGE_BYTES, Header, Row
 from zcompile.ir.torch_compat import is_lazy, materialised
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tensor import TieredTensor
-from zcompile.runtime.io.files import let_go
+from zcompile.runtime.io.files import close_or_warn
 from zcompile.runtime.io.system_calls import SystemCalls
 from zcompile.runtime.tiers.base import Stretch
 from zcompile.runtime.transfer.ticket import Ticket
@@ -377,7 +377,7 @@ class Loader:
                 self._settle()
         finally:
             for file, reader in self._files.items():  # which were only read
-                let_go(file.path, reader.close)
+                close_or_warn(file.path, reader.close)
 
     def fill(self, file: OpenFile, name: str, row: Row, target: Tensor) -> None:
         """`target` takes the value of a tensor of the file, cast as `copy_` casts."""

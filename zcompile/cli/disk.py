@@ -28,7 +28,14 @@ from zcompile.runtime.durable.directory import (
     trim,
 )
 from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
-from zcompile.runtime.io.files import Directory, found_at, is_directory, let_go, opened, unusable
+from zcompile.runtime.io.files import (
+    Directory,
+    close_or_warn,
+    is_directory,
+    open_directory,
+    stat_through_links,
+    unusable_error,
+)
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.tiers.claim import (
     LOCK_NAME,
@@ -107,7 +114,7 @@ def _told(verb: Callable[Concatenate[Path, P], Answer]) -> Callable[Concatenate[
         except ZinfError:
             raise
         except OSError as error:
-            raise unusable(path, error) from error
+            raise unusable_error(path, error) from error
 
     return told
 
@@ -275,7 +282,7 @@ def _others(index: Index) -> list[Path]:
 
 def _own(index: Index, directory: Directory, others: Sequence[Path]) -> list[Path]:
     """Those of `others` that hold data of this commit and of no other; some may be gone."""
-    there = [path for path in others if is_directory(found_at(directory.system, path))]
+    there = [path for path in others if is_directory(stat_through_links(directory.system, path))]
     with _opened(there, directory.system) as found:
         numbers = {path: number for number, path in enumerate(others, 1)}
         return [o.path for o in found if is_own(directory, index, numbers[o.path], o)]
@@ -296,7 +303,7 @@ def _readable(directory: Directory) -> Index | None:
 def _open(path: Path, system: SystemCalls) -> Directory:
     """raises  DiskUnusable"""
     try:
-        return opened(path, system)
+        return open_directory(path, system)
     except DiskUnusable as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise DiskUnusable(
@@ -319,7 +326,9 @@ def _claimed(
     with _opened(paths, system) as directories, ExitStack() as stack:
         for directory in directories:
             try:
-                stack.callback(let_go, directory.path, Claim(directory, reclaiming=False).release)
+                stack.callback(
+                    close_or_warn, directory.path, Claim(directory, reclaiming=False).release
+                )
             except DiskUnusable as error:
                 why = error.__cause__
                 if not reading or not isinstance(why, OSError) or why.errno not in _READ_ONLY:

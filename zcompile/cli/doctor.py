@@ -22,7 +22,7 @@ from zcompile.ir.units import MiB, show_flops, show_rate, show_size
 from zcompile.machine.files import find, names
 from zcompile.machine.model import Machine
 from zcompile.runtime.hardware import available_bytes, cores, cpu_model, filesystem, free_disk_bytes
-from zcompile.runtime.io.files import found_at, is_directory
+from zcompile.runtime.io.files import is_directory, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 
@@ -100,13 +100,13 @@ def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
     from zcompile.runtime.io.files import Directory
 
     try:
-        if not is_directory(found := found_at(system, path)):
+        if not is_directory(found := stat_through_links(system, path)):
             why = "does not exist" if found is None else "is not a directory"
             raise DiskUnusable(path, why, "create it or give another directory")
         free_bytes = free_disk_bytes([path], system)
         with Directory(path, system) as directory:
-            direct = trial.takes_direct(directory)
-            trials = trial.try_all(directory, direct)
+            direct = trial.supports_direct(directory)
+            trials = trial.try_rings(directory, direct)
             used = next((trial for trial in trials if trial.refused is None), None)
             ways = tuple(_way(trial.ring, trial.refused, trial is used) for trial in trials)
             read = write = None

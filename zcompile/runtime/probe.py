@@ -50,7 +50,7 @@ from zcompile.runtime.hardware import cores, cpu_model, filesystem, free_disk_by
 from zcompile.runtime.io import trial
 from zcompile.runtime.io.engine import Engine, Move, Target
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.io.trial import direct_granule, nameless_file, takes_direct
+from zcompile.runtime.io.trial import direct_granule, nameless_file, supports_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.transfer.ticket import Promise, Ticket
@@ -448,12 +448,12 @@ def _files(
     try:
         with ExitStack() as stack:
             opened = [stack.enter_context(Directory(path)) for path in directories]
-            direct = [takes_direct(directory) for directory in opened]
+            direct = [supports_direct(directory) for directory in opened]
             fds = [
                 stack.enter_context(nameless_file(directory, is_direct))
                 for directory, is_direct in zip(opened, direct, strict=True)
             ]
-            rings = trial.choose(list(zip(opened, direct, strict=True)))
+            rings = trial.choose_rings(list(zip(opened, direct, strict=True)))
             engines = {id(ring): Engine(ring, underway.crashed, _closed) for ring in rings}
             for engine in engines.values():
                 stack.callback(engine.close)

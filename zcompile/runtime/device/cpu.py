@@ -45,7 +45,7 @@ from zcompile.runtime.device.pages import (
     trim_heap,
 )
 from zcompile.runtime.meter import Meter, Stamp
-from zcompile.runtime.transfer.ticket import Ready, Ticket, several
+from zcompile.runtime.transfer.ticket import Ready, Ticket, start_workers
 
 
 class Pace:
@@ -108,7 +108,7 @@ class CpuDevice:
         self._meter = meter
         self.reaches_host = not {"h2d", "d2h"} & throttle.keys()
         self._paces = {link: Pace(throttle.get(link)) for link in ("h2d", "d2h")}
-        self._workers = several({link: f"zinf-{link}" for link in self._paces}, 1, crashed)
+        self._workers = start_workers({link: f"zinf-{link}" for link in self._paces}, 1, crashed)
 
     def compiled(self) -> None:
         trim_heap()

@@ -19,7 +19,7 @@ from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import Arriving, Direction, Landing
 from zcompile.runtime.device.pages import copy_bytes, host_pages
 from zcompile.runtime.meter import Meter, Stamp
-from zcompile.runtime.transfer.ticket import Ticket, several
+from zcompile.runtime.transfer.ticket import Ticket, start_workers
 
 _CUDA: Any = torch.cuda
 """Its streams and events carry no annotations in some of the torch versions we support."""
@@ -87,7 +87,7 @@ class CudaDevice:
         self._meter = meter
         self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
         self._locks = {link: threading.Lock() for link in self._streams}
-        workers = several({of: f"zinf-{of}" for of in ("h2d", "d2h", "host")}, 1, crashed)
+        workers = start_workers({of: f"zinf-{of}" for of in ("h2d", "d2h", "host")}, 1, crashed)
         self._host = workers.pop("host")
         self._reapers = workers
         self._pinned: list[Tensor] = []

@@ -21,7 +21,7 @@ from zcompile.runtime.durable.index import (
     Resting,
     Running,
 )
-from zcompile.runtime.io.files import Directory, let_go, unusable
+from zcompile.runtime.io.files import Directory, close_or_warn, unusable_error
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 BUFFER_BYTES = 8 * MiB
@@ -64,7 +64,7 @@ class DataReader:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError) and not isinstance(error, ZinfError):
-                raise unusable(directory.path, error) from error
+                raise unusable_error(directory.path, error) from error
             raise
         return self
 
@@ -81,7 +81,7 @@ class DataReader:
         self._ahead.shutdown()
         files, self._files = self._files, []
         for directory, path, file in zip(self._directories, self.paths, files, strict=False):
-            let_go(path, partial(directory.system.close, file))
+            close_or_warn(path, partial(directory.system.close, file))
 
     def chunks(self, tensor: Resting, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
         """Bytes [begin, end) of a tensor as (where it begins, bytes), each valid until the next.

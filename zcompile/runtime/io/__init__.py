@@ -1,1 +1,1 @@
-"""Files and directories, and asynchronous reads and writes of them."""
+"""The io package reads and writes files and directories, also asynchronously."""

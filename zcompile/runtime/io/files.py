@@ -1,15 +1,10 @@
-"""A directory of the disk tier, held open: what lies in it is reached from its descriptor.
+"""A directory of the disk tier is held open, and files in it are reached from its descriptor.
 
-So a directory that is renamed, or replaced by another, is not followed elsewhere. Only what
-lies inside is ours; the path that a user gives may lead through symbolic links. Others may have put
-something there that bears one of our names, to have us write or read elsewhere: what is not a plain
-file of ours is neither opened, nor removed, nor believed.
-
-Opens a regular file and nothing else: a FIFO would be waited for, a device set going.
-
-Directories and what lies below them, reached from descriptors: links are not followed.
-
-So what others put there while we look around, or clear up, leads nowhere else.
+So a directory that is renamed, or replaced by another, is not followed elsewhere. The path that a
+user gives may lead through symbolic links; below it no link is followed. Others may have put
+something there that bears one of our names, to have us write or read elsewhere: what is not a
+regular file of ours is neither opened, nor removed, nor believed. A FIFO would block whoever opens
+it, and opening a device is to do something with it already.
 """
 
 import errno
@@ -26,79 +21,14 @@ from zcompile.errors import DiskUnusable
 from zcompile.runtime.io.system_calls import KERNEL, Name, SystemCalls
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def kind_of(found: os.stat_result) -> str:
-    """For people."""
-    return _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-
-
-def is_directory(found: os.stat_result | None) -> bool:
-    return found is not None and stat.S_ISDIR(found.st_mode)
-
-
-def is_regular(found: os.stat_result | None) -> bool:
-    return found is not None and stat.S_ISREG(found.st_mode)
-
-
-def found_at(system: SystemCalls, path: Path) -> os.stat_result | None:
-    """What a path leads to, through links; None if it leads nowhere. raises OSError"""
-    try:
-        return system.stat(path, follow=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def check_regular(found: os.stat_result) -> None:
-    """raises  OSError, if it is no regular file"""
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.ENXIO, f"it is {kind_of(found)} and no regular file")
-
-
-def open_regular(
-    system: SystemCalls,
-    name: Name,
-    flags: int,
-    check: Callable[[os.stat_result], None] = check_regular,
-    mode: int = 0o600,
-    *,
-    dir_fd: int | None = None,
-    follow: bool = False,
-) -> int:
-    """A descriptor of a file, which is there, or is made if `flags` say so.
-
-    check   raises, if it is not to be opened; asked of what bears the name, and of what was opened
-    follow  symbolic links
-    raises  OSError, and what `check` raises
-    """
-    with suppress(FileNotFoundError):  # `open` says so, or makes it
-        # To open a device is to do something with it already.
-        check(system.stat(name, dir_fd=dir_fd, follow=follow))
-    careful = flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    fd = system.open(name, careful, mode, dir_fd=dir_fd)
-    try:  # what took its place meanwhile was not waited for
-        check(system.fstat(fd))
-        system.set_flags(fd, system.flags(fd) & ~os.O_NONBLOCK)
-    except BaseException:
-        system.close(fd)
-        raise
-    return fd
-
-
 logger = logging.getLogger("zcompile.runtime.io.files")
 
 
+# --- A directory held open ---
+
+
 class Directory:
-    """The directory that `path` names now, until `close`.
+    """The directory that `path` names now, held open until `close`.
 
     system  makes all calls
     raises  OSError
@@ -133,9 +63,10 @@ class Directory:
             self.system.close(fd)
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a file in it, which only its owner may read if it is new.
+        """Open a file of the directory, or make one that only its owner may read; returns its
+        descriptor.
 
-        raises  DiskUnusable, if what is there is not a plain file of ours; OSError
+        raises  DiskUnusable, if what is there is not a regular file of ours; OSError
         """
         if flags & os.O_EXCL:
             return self.system.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
@@ -149,7 +80,7 @@ class Directory:
 
     @uninterrupted
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """What is in a file, or its first `most` bytes; None if there is none.
+        """The content of a file, or its first `most` bytes; None if there is no such file.
 
         raises  DiskUnusable, OSError
         """
@@ -164,9 +95,9 @@ class Directory:
             self.system.close(fd)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Of a file in it; None if there is none.
+        """The `stat` result of a file of the directory; None if there is no such file.
 
-        raises  DiskUnusable, if it is not a plain file of ours; OSError
+        raises  DiskUnusable, if it is not a regular file of ours; OSError
         """
         try:
             found = self.system.stat(name, dir_fd=self._fd)
@@ -176,25 +107,27 @@ class Directory:
         return found
 
     def names(self) -> list[str]:
-        """What lies in it, ordered. raises OSError"""
+        """The names in the directory, ordered. raises OSError"""
         return sorted(self.system.names(self._fd))
 
     def rename(self, name: str, new: str) -> None:
-        """raises  OSError"""
+        """Rename a file within the directory. raises  OSError"""
         self.system.rename(name, new, dir_fd=self._fd)
 
     def unlink(self, name: str) -> None:
-        """Of what may be gone already. raises DiskUnusable, if it is not ours; OSError"""
+        """Remove a file, which may be gone already. raises DiskUnusable, if it is not ours;
+        OSError"""
         self.stat(name)
         with suppress(FileNotFoundError):
             self.system.unlink(name, dir_fd=self._fd)
 
     def sync(self) -> None:
-        """The names in it are on the device. raises OSError"""
+        """Return when the names of the directory are on the device. raises OSError"""
         self.system.fsync(self._fd)
 
     def _check(self, name: str, found: os.stat_result) -> None:
-        """raises  DiskUnusable"""
+        """raises  DiskUnusable, if `found` is not a regular file with one name of a trusted
+        owner"""
         if not is_regular(found):
             raise self._refused(name, f"is {kind_of(found)}")
         if found.st_nlink > 1:
@@ -220,30 +153,31 @@ class Directory:
             return False
 
 
-def made(path: Path, system: SystemCalls = KERNEL) -> Directory:
-    """The directory `path`; a new one, for its owner alone, where there was none.
+def make_directory(path: Path, system: SystemCalls = KERNEL) -> Directory:
+    """Open the directory `path`; where there is none, make one for its owner alone.
 
     raises  DiskUnusable
     """
     try:
-        if found_at(system, path) is None:
-            _make(path, system)
+        if stat_through_links(system, path) is None:
+            _create(path, system)
     except OSError as error:
         raise DiskUnusable(
             path, f"cannot be made ({error.strerror})", "create it or give another directory"
         ) from error
-    return opened(path, system)
+    return open_directory(path, system)
 
 
-def _make(path: Path, system: SystemCalls) -> None:
+def _create(path: Path, system: SystemCalls) -> None:
+    """Make the directory `path`, and bring its name to the device."""
     with suppress(FileExistsError):  # another process was quicker
         system.mkdir(path, 0o700)
     with Directory(path.absolute().parent, system) as parent:
         parent.sync()  # else a commit in it may outlive its name
 
 
-def opened(path: Path, system: SystemCalls = KERNEL) -> Directory:
-    """As `Directory`. raises DiskUnusable"""
+def open_directory(path: Path, system: SystemCalls = KERNEL) -> Directory:
+    """Open the directory `path`, as `Directory` does. raises DiskUnusable"""
     try:
         return Directory(path, system)
     except OSError as error:
@@ -254,8 +188,8 @@ def opened(path: Path, system: SystemCalls = KERNEL) -> Directory:
         ) from error
 
 
-def unusable(path: Path, error: OSError) -> DiskUnusable:
-    """What a call of the system on a directory, or on a file in it, failed with."""
+def unusable_error(path: Path, error: OSError) -> DiskUnusable:
+    """The error for a user, where a system call on a directory or on a file in it failed."""
     return DiskUnusable(
         path,
         f"does not do what it is asked ({error.strerror or error})",
@@ -263,23 +197,100 @@ def unusable(path: Path, error: OSError) -> DiskUnusable:
     )
 
 
-def let_go(path: Path, close: Callable[[], None]) -> None:
-    """Call `close` on what nothing is lost with; a disk that refuses is told in the log."""
+def close_or_warn(path: Path, close: Callable[[], None]) -> None:
+    """Call `close` where no data can be lost by it; if the disk refuses, log a warning."""
     try:
         close()
     except OSError as error:
-        logger.warning("%s is let go, but %s", path, error.strerror or error)
+        logger.warning(
+            "%s could not be closed, which loses no data: %s", path, error.strerror or error
+        )
 
+
+# --- Regular files ---
+
+
+def check_regular(found: os.stat_result) -> None:
+    """raises  OSError, if `found` is not a regular file"""
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.ENXIO, f"it is {kind_of(found)} and no regular file")
+
+
+def open_regular(
+    system: SystemCalls,
+    name: Name,
+    flags: int,
+    check: Callable[[os.stat_result], None] = check_regular,
+    mode: int = 0o600,
+    *,
+    dir_fd: int | None = None,
+    follow: bool = False,
+) -> int:
+    """Open a regular file, or make one if `flags` say so; returns its descriptor.
+
+    check   raises, if the file is not to be opened; asked of what bears the name, and of what was
+            opened
+    follow  follow symbolic links
+    raises  OSError, and what `check` raises
+    """
+    with suppress(FileNotFoundError):  # `open` raises that, or makes the file
+        # To open a device is to do something with it already.
+        check(system.stat(name, dir_fd=dir_fd, follow=follow))
+    careful = flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    fd = system.open(name, careful, mode, dir_fd=dir_fd)
+    try:  # O_NONBLOCK: a FIFO that took the place of the file meanwhile was not waited for
+        check(system.fstat(fd))
+        system.set_flags(fd, system.flags(fd) & ~os.O_NONBLOCK)
+    except BaseException:
+        system.close(fd)
+        raise
+    return fd
+
+
+def is_regular(found: os.stat_result | None) -> bool:
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_directory(found: os.stat_result | None) -> bool:
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def stat_through_links(system: SystemCalls, path: Path) -> os.stat_result | None:
+    """The `stat` result of what a path leads to, through links; None if it leads nowhere. raises
+    OSError"""
+    try:
+        return system.stat(path, follow=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def kind_of(found: os.stat_result) -> str:
+    """What a `stat` result describes, in words for people: "a file", "a FIFO"."""
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
+
+
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+# --- Whole trees ---
 
 Visit = Callable[[Path, os.stat_result], None]
-"""Told of something below a directory: where it is, for people, and what it is."""
+"""Called with the path of something below a directory, for people, and its `stat` result."""
 
 
 @contextmanager
-def folder(
+def directory_fd(
     system: SystemCalls, name: Name, *, dir_fd: int | None = None, follow: bool = False
 ) -> Iterator[int]:
-    """A descriptor of a directory. raises  OSError, if it is none"""
+    """The descriptor of a directory while the block runs. raises  OSError, if it is no directory"""
     flags = os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
     fd = system.open(name, flags, dir_fd=dir_fd)
     try:
@@ -289,8 +300,9 @@ def folder(
             system.close(fd)
 
 
-def items(system: SystemCalls, fd: int) -> Iterator[tuple[str, os.stat_result]]:
-    """What lies in a directory, by name; what vanishes meanwhile does not. raises OSError"""
+def list_directory(system: SystemCalls, fd: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Name and `stat` result of everything in a directory, by name; skips what vanishes. raises
+    OSError"""
     for name in sorted(system.names(fd)):
         try:
             found = system.stat(name, dir_fd=fd)
@@ -299,26 +311,27 @@ def items(system: SystemCalls, fd: int) -> Iterator[tuple[str, os.stat_result]]:
         yield name, found
 
 
-def walk(system: SystemCalls, fd: int, path: Path, visit: Visit) -> None:
-    """Tell `visit` of all that lies below a directory. raises  OSError, and what `visit` raises
+def walk_tree(system: SystemCalls, fd: int, path: Path, visit: Visit) -> None:
+    """Call `visit` for everything below a directory.
 
-    path  of the directory, for people
+    path    of the directory, for people
+    raises  OSError, and what `visit` raises
     """
-    for name, found in items(system, fd):
+    for name, found in list_directory(system, fd):
         visit(path / name, found)
         if is_directory(found):
-            with folder(system, name, dir_fd=fd) as inner:
-                walk(system, inner, path / name, visit)
+            with directory_fd(system, name, dir_fd=fd) as inner:
+                walk_tree(system, inner, path / name, visit)
 
 
-def remove(system: SystemCalls, name: Name, *, dir_fd: int | None = None) -> None:
-    """A directory and all that is in it, as far as that goes. raises OSError, the first"""
+def remove_tree(system: SystemCalls, name: Name, *, dir_fd: int | None = None) -> None:
+    """Remove a directory and everything in it, as far as possible. raises OSError, the first one"""
     errors: list[OSError] = []
-    with folder(system, name, dir_fd=dir_fd) as fd:
-        for inner, found in items(system, fd):
+    with directory_fd(system, name, dir_fd=dir_fd) as fd:
+        for inner, found in list_directory(system, fd):
             try:
                 if is_directory(found):
-                    remove(system, inner, dir_fd=fd)
+                    remove_tree(system, inner, dir_fd=fd)
                 else:
                     system.unlink(inner, dir_fd=fd)
             except FileNotFoundError:

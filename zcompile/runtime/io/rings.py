@@ -1,10 +1,10 @@
-"""The lowest level of disk transfers: requests go in by one call, outcomes come out in batches.
+"""A ring hands requests for reads and writes to the system, and their outcomes back, in batches.
 
-A ring knows files by descriptor and memory by address. It does not queue, split, retry or know
-names: the engine above does, the same for every ring. Kernel AIO by raw system calls needs neither
-a thread nor a compiler, and is asynchronous for files opened with O_DIRECT only. Threads that call
-`preadv` and `pwritev` work everywhere, and on files without O_DIRECT; reads and writes have threads
-of their own, so that a slow write never stands before a read.
+A ring knows files by descriptor and memory by address. A ring does not queue, split, retry or know
+names: the engine above does, the same for every ring. There are two. Kernel AIO by raw system calls
+needs neither a thread nor a compiler, and is asynchronous for files opened with O_DIRECT only.
+Threads that call `preadv` and `pwritev` work everywhere, also on files without O_DIRECT; reads and
+writes have threads of their own, so that a slow write never stands before a read.
 """
 
 import ctypes
@@ -18,14 +18,11 @@ from queue import SimpleQueue
 from typing import ClassVar, NamedTuple, Protocol
 
 from zcompile.ir.units import MiB
-from zcompile.runtime.transfer.ticket import several
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.syscall.restype = ctypes.c_long
+from zcompile.runtime.transfer.ticket import start_workers
 
 
 class Request(NamedTuple):
-    """Bytes between `nbytes` of memory at `address` and the file at `offset`."""
+    """A read or write of `nbytes` between memory at `address` and the file at `offset`."""
 
     key: int
     write: bool
@@ -36,23 +33,27 @@ class Request(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """result  bytes moved, or an errno negated, as the kernel says it"""
+    """The end of the request `key`.
+
+    result  bytes moved, or an errno negated, as the kernel says it
+    """
 
     key: int
     result: int
 
 
 class Ring(Protocol):
-    """One thread submits at a time, and one reaps; the two may be different."""
+    """What the engine needs of a ring. One thread submits at a time, and one reaps; the two may
+    differ."""
 
     name: ClassVar[str]
     depth: int
-    """The most requests under way at once."""
+    """The most requests in flight at once."""
     request_bytes: int
     """The size of request that the engine should cut large transfers into."""
 
     def submit(self, requests: Sequence[Request]) -> int:
-        """Start the first so many, and say how many; their memory is in use from here on.
+        """Start the first requests and return how many; their memory is in use from here on.
 
         raises  OSError that refuses the first request; then none was started
         """
@@ -64,70 +65,7 @@ class Ring(Protocol):
         """Give everything back; nothing is under way any more. Idempotent."""
 
 
-def system_call(number: int, *arguments: int) -> int:
-    """A system call by its number; gives up the interpreter lock.
-
-    raises  OSError
-    """
-    while True:
-        result = int(_LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
-        if result >= 0:
-            return result
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-
-
-THREADS = 4
-"""Each way. Four requests in flight reach the disk's own speed (measured against fio)."""
-
-
-class ThreadRing:
-    """A `Ring` of 2 * THREADS threads.
-
-    direct  its files are open with O_DIRECT; if not, what was moved is dropped from the page cache
-    """
-
-    name: ClassVar[str] = "threads"
-    depth = 4 * THREADS
-    request_bytes = 16 * MiB
-
-    def __init__(self, direct: bool = True) -> None:
-        self._direct = direct
-        self._outcomes: SimpleQueue[Outcome | BaseException] = SimpleQueue()
-        crashed = self._outcomes.put
-        self._workers = several({False: "zinf-read", True: "zinf-write"}, THREADS, crashed)
-
-    def submit(self, requests: Sequence[Request]) -> int:
-        for request in requests[: self.depth]:
-            self._workers[request.write].submit(
-                partial(_serve, request, self._direct, self._outcomes)
-            )
-        return min(len(requests), self.depth)
-
-    def reap(self) -> list[Outcome]:
-        outcome = self._outcomes.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return [outcome]
-
-    def close(self) -> None:
-        for workers in self._workers.values():
-            workers.stop()
-
-
-def _serve(
-    request: Request, direct: bool, outcomes: "SimpleQueue[Outcome | BaseException]"
-) -> None:
-    view = memoryview((ctypes.c_ubyte * request.nbytes).from_address(request.address))
-    try:
-        move = os.pwritev if request.write else os.preadv
-        result = move(request.fd, [view], request.offset)
-        if not direct:
-            os.posix_fadvise(request.fd, request.offset, request.nbytes, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        result = -(error.errno or errno.EIO)
-    outcomes.put(Outcome(request.key, result))
+# --- Kernel AIO ---
 
 
 class _Numbers(NamedTuple):
@@ -148,9 +86,9 @@ _EVENT = struct.Struct("<QQqq")
 
 
 class KernelAio:
-    """A `Ring` over one AIO context.
+    """A `Ring` over one AIO context of the kernel.
 
-    raises  OSError, if this machine or its administrator has none to give
+    raises  OSError, if this machine or its administrator has no context to give
     """
 
     name: ClassVar[str] = "aio"
@@ -208,3 +146,78 @@ class KernelAio:
         if self._context:
             system_call(self._numbers.destroy, self._context)
             self._context = 0
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.syscall.restype = ctypes.c_long
+
+
+def system_call(number: int, *arguments: int) -> int:
+    """Make a system call by its number, without the interpreter lock; interrupted calls are
+    repeated.
+
+    raises  OSError
+    """
+    while True:
+        result = int(_LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
+        if result >= 0:
+            return result
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+# --- Threads ---
+
+THREADS = 4
+"""Threads for each direction. Four requests in flight reach the disk's own speed (measured against
+fio)."""
+
+
+class ThreadRing:
+    """A `Ring` of 2 * THREADS threads.
+
+    direct  the files are open with O_DIRECT; if not, moved bytes are dropped from the page cache
+    """
+
+    name: ClassVar[str] = "threads"
+    depth = 4 * THREADS
+    request_bytes = 16 * MiB
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct
+        self._outcomes: SimpleQueue[Outcome | BaseException] = SimpleQueue()
+        crashed = self._outcomes.put
+        self._workers = start_workers({False: "zinf-read", True: "zinf-write"}, THREADS, crashed)
+
+    def submit(self, requests: Sequence[Request]) -> int:
+        for request in requests[: self.depth]:
+            self._workers[request.write].submit(
+                partial(_serve, request, self._direct, self._outcomes)
+            )
+        return min(len(requests), self.depth)
+
+    def reap(self) -> list[Outcome]:
+        outcome = self._outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return [outcome]
+
+    def close(self) -> None:
+        for workers in self._workers.values():
+            workers.stop()
+
+
+def _serve(
+    request: Request, direct: bool, outcomes: "SimpleQueue[Outcome | BaseException]"
+) -> None:
+    """Carry out one request in a thread of a `ThreadRing`."""
+    view = memoryview((ctypes.c_ubyte * request.nbytes).from_address(request.address))
+    try:
+        move = os.pwritev if request.write else os.preadv
+        result = move(request.fd, [view], request.offset)
+        if not direct:
+            os.posix_fadvise(request.fd, request.offset, request.nbytes, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        result = -(error.errno or errno.EIO)
+    outcomes.put(Outcome(request.key, result))

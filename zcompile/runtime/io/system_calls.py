@@ -1,11 +1,9 @@
-"""The border to the kernel: every call on files and directories that the disk tier makes.
+"""One object makes every system call on files and directories of the disk tier and of checkpoints.
 
-Also those of checkpoints. One object makes the calls, and whoever opens the tier hands it down
-(`open_resources`), so that a test can put another in its place which records calls, refuses them,
-or does less than they ask. The requests of transfers do not pass here one by one: they go through
-rings, and `ring` is where one is opened.
-
-What a call means is the kernel's business; here are no decisions and no messages.
+Whoever opens the tier hands that object down (`open_resources`), so that a test can put another in
+its place which records calls, refuses them, or does less than they ask. The requests of transfers
+do not pass here one by one: they go through rings, and `SystemCalls.ring` is where a ring is
+opened. What a call means is the kernel's business; here are no decisions and no messages.
 """
 
 import ctypes
@@ -20,12 +18,11 @@ from zcompile.runtime.io.rings import Ring
 
 Bytes = bytes | bytearray | memoryview
 Name = str | Path
-"""Of a file: a path, or what it is called in the directory whose descriptor is given."""
-
+"""The name of a file: a path, or a name in the directory whose descriptor is given."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-"""Of linux/fcntl.h, linux/fs.h and linux/falloc.h."""
+"""Constants of linux/fcntl.h, linux/fs.h and linux/falloc.h."""
 _FICLONERANGE = 0x4020940D
 _CLONE = struct.Struct("qQQQ")
 """linux/fs.h: struct file_clone_range."""
@@ -39,14 +36,14 @@ class SystemCalls:
     """The calls of this machine's kernel. All of them raise OSError."""
 
     def open(self, name: Name, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-        """A descriptor, which programs that we start do not inherit."""
+        """Open a file; programs that we start do not inherit the descriptor."""
         return os.open(name, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def dup2(self, fd: int, onto: int) -> None:
-        """`onto` is what `fd` is, instead of what it was."""
+        """Make the descriptor `onto` refer to the file of `fd`, and to its own no more."""
         os.dup2(fd, onto, inheritable=False)
 
     def pread(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
@@ -56,7 +53,7 @@ class SystemCalls:
         return os.pwrite(fd, source, offset)
 
     def write_all(self, fd: int, content: Bytes, offset: int = 0) -> None:
-        """By as many calls of `pwrite` as it takes."""
+        """Write all of `content`, by as many calls of `pwrite` as that takes."""
         done = 0
         with memoryview(content) as view:
             while done < len(view):
@@ -65,7 +62,8 @@ class SystemCalls:
                 done += moved
 
     def read_all(self, fd: int, most: int, offset: int = 0) -> bytes:
-        """Bytes of a file from `offset` on, as many as it has, by calls of `pread`."""
+        """The bytes of a file from `offset` on, `most` or as many as there are, by calls of
+        `pread`."""
         content, done = bytearray(most), 0
         with memoryview(content) as view:
             while done < most and (moved := self.pread(fd, view[done:], offset + done)):
@@ -79,7 +77,8 @@ class SystemCalls:
         os.fdatasync(fd)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Room on the disk for these bytes; the file ends behind them, if it ended before."""
+        """Reserve room on the disk for these bytes; a file that ended before them ends behind
+        them."""
         os.posix_fallocate(fd, offset, nbytes)
 
     def truncate(self, fd: int, nbytes: int) -> None:
@@ -93,7 +92,7 @@ class SystemCalls:
             raise _last_error()
 
     def clone(self, fd: int, offset: int, source: int, begin: int, nbytes: int) -> None:
-        """At `offset` the file shares `nbytes` of the file `source`, from `begin` on."""
+        """Let the file share, from `offset` on, `nbytes` of the file `source` from `begin` on."""
         fcntl.ioctl(fd, _FICLONERANGE, _CLONE.pack(source, begin, nbytes, offset))
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -112,7 +111,8 @@ class SystemCalls:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
-        """What memory and offset of a direct transfer must be multiples of, if the kernel tells."""
+        """The multiples in which memory and offset of a direct transfer come, if the kernel says
+        so."""
         told = ctypes.create_string_buffer(256)
         statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
         if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told) != 0:
@@ -125,20 +125,23 @@ class SystemCalls:
     def stat(
         self, name: Name, *, dir_fd: int | None = None, follow: bool = False
     ) -> os.stat_result:
-        """Of what bears the name; of a symbolic link itself, unless told to `follow` it."""
+        """The `stat` result of what bears the name; of a symbolic link itself, unless told to
+        `follow` it."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=follow)
 
     def names(self, fd: int) -> Sequence[str]:
-        """What lies in a directory, in no order."""
+        """The names in a directory, in no order."""
         return os.listdir(fd)
 
     def rename(self, name: Name, new: Name, *, dir_fd: int | None = None) -> None:
-        """`name` is called `new` from here on; what was called so is gone. Both in one directory,
-        if one is given."""
+        """Call `name` `new` from here on, in the place of what was called so.
+
+        Both lie in one directory, if one is given.
+        """
         os.rename(name, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def exchange(self, one: Name, other: Name) -> None:
-        """Each bears the other's name, at once."""
+        """Swap the names of two files, atomically."""
         call: Callable[..., int] | None
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if call is None:
@@ -154,7 +157,7 @@ class SystemCalls:
         os.mkdir(name, mode, dir_fd=dir_fd)
 
     def rmdir(self, name: Name, *, dir_fd: int | None = None) -> None:
-        """Of a directory that is empty."""
+        """Remove an empty directory."""
         os.rmdir(name, dir_fd=dir_fd)
 
     def readlink(self, name: Name, *, dir_fd: int | None = None) -> str:
@@ -167,11 +170,11 @@ class SystemCalls:
         os.fchmod(fd, mode)
 
     def utime(self, fd: int, read_ns: int, written_ns: int) -> None:
-        """When it was last read, and written to."""
+        """Set the times when a file was last read and written."""
         os.utime(fd, ns=(read_ns, written_ns))
 
     def attributes(self, fd: int) -> Sequence[str]:
-        """Keys of the extended attributes."""
+        """The keys of the extended attributes of a file."""
         return os.listxattr(fd)
 
     def attribute(self, fd: int, key: str) -> bytes:
@@ -181,14 +184,15 @@ class SystemCalls:
         os.setxattr(fd, key, value)
 
     def ring(self, opened: Callable[[], Ring]) -> Ring:
-        """Where the requests of transfers will go. `opened` opens it, with calls of its own."""
+        """The ring for the requests of transfers, which `opened` opens with calls of its own."""
         return opened()
 
 
-KERNEL = SystemCalls()
-"""It holds nothing; what is not handed another makes its calls through this one."""
-
-
 def _last_error() -> OSError:
+    """The OSError of a C function that just failed."""
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code))
+
+
+KERNEL = SystemCalls()
+"""Makes the calls of everything that is not given another. It has no state."""

@@ -32,10 +32,10 @@ from zcompile.ir.units import GiB, MiB
 from zcompile.runtime.device.cpu import Pace
 from zcompile.runtime.io import trial
 from zcompile.runtime.io.engine import Engine, Move, Target
-from zcompile.runtime.io.files import Directory, let_go, made, unusable
+from zcompile.runtime.io.files import Directory, close_or_warn, make_directory, unusable_error
 from zcompile.runtime.io.rings import Ring
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
-from zcompile.runtime.io.trial import BLOCK_BYTES, direct_granule, takes_blocks, takes_direct
+from zcompile.runtime.io.trial import BLOCK_BYTES, check_buffered, direct_granule, supports_direct
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
 from zcompile.runtime.tiers.claim import Claim
@@ -101,7 +101,7 @@ class TierFile:
         self.name = name or f"zinf-{os.getpid()}-{next(_KEYS)}.tier"
         self.extents = Extents(ALIGNMENT)
         try:
-            self.direct = self._takes_direct()
+            self.direct = self._opens_direct()
             flags = os.O_RDWR | self.new | (os.O_DIRECT if self.direct else 0)
             self._fd = directory.open(self.name, flags)
         except DiskUnusable:
@@ -139,14 +139,14 @@ class TierFile:
         try:
             return self.system.fstat(self._fd).st_blocks * 512
         except OSError as error:
-            raise unusable(self.directory.path, error) from error
+            raise unusable_error(self.directory.path, error) from error
 
     def room_bytes(self) -> int:
         """What it holds and could still grow by, for an error message. raises DiskUnusable"""
         try:
             disk = self.system.statvfs(self._fd)
         except OSError as error:
-            raise unusable(self.directory.path, error) from error
+            raise unusable_error(self.directory.path, error) from error
         return self.extents.capacity + disk.f_bavail * disk.f_frsize
 
     def close(self) -> None:
@@ -155,10 +155,10 @@ class TierFile:
             remove_left(self.directory, self.name)
             self.system.close(fd)
 
-    def _takes_direct(self) -> bool:
-        if takes_direct(self.directory):
+    def _opens_direct(self) -> bool:
+        if supports_direct(self.directory):
             return True
-        takes_blocks(self.directory)
+        check_buffered(self.directory)
         logger.warning(
             "%s does not take O_DIRECT: transfers go through the page cache, which is slower and "
             "uses memory beyond host_memory",
@@ -238,14 +238,14 @@ class DiskTier:
             undo.callback(self._close_files)
             try:
                 for path in directories:
-                    self._directories.append(directory := made(path, system))
+                    self._directories.append(directory := make_directory(path, system))
                     self._claims.append(Claim(directory))
                     self._files.append(open_file(directory))
                 chosen = _chosen(self._files, rings)
             except OSError as error:
                 if isinstance(error, ZinfError):
                     raise
-                raise unusable(path, error) from error
+                raise unusable_error(path, error) from error
             for ring in chosen:
                 undo.callback(ring.close)
             engines: dict[int, Engine] = {}
@@ -387,11 +387,11 @@ class DiskTier:
         """Each, whatever becomes of the others. Nothing is lost if one fails: what a file was to
         keep was synced when it was committed."""
         for file in self._files:
-            let_go(file.path, file.close)
+            close_or_warn(file.path, file.close)
         for claim in self._claims:
-            let_go(claim.directory.path, claim.release)
+            close_or_warn(claim.directory.path, claim.release)
         for directory in self._directories:
-            let_go(directory.path, directory.close)
+            close_or_warn(directory.path, directory.close)
 
 
 class _Link:
@@ -441,7 +441,7 @@ def _closed(name: str) -> ParameterChanged:
 def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
     """raises  DiskUnusable"""
     try:
-        return trial.choose([(file.directory, file.direct) for file in files], rings)
+        return trial.choose_rings([(file.directory, file.direct) for file in files], rings)
     except OSError as error:
         why = f"cannot be read and written ({error.strerror})"
         raise DiskUnusable(files[0].directory.path, why, "give another directory") from error

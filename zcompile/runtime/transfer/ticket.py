@@ -194,7 +194,7 @@ class Workers:
                 thread.join(timeout_s)
 
 
-def several(
+def start_workers(
     names: Mapping[Key, str], threads: int, crashed: Callable[[BaseException], None]
 ) -> dict[Key, Workers]:
     """`Workers` for each name: all of them, or an error and none."""

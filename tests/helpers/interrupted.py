@@ -99,7 +99,7 @@ def state_of(store: Store) -> dict[str, object]:
         "host": meter.host.now,
         "planned host": meter.planned_host.now,
         "planned disk": meter.planned_disk.now,
-        "arena": (arena.used_bytes, sorted(arena._lent), list(arena._slots)),
+        "arena": (arena.used_bytes, sorted(arena._eager), list(arena._slots)),
         "device": meter.device.now,
         "activations": _activations(store),
         "under way": len(mover._under_way),

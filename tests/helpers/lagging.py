@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from zcompile.runtime import open
-from zcompile.runtime.device.base import Landing
+from zcompile.runtime.device.base import CopyListener
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.transfer.queue import TransferQueue
@@ -23,8 +23,8 @@ from zcompile.runtime.transfer.ticket import Promise
 class _Copy:
     """One that was enqueued; `made`: its bytes have moved."""
 
-    def __init__(self, target: Tensor, source: Tensor, landing: Landing) -> None:
-        self.target, self.source, self.landing, self.made = target, source, landing, False
+    def __init__(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
+        self.target, self.source, self.listener, self.made = target, source, listener, False
 
     def make(self):
         if not self.made:
@@ -49,15 +49,15 @@ class Lagging(CpuDevice):
         """What copies hold that are not over, for all that the host knows."""
         return [copy.source for copy in [*self._copies]]
 
-    def copy(self, direction, target, source, after, landing):
+    def copy(self, direction, target, source, after, listener):
         if direction == "h2d":
-            super().copy(direction, target, source, after, landing)
+            super().copy(direction, target, source, after, listener)
             return
-        copy = _Copy(target, source, landing)
+        copy = _Copy(target, source, listener)
         with self._changed:
             self._copies.append(copy)
             self._changed.notify_all()
-        landing.enqueued(copy)
+        listener.enqueued(copy)
         self.asked()
 
     def join(self, event):
@@ -77,7 +77,7 @@ class Lagging(CpuDevice):
             if copy is not None:
                 copy.make()
                 copy.target = copy.source = None
-                copy.landing.landed(None)
+                copy.listener.landed(None)
 
     def _tell(self, error):
         with self._changed:

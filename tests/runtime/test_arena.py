@@ -138,11 +138,11 @@ def test_garbage_is_collected_before_a_gather_is_refused(device):
 
 def test_room_that_was_held_is_held_again_once_it_is_let_go_of(device):
     arena = arena_of(device, 8 * KiB)
-    begin = arena.hold(8 * KiB, 0, "a")
+    begin = arena.reserve(8 * KiB, 0, "a")
     assert begin == 0
-    assert arena.hold(1, 0, "b") is None
-    arena.let_go(begin)
-    assert arena.hold(8 * KiB, 0, "b") == 0
+    assert arena.reserve(1, 0, "b") is None
+    arena.unreserve(begin)
+    assert arena.reserve(8 * KiB, 0, "b") == 0
 
 
 def test_memory_is_exchanged_when_nothing_lies_in_it_and_not_before(device):
@@ -154,16 +154,16 @@ def test_memory_is_exchanged_when_nothing_lies_in_it_and_not_before(device):
     arena.slot(0, 8).fill_(7)
     before = whole()
     arena.take_slot(0, 8)
-    arena.give_way(8 * MiB)
+    arena.set_outside_bytes(8 * MiB)
     assert arena.slot(0, 8).tolist() == [7] * 8
     assert whole() == before
     kept = arena.take(8, "w").fill_(9)
     arena.give_slot(0, 8)
-    arena.give_way(9 * MiB)
+    arena.set_outside_bytes(9 * MiB)
     assert kept.tolist() == [9] * 8
     assert whole() == before
     del kept
-    arena.give_way(10 * MiB)
+    arena.set_outside_bytes(10 * MiB)
     assert whole() < before - 7 * MiB
 
 

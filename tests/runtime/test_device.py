@@ -100,7 +100,7 @@ def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
     memory = device.allocate(1024)
     freed = deque()
     ties = []
-    lent = device.lend(memory[256:768], lambda owner: ties.append(Tie(owner, freed, "that")))
+    lent = device.owning_view(memory[256:768], lambda owner: ties.append(Tie(owner, freed, "that")))
     lent.fill_(5)
     assert memory.tolist() == memory[:256].tolist() + [5] * 512 + memory[768:].tolist()
     assert lent.device == memory.device
@@ -116,7 +116,7 @@ def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
 def test_lent_memory_stays_while_it_is_lent(device):
     memory = device.allocate(1 * MiB).fill_(4)
     gone = weakref.ref(memory)
-    lent = device.lend(memory, lambda owner: None)
+    lent = device.owning_view(memory, lambda owner: None)
     del memory
     assert gone() is not None
     assert lent.eq(4).all()

@@ -389,7 +389,7 @@ class StepController:
         stays = homes.get(key) == "device" and device.is_berth(key, extent)
         return not stays or extent.offset < device.window_bytes
 
-    def relieve(self, needed_bytes: int) -> bool:
+    def reclaim(self, needed_bytes: int) -> bool:
         """Something needs more of the arena than the plan left: withdraw, and remember how much.
 
         False if that cannot help: nothing rests there, or a schedule that reads it is running.
@@ -430,7 +430,7 @@ class StepController:
         try:
             return self._refitted(schedule, resident, self._staying(schedule, entries))
         except BudgetExceeded as error:
-            if not self.relieve(error.needed_bytes):
+            if not self.reclaim(error.needed_bytes):
                 raise refusal(session, schedule, error) from error
             return self.fit(schedule, entries)  # which the arena may be too small for as it is
 

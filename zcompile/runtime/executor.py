@@ -240,7 +240,7 @@ class Executor:
         self._foretell(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
-            self.store.device.compiled()
+            self.store.device.trim_after_compile()
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
                 "the model is called while a call of it is still running, from another thread",

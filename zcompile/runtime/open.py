@@ -72,7 +72,7 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
         undo.callback(mover.close, closed_error("the model"))
         device = _open_device(config, meter, mover)
         undo.callback(device.close)
-        straight = device.torch_device.type == "cpu" and device.straight("h2d")
+        straight = device.torch_device.type == "cpu" and device.can_bypass_staging("h2d")
         size = staging_size(host_budget, straight and bool(config.disk))
         device_budget = _device_budget(config, device)
         on_host = device.torch_device.type == "cpu"

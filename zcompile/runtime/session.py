@@ -146,7 +146,7 @@ class DeviceSplit:
                 "device_memory",
             )
         with deferred_interrupts():
-            store.arena.give_way(aside)
+            store.arena.set_outside_bytes(aside)
             store.homes.device.resized()
             self.held_bytes = aside
         log.info(
@@ -248,7 +248,7 @@ class Planner(Protocol):
 
     def step_ended(self, step: StepTrace) -> None: ...
     def replan(self) -> None: ...
-    def relieve(self, needed_bytes: int) -> bool: ...
+    def reclaim(self, needed_bytes: int) -> bool: ...
     def let_go(self) -> None: ...
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
     def prediction(self) -> dict[str, Any] | None: ...
@@ -350,12 +350,12 @@ class Session(Store):
         """From here on `planner` hears of every step, and decides what rests on the device."""
         self.planner = planner
         self.executor.on_step, self.executor.fit = planner.step_ended, planner.fit
-        self.arena.relieve = planner.relieve
+        self.arena.reclaim = planner.reclaim
         self.executor.recorder.on = True
 
-    def relieve(self, needed_bytes: int) -> bool:
+    def reclaim(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""
-        return self.planner is not None and self.planner.relieve(needed_bytes)
+        return self.planner is not None and self.planner.reclaim(needed_bytes)
 
     def free_bytes(self) -> dict[str, int]:
         """Of each tier but the device: what nothing rests on."""
@@ -403,8 +403,8 @@ class Session(Store):
         emulated = device.torch_device.type == "cpu"
         return Ways(
             asynchronous=not emulated,
-            straight_read=emulated and device.straight("h2d"),
-            straight_write=emulated and device.straight("d2h"),
+            straight_read=emulated and device.can_bypass_staging("h2d"),
+            straight_write=emulated and device.can_bypass_staging("d2h"),
             chunk_bytes=ring.chunk_bytes,
             ring_bytes=ring.nbytes,
             backlog_bytes=self._backlog.most_bytes,

@@ -20,7 +20,7 @@ from zcompile.errors import Unsupported
 from zcompile.ir.ties import Watch
 from zcompile.ir.units import GiB, KiB, TiB, show_size
 from zcompile.machine.staging import staging_size
-from zcompile.runtime.device.base import Direction, Landing
+from zcompile.runtime.device.base import CopyListener, Direction
 from zcompile.runtime.meter import Gauge, Meter, Stamp
 from zcompile.runtime.open import Resources
 from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
@@ -113,7 +113,7 @@ class DryRunDevice:
         self.reaches_host = emulates
         self._emulates = emulates
 
-    def compiled(self) -> None:
+    def trim_after_compile(self) -> None:
         return
 
     def free_bytes(self) -> int:
@@ -125,7 +125,7 @@ class DryRunDevice:
     def host_block(self, nbytes: int) -> Tensor:
         return blank((nbytes,), (1,), torch.uint8)
 
-    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
+    def owning_view(self, memory: Tensor, watch: Watch) -> Tensor:
         """Given back at once: eager code in a dry run takes no room from schedules."""
         watch(set())
         return blank_like(memory)
@@ -139,18 +139,18 @@ class DryRunDevice:
         target: Tensor,
         source: Tensor,
         after: Sequence[Ticket],
-        landing: Landing,
+        listener: CopyListener,
     ) -> None:
-        _land(landing)
+        _land(listener)
 
-    def straight(self, direction: Direction) -> bool:
+    def can_bypass_staging(self, direction: Direction) -> bool:
         return self._emulates
 
-    def went_straight(self, direction: Direction, nbytes: int) -> None:
+    def count_bypass(self, direction: Direction, nbytes: int) -> None:
         return
 
-    def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
-        _land(landing)
+    def clear(self, target: Tensor, after: Sequence[Ticket], listener: CopyListener) -> None:
+        _land(listener)
 
     def join(self, event: object) -> None:
         return
@@ -221,9 +221,9 @@ def open_dry_run(
     return Resources(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers))
 
 
-def _land(landing: Landing) -> None:
-    landing.enqueued(None)
-    landing.landed(None)
+def _land(listener: CopyListener) -> None:
+    listener.enqueued(None)
+    listener.landed(None)
 
 
 def _kept() -> Promise:

@@ -1,1 +1,2 @@
-"""Compute devices and their memory."""
+"""The device package makes the CPU and CUDA look alike as compute devices, and manages their
+memory."""

@@ -1,12 +1,15 @@
-"""The device arena: one bounded block of device memory, and who holds which bytes of it.
+"""The device arena is a bounded block of device memory, with account of who holds which bytes.
 
-Two kinds of holder share it. A schedule's slots lie at planned addresses, from the bottom; the
-arena only keeps account of them. Eager gathers take ranges where there is room, from the top down.
+Three kinds of holder share an arena:
 
-Device memory beside the arena, while no graph holds it: chunks of an optimizer's step lie there.
+    planned slots      of schedules, at planned addresses from the bottom; only accounted for here
+    reserved ranges    of entries that rest on the device for long, as high as they fit
+    eager ranges       of gathers outside schedules, where there is room, from the top down
 
-Between backward and the next forward, activations are gone. What they took is as good for streaming
-as the arena's window is, and larger by far where that is small.
+Beyond the arena's addresses lies its *step scratch*: the memory that compiled graphs fill with
+activations, and that is free between backward and the next forward. Chunks of an optimizer's step
+stream through it then. It is as good for that as the arena's streaming buffer, and larger by far
+where that is small.
 """
 
 import gc
@@ -28,111 +31,70 @@ from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
-
-def lies_in(tensor: Tensor, memory: Tensor | None) -> bool:
-    """Whether a tensor begins in this memory: uint8 [n]; None: there is none."""
-    if memory is None or tensor.device != memory.device:
-        return False
-    return 0 <= tensor.data_ptr() - memory.data_ptr() < memory.numel()
-
-
-class StepScratch:
-    """Its addresses go on beyond the arena's.
-
-    room    what may be used; no bytes: nothing
-    memory  while somebody may use it
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.room = NO_ROOM
-        self.memory: Tensor | None = None
-        self._needed = 0
-
-    def plan(self, room: StepRoom) -> None:
-        """From here on this may be used."""
-        assert self.memory is None, "somebody is in it"
-        self.room, self._needed = room, 0
-
-    def need(self, end: int) -> bool:
-        """Slots of a schedule end at this address. False, if that is more than is allocated."""
-        self._needed = max(self._needed, end - self.room.begin)
-        return self.memory is None or self._needed <= self.memory.numel()
-
-    def open(self) -> None:
-        """Allocate what schedules need. raises  DeviceTooSmall"""
-        if self.memory is None:
-            self.memory = self._device.allocate(self._needed)
-
-    def slot(self, address: int, nbytes: int) -> Tensor | None:
-        """The bytes of a planned slot: uint8 [nbytes]; None, if they do not lie in what is open."""
-        memory, at = self.memory, address - self.room.begin
-        if memory is None or at < 0 or at + nbytes > memory.numel():
-            return None
-        return memory[at : at + nbytes]
-
-    def close(self) -> None:
-        """Give the memory back; for who knows that nothing uses it."""
-        self.memory = None
-
-
 MOST_VIEWS = 1 << 16
-"""Of what rests in the arena; more than that is made of addresses that are used no more."""
+"""The most views kept by `Arena.view`; more than that are of addresses that are used no more."""
 
 
 class Arena:
     """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe.
 
-    transfers_over  returns when no transfer that is under way now holds memory any more
+    transfers_over  returns when no transfer that is in flight now holds memory any more
+    outside_bytes   of the device's budget that compiled graphs have instead of the arena
     """
 
     def __init__(
         self, device: Device, budget_bytes: int, in_use: Gauge, transfers_over: Callable[[], None]
     ) -> None:
-        self.budget_bytes, self.beside_bytes = budget_bytes, 0
+        self.budget_bytes, self.outside_bytes = budget_bytes, 0
         self.scratch = StepScratch(device)
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
-        self.relieve: Callable[[int], bool] = _nobody
-        """Asked, when there is no room for so many bytes, to make some; whether it did."""
+        self.reclaim: Callable[[int], bool] = _reclaims_nothing
+        """Called when there is no room for so many bytes; frees some, and says whether it did."""
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
         self._holders: dict[int, str] = {}  # of slots, by `begin`
-        self._lent: dict[int, tuple[int, str]] = {}  # begin -> (end, name)
-        self._ties: dict[int, Tie] = {}  # of what was lent as a tensor, by `begin`
+        # Eager and reserved ranges: begin -> (end, name).
+        self._eager: dict[int, tuple[int, str]] = {}
+        # Ties to the storages over eager ranges, by `begin`.
+        self._ties: dict[int, Tie] = {}
         self._returned: deque[Tie | int] = deque()
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was in use at once, measured."""
+        """The most bytes that were in use at once, measured."""
         return self._in_use.peak
 
     @property
     @uninterrupted
     def used_bytes(self) -> int:
         with self._lock:
-            self._reap()
+            self._take_back_dead()
         return self._in_use.now
 
     @uninterrupted
-    def give_way(self, nbytes: int) -> None:
-        """So much of the device is not the arena's from here on. What lies in it stays where it
-        is; the memory itself is exchanged now, or by an eager gather once nothing does."""
+    def set_outside_bytes(self, nbytes: int) -> None:
+        """Give `nbytes` of the device to compiled graphs, and the rest to the arena.
+
+        What lies in the arena stays where it is; the memory itself is exchanged now, or by an eager
+        gather once nothing lies in it.
+        """
         with self._lock:
-            self.budget_bytes += self.beside_bytes - nbytes
-            self.beside_bytes = nbytes
-            self._reap()
-            self._exchange()
+            self.budget_bytes += self.outside_bytes - nbytes
+            self.outside_bytes = nbytes
+            self._take_back_dead()
+            self._drop_memory_of_other_size()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the arena, or in its scratch."""
+        """Whether a tensor lies in the arena, or in its step scratch."""
         return lies_in(tensor, self._memory) or lies_in(tensor, self.scratch.memory)
 
     def window(self, tensor: Tensor) -> Tensor:
-        """The same bytes, not keeping `tensor`'s storage alive if that lies in the arena.
+        """The same bytes, as a view that does not keep the storage of `tensor` alive if that lies
+        in the arena.
 
         tensor  uint8 [n], contiguous
         """
@@ -154,12 +116,14 @@ class Arena:
                 (),
                 "raise device_memory",
             )
-        memory = self._memory if self._memory is not None else self._whole()
+        memory = self._memory if self._memory is not None else self._allocated()
         return memory[address : address + nbytes]
 
     def view(self, address: int, layout: Layout) -> Tensor:
-        """A tensor of `layout` over the bytes from `address` on, where something rests for long:
-        the same object each time, so nobody may change what it is. Accounts for nothing."""
+        """A tensor of `layout` over the bytes from `address` on, where an entry rests for long.
+
+        The same object each time, so nobody may change its metadata. Accounts for nothing.
+        """
         known = address, layout
         view = self._views.get(known)
         if view is None:
@@ -170,26 +134,27 @@ class Arena:
 
     @uninterrupted
     def take_slot(self, address: int, nbytes: int, name: str = "a value") -> None:
-        """A planned slot is in use from now on, for what is called `name`.
+        """Account for a planned slot, which is in use from now on for what is called `name`.
 
-        raises  BudgetExceeded, if a gather holds it; SlotsOverlap, if another slot does
+        raises  BudgetExceeded, if an eager gather holds the range; SlotsOverlap, if another slot
+                does
         """
         if nbytes == 0:
             return
-        holder = self._occupy(address, address + nbytes, name)
+        holder = self._enter_slot(address, address + nbytes, name)
         if holder is not None:
-            self._settle()
-            holder = self._occupy(address, address + nbytes, name)
+            self._wait_for_transfers()
+            holder = self._enter_slot(address, address + nbytes, name)
         if holder is not None:
             with self._lock:
-                raise self._crowded(
+                raise self._full_error(
                     nbytes,
                     f"a slot at {address} of a schedule, which the gathered {holder!r} overlaps,",
                 )
 
     @uninterrupted
     def give_slot(self, address: int, nbytes: int) -> None:
-        """The slot is not in use any more."""
+        """Account for a planned slot that is not in use any more."""
         if nbytes == 0:
             return
         with self._lock:
@@ -206,18 +171,19 @@ class Arena:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device.torch_device)
         size = aligned(nbytes)
-        begin = self._claim(size, name)
+        # A free hole; else one that transfers or garbage still held; else one that a planner frees.
+        begin = self._take_range(size, name)
         if begin is None:
-            self._settle()
-            begin = self._claim(size, name)
-        if begin is None and self.relieve(nbytes):
-            begin = self._claim(size, name)
+            self._wait_for_transfers()
+            begin = self._take_range(size, name)
+        if begin is None and self.reclaim(nbytes):
+            begin = self._take_range(size, name)
         if begin is None:
             with self._lock:
-                raise self._crowded(size, f"gathering {name!r}", whole=True)
+                raise self._full_error(size, f"gathering {name!r}", whole=True)
         try:
-            return self._device.lend(
-                self._whole()[begin : begin + nbytes], partial(self._watch, begin)
+            return self._device.owning_view(
+                self._allocated()[begin : begin + nbytes], partial(self._watch, begin)
             )
         except BaseException:
             if begin not in self._ties:
@@ -225,45 +191,50 @@ class Arena:
             raise
 
     @uninterrupted
-    def hold(self, nbytes: int, above: int, name: str) -> int | None:
-        """Where `nbytes` will rest, at `above` or higher, as high as they fit; None: nowhere."""
+    def reserve(self, nbytes: int, above: int, name: str) -> int | None:
+        """Reserve `nbytes` at `above` or higher, as high as they fit; returns the address, or
+        None."""
         with self._lock:
-            self._reap()
+            self._take_back_dead()
             top = self.budget_bytes // ALIGNMENT * ALIGNMENT
-            for begin, end in [*reversed(self._held()), (0, above)]:
+            for begin, end in [*reversed(self._used_ranges()), (0, above)]:
                 if top - nbytes >= max(end, above):
-                    self._lent[top - nbytes] = (top, name)
+                    self._eager[top - nbytes] = (top, name)
                     self._in_use.change(nbytes)
                     return top - nbytes
                 top = min(top, begin // ALIGNMENT * ALIGNMENT)
             return None
 
     @uninterrupted
-    def let_go(self, begin: int) -> None:
-        """Nothing rests any more in the room held from `begin` on."""
+    def unreserve(self, begin: int) -> None:
+        """Give back the range that was reserved from `begin` on."""
         self._returned.append(begin)
 
-    def _watch(self, begin: int, lent: object) -> None:
-        self._ties[begin] = Tie(lent, self._returned, begin)
+    def _watch(self, begin: int, view: object) -> None:
+        """Note that the range from `begin` on comes back when the storage of `view` dies."""
+        self._ties[begin] = Tie(view, self._returned, begin)
 
-    def _settle(self) -> None:
+    def _wait_for_transfers(self) -> None:
         """Before giving up: a transfer may still hold a range, or a dead reference cycle."""
         self._transfers_over()
         gc.collect()
 
-    def _claim(self, size: int, name: str) -> int | None:
+    def _take_range(self, size: int, name: str) -> int | None:
+        """Take an eager range of `size` bytes; returns its address, or None without a hole that
+        large."""
         with self._lock:
-            self._reap()
-            self._exchange()
-            begin = self._hole(size)
+            self._take_back_dead()
+            self._drop_memory_of_other_size()
+            begin = self._find_hole(size)
             if begin is None:
                 return None
-            self._lent[begin] = (begin + size, name)
+            self._eager[begin] = (begin + size, name)
             self._in_use.change(size)
             return begin
 
-    def _hole(self, size: int) -> int | None:
-        """Where `size` bytes fit: the tightest hole above all slots, else the highest below."""
+    def _find_hole(self, size: int) -> int | None:
+        """The address for `size` bytes: in the tightest hole above all slots, else in the highest
+        below."""
         floor = self._slots[-1][1] if self._slots else 0
         above: list[tuple[int, int]] = []
         below: list[int] = []
@@ -278,24 +249,25 @@ class Arena:
         return max(below, default=None)
 
     def _holes(self) -> Iterator[tuple[int, int]]:
-        """What is free, from the top down, in whole units of the alignment."""
+        """Free ranges (begin, end), from the top down, in whole units of the alignment."""
         top = self.budget_bytes // ALIGNMENT * ALIGNMENT
-        for begin, end in [*reversed(self._held()), (0, 0)]:
+        for begin, end in [*reversed(self._used_ranges()), (0, 0)]:
             low = -(-end // ALIGNMENT) * ALIGNMENT
             if low < top:
                 yield low, top
             top = min(top, begin // ALIGNMENT * ALIGNMENT)
 
-    def _held(self) -> list[tuple[int, int]]:
+    def _used_ranges(self) -> list[tuple[int, int]]:
+        """Ranges (begin, end) of slots and of eager and reserved ranges, ordered."""
         ranges = list(self._slots)
-        for begin, (end, _) in self._lent.items():
+        for begin, (end, _) in self._eager.items():
             insort(ranges, (begin, end))
         return ranges
 
-    def _occupy(self, begin: int, end: int, name: str) -> str | None:
-        """Enter a slot, or name who is in its way."""
+    def _enter_slot(self, begin: int, end: int, name: str) -> str | None:
+        """Note a slot in use; or return the name of who holds a part of it."""
         with self._lock:
-            if (holder := self._lent_within(begin, end)) is not None:
+            if (holder := self._eager_within(begin, end)) is not None:
                 return holder
             at = bisect_left(self._slots, (begin, end))
             for low, high in self._slots[max(at - 1, 0) : at + 1]:
@@ -306,34 +278,41 @@ class Arena:
             self._in_use.change(end - begin)
             return None
 
-    def _lent_within(self, begin: int, end: int) -> str | None:
-        self._reap()
-        for low, (high, name) in self._lent.items():
+    def _eager_within(self, begin: int, end: int) -> str | None:
+        """The name of who holds an eager or reserved range that overlaps [begin, end), or None."""
+        self._take_back_dead()
+        for low, (high, name) in self._eager.items():
             if low < end and begin < high:
                 return name
         return None
 
-    def _reap(self) -> None:
-        """Take back the ranges whose tensors died. They only say so, without any lock, since
-        they may die within a garbage collection that strikes while the lock is held."""
+    def _take_back_dead(self) -> None:
+        """Take back the ranges whose tensors died.
+
+        Tensors only append to `_returned` when they die, without any lock, since they may die
+        within a garbage collection that strikes while the lock is held.
+        """
         while self._returned:
             gone = self._returned.popleft()
             begin = gone if isinstance(gone, int) else gone.mark
             self._ties.pop(begin, None)
-            if begin in self._lent:
-                end, _ = self._lent.pop(begin)
+            if begin in self._eager:
+                end, _ = self._eager.pop(begin)
                 self._in_use.change(begin - end)
 
-    def _crowded(self, nbytes: int, where: str, whole: bool = False) -> BudgetExceeded:
-        """whole  room in one piece would do, wherever it is"""
-        alive = [(name, end - begin) for begin, (end, name) in self._lent.items()]
+    def _full_error(self, nbytes: int, where: str, whole: bool = False) -> BudgetExceeded:
+        """The error where `nbytes` find no room.
+
+        whole  room in one piece would do, wherever it is
+        """
+        alive = [(name, end - begin) for begin, (end, name) in self._eager.items()]
         slots = sum(end - begin for begin, end in self._slots)
         if slots:
             alive.append(("slots of the running schedule", slots))
-        if self.beside_bytes:
-            alive.append(("values of compiled graphs", self.beside_bytes))
-        budget = self.budget_bytes + self.beside_bytes
-        needed = self._in_use.now + nbytes + self.beside_bytes
+        if self.outside_bytes:
+            alive.append(("values of compiled graphs", self.outside_bytes))
+        budget = self.budget_bytes + self.outside_bytes
+        needed = self._in_use.now + nbytes + self.outside_bytes
         if whole and needed <= budget:
             holes = [top - low for low, top in self._holes()] or [0]
             alive.append((f"free, in pieces of {show_size(max(holes))} or less", sum(holes)))
@@ -349,19 +328,71 @@ class Arena:
             "gathers are planned",
         )
 
-    def _whole(self) -> Tensor:
+    def _allocated(self) -> Tensor:
+        """The memory, allocated now if this is its first use."""
         with self._lock:
             if self._memory is None:
                 self._memory = self._device.allocate(self.budget_bytes)
             return self._memory
 
-    def _exchange(self) -> None:
-        """Let go of memory of another size than is the arena's by now, if nothing is in it."""
-        memory, empty = self._memory, not self._slots and not self._lent
+    def _drop_memory_of_other_size(self) -> None:
+        """Free memory of another size than the arena has by now, if nothing lies in it."""
+        memory, empty = self._memory, not self._slots and not self._eager
         if empty and memory is not None and memory.numel() != self.budget_bytes:
             self._memory = None
             self._views.clear()
 
 
-def _nobody(nbytes: int) -> bool:
+def _reclaims_nothing(nbytes: int) -> bool:
+    """In place of `Arena.reclaim` until a planner can free room."""
     return False
+
+
+class StepScratch:
+    """Device memory outside the arena that an optimizer's step may use; its addresses follow the
+    arena's.
+
+    room    the addresses that may be used; none, if it has no bytes
+    memory  allocated while a step may use it, else None
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.room = NO_ROOM
+        self.memory: Tensor | None = None
+        self._needed = 0
+
+    def plan(self, room: StepRoom) -> None:
+        """Let steps use the addresses of `room` from here on."""
+        assert self.memory is None, "somebody is in it"
+        self.room, self._needed = room, 0
+
+    def need(self, end: int) -> bool:
+        """Note that slots of a schedule end at the address `end`; False, if more is needed than
+        allocated."""
+        self._needed = max(self._needed, end - self.room.begin)
+        return self.memory is None or self._needed <= self.memory.numel()
+
+    def open(self) -> None:
+        """Allocate what schedules need. raises  DeviceTooSmall"""
+        if self.memory is None:
+            self.memory = self._device.allocate(self._needed)
+
+    def slot(self, address: int, nbytes: int) -> Tensor | None:
+        """The bytes of a planned slot: uint8 [nbytes]; None, if they do not lie in the open
+        memory."""
+        memory, at = self.memory, address - self.room.begin
+        if memory is None or at < 0 or at + nbytes > memory.numel():
+            return None
+        return memory[at : at + nbytes]
+
+    def close(self) -> None:
+        """Free the memory. The caller knows that nothing uses it."""
+        self.memory = None
+
+
+def lies_in(tensor: Tensor, memory: Tensor | None) -> bool:
+    """Whether a tensor begins in `memory`: uint8 [n], or None for no memory."""
+    if memory is None or tensor.device != memory.device:
+        return False
+    return 0 <= tensor.data_ptr() - memory.data_ptr() < memory.numel()

@@ -1,7 +1,7 @@
-"""Where compute happens: the verbs that the CPU and CUDA devices share.
+"""`Device` is the interface to the place where compute happens, on the CPU and on CUDA.
 
-A device hands out its memory, copies both ways beside compute, and says when compute has passed
-a point. Copies of one direction are started in order; each tells its `Landing` how it went.
+A device hands out its memory, copies both ways beside compute, and says when compute has passed a
+point. Copies of one direction are started in order; each tells its `CopyListener` how it went.
 """
 
 from collections.abc import Sequence
@@ -18,43 +18,48 @@ from zcompile.runtime.transfer.ticket import Ticket
 Direction = Literal["h2d", "d2h"]
 
 
-class Landing(Protocol):
-    """Who is told about one copy. Called from any thread, each at most once, in this order."""
+class CopyListener(Protocol):
+    """Hears of one copy. Its methods are called from any thread, each at most once, in this
+    order."""
 
     def enqueued(self, event: object) -> None:
-        """The copy is enqueued; `Device.join(event)` makes compute wait for it."""
+        """The copy is enqueued; `Device.join(event)` makes compute wait for the copy."""
 
     def landed(self, error: BaseException | None) -> None:
-        """The bytes have arrived, or `error` says why not; neither memory is touched again."""
+        """The bytes have arrived, or `error` says why not; the copy touches neither memory
+        again."""
 
 
 class Device(Protocol):
+    """The operations that the runtime needs of a compute device."""
+
     torch_device: torch.device
     reaches_host: bool
     """Whether compute may touch host memory, and no throttled link must show between them."""
     chunk_bytes: int
-    """Most bytes per operand and chunk of an optimizer's step."""
+    """The most bytes per operand and chunk of an optimizer's step."""
 
-    def compiled(self) -> None:
-        """Something was compiled: let go of memory that this left behind."""
+    def trim_after_compile(self) -> None:
+        """Return memory that a compilation left behind to the system."""
 
     def free_bytes(self) -> int:
         """Bytes that an arena could have now."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Arena memory: uint8 [nbytes] on the device. raises DeviceTooSmall"""
+        """Memory for the arena: uint8 [nbytes] on the device. raises DeviceTooSmall"""
 
     def host_block(self, nbytes: int) -> Tensor:
         """Host memory that copies are fast from and to: uint8 [nbytes], zeroed, 2 MiB aligned."""
 
-    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
-        """A tensor with a storage of its own over `memory`'s bytes, which it keeps alive.
+    def owning_view(self, memory: Tensor, watch: Watch) -> Tensor:
+        """A tensor with a storage of its own over the bytes of `memory`, which that storage keeps
+        alive.
 
         watch  told of an object that dies with the last tensor over that storage
         """
 
     def mark(self) -> Ticket:
-        """Complete once all compute that this thread submitted so far is."""
+        """A ticket that is complete once all compute is that this thread submitted so far."""
 
     def copy(
         self,
@@ -62,24 +67,26 @@ class Device(Protocol):
         target: Tensor,
         source: Tensor,
         after: Sequence[Ticket],
-        landing: Landing,
+        listener: CopyListener,
     ) -> None:
         """Start a copy between host and device memory once the marks `after` are complete.
 
         target, source  uint8 [n], contiguous
         """
 
-    def straight(self, direction: Direction) -> bool:
-        """Whether a file may be read into host memory, or written from it, without a copy between.
+    def can_bypass_staging(self, direction: Direction) -> bool:
+        """Whether a file may be read into host memory, or written from there, without a copy
+        between.
 
         False where the link must show: a throttled one of the emulated device.
         """
 
-    def went_straight(self, direction: Direction, nbytes: int) -> None:
-        """A transfer between a file and host memory that was not copied is over."""
+    def count_bypass(self, direction: Direction, nbytes: int) -> None:
+        """Count a finished transfer between a file and host memory that needed no copy."""
 
-    def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
-        """Start zeroing device memory; ordered like a copy to it, and no traffic."""
+    def clear(self, target: Tensor, after: Sequence[Ticket], listener: CopyListener) -> None:
+        """Start zeroing device memory; ordered like a copy to that memory, and not counted as
+        traffic."""
 
     def join(self, event: object) -> None:
         """Compute of this thread waits for an enqueued copy."""
@@ -88,16 +95,16 @@ class Device(Protocol):
         """This moment of compute, for a stopwatch."""
 
     def close(self) -> None:
-        """Stop copying and let go of host memory; idempotent."""
+        """Stop copying and give host memory back; idempotent."""
 
 
-class Arriving:
-    """Runs a copy and tells its landing the outcome, whatever that is."""
+class CopyReport:
+    """Reports to a listener how the copy in the `with` block went; only interrupts pass on."""
 
-    __slots__ = ("_landing",)
+    __slots__ = ("_listener",)
 
-    def __init__(self, landing: Landing) -> None:
-        self._landing = landing
+    def __init__(self, listener: CopyListener) -> None:
+        self._listener = listener
 
     def __enter__(self) -> None:
         return
@@ -109,6 +116,6 @@ class Arriving:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            self._landing.enqueued(None)
-        self._landing.landed(error)
+            self._listener.enqueued(None)
+        self._listener.landed(error)
         return error is None or isinstance(error, Exception)

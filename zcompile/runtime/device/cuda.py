@@ -1,7 +1,7 @@
-"""The CUDA device: a stream per direction beside compute, events in between.
+"""The CUDA device copies on one stream per direction beside compute, with events in between.
 
-A copy is enqueued by whoever asks for it, and a reaper thread per direction learns from its event
-that it has landed. Nothing here touches CUDA before a `CudaDevice` is made.
+Whoever asks for a copy enqueues it, and a reaper thread per direction learns from an event that the
+copy has landed. Nothing here touches CUDA before a `CudaDevice` is made.
 """
 
 import threading
@@ -16,56 +16,13 @@ from torch import Tensor
 from zcompile.errors import ConfigInvalid, DeviceTooSmall
 from zcompile.ir.ties import Watch
 from zcompile.ir.units import MiB
-from zcompile.runtime.device.base import Arriving, Direction, Landing
+from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
 from zcompile.runtime.device.pages import copy_bytes, host_pages
 from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.transfer.ticket import Ticket, start_workers
 
 _CUDA: Any = torch.cuda
-"""Its streams and events carry no annotations in some of the torch versions we support."""
-
-
-@dataclass(frozen=True)
-class CudaStamp:
-    event: Any
-
-    def until(self, later: Stamp) -> float:
-        assert isinstance(later, CudaStamp)
-        later.event.synchronize()
-        return float(self.event.elapsed_time(later.event)) / 1e3
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Complete once a stream has passed `event`."""
-
-    event: Any
-    device: torch.device
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def join_compute(self) -> None:
-        _CUDA.current_stream(self.device).wait_event(self.event)
-
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """Device memory in the form that `torch.as_tensor` adopts without a copy."""
-
-    memory: Tensor
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.memory.numel(),),
-            "typestr": "|u1",
-            "version": 2,
-            "data": (self.memory.data_ptr(), False),
-        }
+"""`torch.cuda`, whose streams and events carry no annotations in some torch versions we support."""
 
 
 class CudaDevice:
@@ -76,8 +33,8 @@ class CudaDevice:
     """Starting a transfer costs about 100 us of Python on either side; at the 50 GB/s of a PCIe 5
     link 32 MiB takes 0.6 ms, so that the link and not the interpreter sets the pace."""
 
-    def compiled(self) -> None:
-        """Nothing that counts: activations do not lie in malloc's heap."""
+    def trim_after_compile(self) -> None:
+        """Nothing to do: activations do not lie in malloc's heap."""
 
     def __init__(
         self, device: torch.device, meter: Meter, crashed: Callable[[BaseException], None]
@@ -117,8 +74,8 @@ class CudaDevice:
             self._pinned.append(block)
         return block
 
-    def lend(self, memory: Tensor, watch: Watch) -> Tensor:
-        borrowed = _Borrowed(memory)
+    def owning_view(self, memory: Tensor, watch: Watch) -> Tensor:
+        borrowed = _ArrayInterface(memory)
         watch(borrowed)
         if memory.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
@@ -135,28 +92,28 @@ class CudaDevice:
         target: Tensor,
         source: Tensor,
         after: Sequence[Ticket],
-        landing: Landing,
+        listener: CopyListener,
     ) -> None:
-        if target.device == source.device:  # a gradient that is on the host already
-            self._host.submit(partial(_copy_on_host, target, source, landing))
+        if target.device == source.device:  # both on the host: a gradient that is there already
+            self._host.submit(partial(_copy_on_host, target, source, listener))
         else:
             self._enqueue(
                 direction,
                 partial(target.copy_, source, non_blocking=True),
                 after,
-                landing,
+                listener,
                 [target, source],
                 target.numel(),
             )
 
-    def straight(self, direction: Direction) -> bool:
+    def can_bypass_staging(self, direction: Direction) -> bool:
         return True
 
-    def went_straight(self, direction: Direction, nbytes: int) -> None:
-        """Between a file and host memory: no link of the device was used."""
+    def count_bypass(self, direction: Direction, nbytes: int) -> None:
+        """Nothing to count: between a file and host memory no link of the device is used."""
 
-    def clear(self, target: Tensor, after: Sequence[Ticket], landing: Landing) -> None:
-        self._enqueue("h2d", target.zero_, after, landing, [target], 0)
+    def clear(self, target: Tensor, after: Sequence[Ticket], listener: CopyListener) -> None:
+        self._enqueue("h2d", target.zero_, after, listener, [target], 0)
 
     def join(self, event: object) -> None:
         if event is not None:
@@ -182,33 +139,46 @@ class CudaDevice:
         direction: Direction,
         work: Callable[[], object],
         after: Sequence[Ticket],
-        landing: Landing,
+        listener: CopyListener,
         alive: list[Tensor],
         nbytes: int,
     ) -> None:
+        """Enqueue `work` on the stream of a direction, after the marks `after`, and hand its end to
+        a reaper.
+
+        alive  tensors that are kept until the work is over
+        """
         stream = self._streams[direction]
         event = _CUDA.Event(blocking=True)
         try:
-            # Under the lock, so that the last event a landing hears of is the last on the stream.
+            # Under the lock, so that the last event a listener hears of is the last on the stream.
             with self._locks[direction], _CUDA.stream(stream):
                 for mark in after:
                     assert isinstance(mark, Mark)
                     stream.wait_event(mark.event)
                 work()
                 event.record(stream)
-                landing.enqueued(event)
+                listener.enqueued(event)
         except RuntimeError as error:
-            landing.landed(error)
+            listener.landed(error)
             return
         self._reapers[direction].submit(
-            partial(self._reap, direction, event, landing, alive, nbytes)
+            partial(self._reap, direction, event, listener, alive, nbytes)
         )
 
     def _reap(
-        self, direction: Direction, event: Any, landing: Landing, alive: list[Tensor], nbytes: int
+        self,
+        direction: Direction,
+        event: Any,
+        listener: CopyListener,
+        alive: list[Tensor],
+        nbytes: int,
     ) -> None:
-        """`alive` is held until the copy is over, so that no allocator reuses it under that, and no
-        longer: whoever waits for the copy may count on the memory then."""
+        """Wait for `event`, count the bytes, and report.
+
+        alive  held until the copy is over, so that no allocator reuses the memory meanwhile, and no
+               longer: whoever waits for the copy may count on the memory then
+        """
         error: RuntimeError | None = None
         try:
             if not event.query():  # asking is cheaper than sleeping, if it is over already
@@ -218,9 +188,55 @@ class CudaDevice:
         if error is None and nbytes:
             self._meter.moved(direction, nbytes)
         alive.clear()
-        landing.landed(error)
+        listener.landed(error)
 
 
-def _copy_on_host(target: Tensor, source: Tensor, landing: Landing) -> None:
-    with Arriving(landing):
+@dataclass(frozen=True)
+class CudaStamp:
+    """A moment on a stream of the device."""
+
+    event: Any
+
+    def until(self, later: Stamp) -> float:
+        assert isinstance(later, CudaStamp)
+        later.event.synchronize()
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A ticket that is complete once a stream has passed `event`."""
+
+    event: Any
+    device: torch.device
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def join_compute(self) -> None:
+        _CUDA.current_stream(self.device).wait_event(self.event)
+
+
+@dataclass(frozen=True)
+class _ArrayInterface:
+    """Device memory in the form that `torch.as_tensor` takes over without a copy."""
+
+    memory: Tensor
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.memory.numel(),),
+            "typestr": "|u1",
+            "version": 2,
+            "data": (self.memory.data_ptr(), False),
+        }
+
+
+def _copy_on_host(target: Tensor, source: Tensor, listener: CopyListener) -> None:
+    """Copy between host memories, and report."""
+    with CopyReport(listener):
         copy_bytes(target, source, target.numel())

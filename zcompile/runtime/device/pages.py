@@ -1,8 +1,8 @@
-"""Host memory in huge pages.
+"""Host memory comes in huge pages, and copies of it by one thread without the interpreter lock.
 
-Transfers through 4 KiB pages reach about 0.6 of the speed of 2 MiB pages and cost several times
-the CPU time, so every arena on the host is an anonymous mapping, aligned to 2 MiB and advised
-huge. Nothing is touched here: resident memory grows with use.
+Transfers through 4 KiB pages reach about 0.6 of the speed of 2 MiB pages and cost several times the
+CPU time, so every arena on the host is an anonymous mapping, aligned to 2 MiB and advised huge.
+Nothing is touched here: resident memory grows with use.
 """
 
 import ctypes
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from zcompile.ir.units import MiB
 
+# --- Mappings ---
+
 HUGE_PAGE_BYTES = 2 * MiB
-RETURNED_BYTES = 1 * MiB
-"""Freed blocks of this size and more go back to the system on the emulated device."""
-_M_MMAP_THRESHOLD = -3
-"""glibc's malloc.h."""
 
 
 def machine_bytes() -> int:
@@ -26,27 +24,8 @@ def machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def give_back_freed_blocks() -> None:
-    """Let malloc return large blocks when they are freed, for this whole process.
-
-    By itself glibc raises the size from which a block is a mapping of its own, up to 32 MiB, and
-    what is freed below that stays resident: 2 to 3 times the activations of a small GPT. A C
-    library without the call keeps its own ways.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
-
-
-def trim_heap() -> None:
-    """Give what malloc keeps free back to the system; a compilation leaves much of that behind."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def host_pages(nbytes: int) -> Tensor:
-    """Zeroed host memory of its own mapping; unmapped when its last tensor dies.
+    """Zeroed host memory in a mapping of its own, unmapped when its last tensor dies.
 
     returns  uint8 [nbytes], 2 MiB aligned
     """
@@ -65,6 +44,36 @@ def host_pages(nbytes: int) -> Tensor:
     return memory[start : start + nbytes]
 
 
+# --- The heap of the process ---
+
+RETURNED_BYTES = 1 * MiB
+"""Freed blocks of this size and more go back to the system on the emulated device."""
+_M_MMAP_THRESHOLD = -3
+"""A constant of glibc's malloc.h."""
+
+
+def give_back_freed_blocks() -> None:
+    """Let malloc return large blocks to the system when they are freed, for this whole process.
+
+    By itself glibc raises the size from which a block is a mapping of its own, up to 32 MiB, and
+    what is freed below that stays resident: 2 to 3 times the activations of a small GPT. A C
+    library without the call keeps its own ways.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
+
+
+def trim_heap() -> None:
+    """Return the free memory of malloc to the system; a compilation leaves much of that behind."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# --- Copies by address ---
+
+
 def copy_bytes(target: Tensor, source: Tensor, nbytes: int) -> None:
     """Copy between host memories: one thread, the GIL released.
 
@@ -79,7 +88,7 @@ def clear_bytes(target: Tensor, nbytes: int) -> None:
 
 
 def check_memory(dense: Tensor) -> None:
-    """For who hands out its address, as to a disk.
+    """Check a tensor whose address will be handed out, as to a disk.
 
     raises  RuntimeError, if its elements do not lie one after the other in memory
     """
@@ -88,7 +97,7 @@ def check_memory(dense: Tensor) -> None:
 
 
 def address_of(memory: Tensor, nbytes: int) -> int:
-    """Where `nbytes` bytes begin that may be read and written from the first element on.
+    """The address from which `nbytes` bytes may be read and written.
 
     raises  RuntimeError, if the tensor has no memory there: a copy by address would end the process
     """
@@ -103,6 +112,7 @@ def address_of(memory: Tensor, nbytes: int) -> int:
 
 
 def _no_memory(nbytes: int, memory: Tensor) -> RuntimeError:
+    """The error for a tensor without `nbytes` bytes of memory."""
     return RuntimeError(
         f"{nbytes} bytes were to be copied where a tensor of {tuple(memory.size())} "
         f"{memory.dtype} on {memory.device} has no memory; please report this to zcompile"

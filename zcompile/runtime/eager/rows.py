@@ -207,7 +207,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
     try:
         schedule = session.step(kind, build)
     except BudgetExceeded as error:
-        if not session.relieve(error.needed_bytes):
+        if not session.reclaim(error.needed_bytes):
             raise
         make_copy(entry, cast)  # anew, since they rest elsewhere now
         return

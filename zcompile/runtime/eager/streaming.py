@@ -412,7 +412,7 @@ def stream(
     try:
         schedule = session.step(key, build)
     except BudgetExceeded as error:
-        if not session.relieve(error.needed_bytes):
+        if not session.reclaim(error.needed_bytes):
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
         stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
         return
@@ -449,7 +449,7 @@ def apply_deferred(entry: Entry) -> None:
     try:
         schedule = session.step(("deferred", room, changes, here), build)
     except BudgetExceeded as error:
-        if not session.relieve(error.needed_bytes):
+        if not session.reclaim(error.needed_bytes):
             raise session.split.too_small(error, "what was deferred", "its operands") from error
         apply_deferred(entry)
         return

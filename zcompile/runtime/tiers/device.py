@@ -79,7 +79,7 @@ class DeviceTier(NearTier):
             return True
         if old is not None:
             return False  # somebody is in it, else it were cleared
-        begin = self._arena.hold(size, self.window_bytes, name)
+        begin = self._arena.reserve(size, self.window_bytes, name)
         if begin is None:
             return False
         self._berths[key] = Extent(0, begin, size, name)
@@ -94,7 +94,7 @@ class DeviceTier(NearTier):
         """Give back the berths that no entry is in."""
         for key, extent in list(self._berths.items()):
             if extent.offset not in self._taken:
-                self._arena.let_go(self._berths.pop(key).offset)
+                self._arena.unreserve(self._berths.pop(key).offset)
         left = (extent.offset for extent in self._berths.values())
         self._floor = min(left, default=self._arena.budget_bytes)
 
@@ -120,7 +120,7 @@ class DeviceTier(NearTier):
         if not self._berths:
             return None
         size = aligned(nbytes)
-        begin = self._arena.hold(size, self.window_bytes, name)
+        begin = self._arena.reserve(size, self.window_bytes, name)
         if begin is None:
             return None
         self._spare.add(begin)
@@ -133,7 +133,7 @@ class DeviceTier(NearTier):
     def release(self, extent: Extent) -> None:
         if extent.offset in self._spare:
             self._spare.discard(extent.offset)
-            self._arena.let_go(extent.offset)
+            self._arena.unreserve(extent.offset)
         self._taken.discard(extent.offset)
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from zcompile.errors import DiskUnusable, ParameterChanged, TierFull, ZinfError
 from zcompile.ir.handles import ANEW
 from zcompile.ir.units import GiB, MiB
-from zcompile.runtime.device.cpu import Pace
+from zcompile.runtime.device.cpu import Throttle
 from zcompile.runtime.io import trial
 from zcompile.runtime.io.engine import Engine, Move, Target
 from zcompile.runtime.io.files import Directory, close_or_warn, make_directory, unusable_error
@@ -406,7 +406,7 @@ class _Link:
     ) -> None:
         self._name = name
         self._meter = meter
-        self._pace = Pace(bytes_per_s)
+        self._throttle = Throttle(bytes_per_s)
         self._pacer = Workers(f"zinf-{name}", 1, crashed) if bytes_per_s is not None else None
 
     def arrived(
@@ -424,12 +424,12 @@ class _Link:
 
     def close(self) -> None:
         """What is still held back never arrives: its store is closing."""
-        self._pace.open()
+        self._throttle.stop()
         if self._pacer is not None:
             self._pacer.stop()
 
     def _hold(self, promise: Promise, nbytes: int, since: float) -> None:
-        self._pace.hold(nbytes, since)
+        self._throttle.delay(nbytes, since)
         self._meter.busy(self._name, nbytes, since, time.perf_counter())
         promise.finish()
 

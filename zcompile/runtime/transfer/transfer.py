@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.types import ALIGNMENT
-from zcompile.runtime.device.base import Arriving, Device, Direction, Landing
+from zcompile.runtime.device.base import CopyListener, CopyReport, Device, Direction
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.base import Buffer, Place
@@ -186,7 +186,7 @@ class Transfer(ABC):
         Whole granules at an address that is a multiple of them; the last may reach into padding.
         """
         memory, granule = self.part(begin, end), self.place.tier.granule
-        if not (memory.is_cpu and self.means.device.straight(self.direction)):
+        if not (memory.is_cpu and self.means.device.can_bypass_staging(self.direction)):
             return None
         if begin % granule or memory.data_ptr() % granule:
             return None
@@ -240,7 +240,7 @@ class Fetch(Transfer):
         self.landed(error)
 
     def note_straight(self, nbytes: int) -> None:
-        self.means.device.went_straight(self.direction, nbytes)
+        self.means.device.count_bypass(self.direction, nbytes)
 
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         low, high = self.place.blocks(begin, end)
@@ -261,8 +261,8 @@ class Fetch(Transfer):
             _FetchedChunk(self, buffer),
         )
 
-    def copy(self, target: Tensor, source: Tensor, landing: Landing) -> None:
-        self.means.device.copy("h2d", target, source, self.marks, landing)
+    def copy(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
+        self.means.device.copy("h2d", target, source, self.marks, listener)
 
     def clear(self, target: Tensor) -> None:
         self.means.device.clear(target, self.marks, self)
@@ -271,12 +271,12 @@ class Fetch(Transfer):
 class ReadBack(Fetch):
     """From home to ordinary host memory, whatever the device."""
 
-    def copy(self, target: Tensor, source: Tensor, landing: Landing) -> None:
-        with Arriving(landing):
+    def copy(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
+        with CopyReport(listener):
             copy_bytes(target, source, target.numel())
 
     def clear(self, target: Tensor) -> None:
-        with Arriving(self):
+        with CopyReport(self):
             clear_bytes(target, target.numel())
 
     def note_straight(self, nbytes: int) -> None:
@@ -285,7 +285,7 @@ class ReadBack(Fetch):
 
 @dataclass(frozen=True)
 class _FetchedChunk:
-    """The landing of one chunk on the device."""
+    """The listener of one chunk on the device."""
 
     fetch: Fetch
     buffer: Buffer
@@ -329,7 +329,7 @@ class Put(Transfer):
 
     def _went_straight(self, error: BaseException | None) -> None:
         if error is None:
-            self.means.device.went_straight(self.direction, self.end - self.begin)
+            self.means.device.count_bypass(self.direction, self.end - self.begin)
             self.enqueued(None)
         self.landed(error)
 
@@ -350,8 +350,8 @@ class Put(Transfer):
             return
         low, high = self.place.blocks(begin, end)
         target = buffer.memory[begin - low : end - low]
-        landing = LeftChunk(self, partial(self.write, low, high, buffer))
-        self.means.device.copy("d2h", target, self.part(begin, end), self.marks, landing)
+        listener = LeftChunk(self, partial(self.write, low, high, buffer))
+        self.means.device.copy("d2h", target, self.part(begin, end), self.marks, listener)
 
     def write(self, low: int, high: int, buffer: Buffer, error: BaseException | None) -> None:
         if error is not None:
@@ -368,7 +368,7 @@ class Put(Transfer):
 
 @dataclass(frozen=True)
 class LeftChunk:
-    """The landing of one chunk in a buffer of the ring; then it goes on."""
+    """The listener of one chunk in a buffer of the ring; then it goes on."""
 
     transfer: Put
     then: Callback

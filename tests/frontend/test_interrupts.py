@@ -305,7 +305,7 @@ def test_a_second_interrupt_breaks_a_wait_and_only_that():
     def send():
         """When the main thread is seen in its wait."""
         main = threading.main_thread().ident
-        while sys._current_frames()[main].f_code is not Promise.settle.__code__:
+        while sys._current_frames()[main].f_code is not Promise.wait_finished.__code__:
             os.sched_yield()
         signal.pthread_kill(main, signal.SIGINT)
 

@@ -38,10 +38,10 @@ def lost_of(session: Session, tensors: Iterable[Tensor]) -> dict[str, object]:
         "entries": [e.name for e in session._entries.values() if e.key not in wanted],
         "host": _lost_on_host(session),
         "disk": [*_lost_on_disk(session), *_lost_in_scratch(session)],
-        "staging": session._means.staging._ranges.used_bytes,
+        "staging": session._context.staging._ranges.used_bytes,
         "backlog": session._backlog._now,
         "arena": session.arena.used_bytes,
-        "under way": len(session._mover._under_way),
+        "under way": len(session._mover._in_flight),
     }
     return {what: value for what, value in found.items() if value}
 

@@ -102,9 +102,9 @@ def state_of(store: Store) -> dict[str, object]:
         "arena": (arena.used_bytes, sorted(arena._eager), list(arena._slots)),
         "device": meter.device.now,
         "activations": _activations(store),
-        "under way": len(mover._under_way),
+        "under way": len(mover._in_flight),
         "backlog": store._backlog._now,
-        "staging": store._means.staging._ranges.used_bytes,
+        "staging": store._context.staging._ranges.used_bytes,
         "locks": sorted(_locked(store)),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
@@ -122,7 +122,7 @@ def _locked(store: Store) -> Iterator[str]:
         "mover": store._mover,
         "arena": store.arena,
         "backlog": store._backlog,
-        "staging": store._means.staging,
+        "staging": store._context.staging,
         "meter": store.meter,
     }
     owners |= {tier.name: tier for tier in store.homes._tiers}

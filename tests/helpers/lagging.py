@@ -87,7 +87,7 @@ class Lagging(CpuDevice):
 def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
     """From here on models are offloaded to lagging devices; those that were made."""
     made: list[Lagging] = []
-    settle, drain = Promise.settle, TransferQueue.drain
+    settle, drain = Promise.wait_finished, TransferQueue.drain
 
     def make(*given):
         made.append(Lagging(*given))
@@ -99,11 +99,11 @@ def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
         settle(promise)
 
     def wait_for_all(mover):
-        while transfers := [*mover._under_way]:
-            transfers[0].home.settle()
+        while transfers := [*mover._in_flight]:
+            transfers[0].home.wait_finished()
         drain(mover)
 
     patch.setattr(open, "CpuDevice", make)
-    patch.setattr(Promise, "settle", wait_for_it)
+    patch.setattr(Promise, "wait_finished", wait_for_it)
     patch.setattr(TransferQueue, "drain", wait_for_all)
     return made

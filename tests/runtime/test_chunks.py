@@ -96,7 +96,9 @@ def test_a_buffer_has_room_for_whole_blocks_once_or_twice(store, chunks, data, k
         reached = high
         first, last = entry.place.blocks(low, high)
         times = 2 if kind is Add else 1
-        assert buffer.nbytes == transfer.room(low, high) <= store._means.staging.chunk_bytes
+        assert (
+            buffer.nbytes == transfer.buffer_bytes(low, high) <= store._context.staging.chunk_bytes
+        )
         assert last - first <= buffer.nbytes // times < last - first + BLOCK_BYTES
         assert buffer.nbytes // times % BLOCK_BYTES == 0, "each half begins at a block"
     assert reached == end

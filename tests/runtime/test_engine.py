@@ -144,7 +144,7 @@ def test_an_error_is_told_when_no_request_touches_the_memory_any_more(small_requ
     with held(faults):
         promise = tier.write(extent, 0, filled(4 * UNIT))
         assert not promise.done()
-    promise.settle()
+    promise.wait_finished()
     assert not tier._engines[0]._in_flight
 
 

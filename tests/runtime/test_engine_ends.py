@@ -60,7 +60,7 @@ def test_a_defect_in_a_callback_is_reported_and_the_engine_goes_on(tier, crashes
         raise ZeroDivisionError
 
     promise.then(defect)
-    promise.settle()
+    promise.wait_finished()
     assert serves(tier)
     assert [type(error) for error in crashes] == [ZeroDivisionError]
     crashes.clear()

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.runtime.tiers.extents import Extents, Written
+from zcompile.runtime.tiers.extents import RangeAllocator, WrittenRanges
 
 UNIT = 64
 
@@ -13,7 +13,7 @@ UNIT = 64
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60))
 def test_extents_never_overlap_and_all_room_is_found_again(steps):
-    space = Extents(UNIT, 4096)
+    space = RangeAllocator(UNIT, 4096)
     held: list[tuple[int, int]] = []
     for take, n in steps:
         if take or not held:
@@ -37,7 +37,7 @@ def test_extents_never_overlap_and_all_room_is_found_again(steps):
 
 
 def test_a_space_grows_and_knows_what_is_spare_at_its_end():
-    space = Extents(UNIT, 128)
+    space = RangeAllocator(UNIT, 128)
     assert space.take(128) == 0
     assert space.spare_at_end() == 0
     assert space.take(64) is None
@@ -52,7 +52,7 @@ RANGES = [(begin, end) for begin, end in product(range(5), repeat=2) if begin <=
 def test_every_way_to_write_two_ranges_is_known_to_the_byte():
     """Of a block that was thought to hold nothing the bytes beside a write would be lost."""
     for ranges in product(RANGES, repeat=2):
-        written, model = Written(), set()
+        written, model = WrittenRanges(), set()
         for a, b in ranges:
             written.add(a, b)
             model |= set(range(a, b))
@@ -75,7 +75,7 @@ def test_every_way_to_write_two_ranges_is_known_to_the_byte():
     st.integers(0, 60),
 )
 def test_written_ranges_are_those_that_were_added(ranges, begin, end):
-    written, model = Written(), set()
+    written, model = WrittenRanges(), set()
     for a, b in ranges:
         written.add(a, b)
         model |= set(range(a, b))

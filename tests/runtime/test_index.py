@@ -26,7 +26,7 @@ from zcompile.runtime.durable.index import (
     write_beside,
 )
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.tiers.extents import Extents
+from zcompile.runtime.tiers.extents import RangeAllocator
 
 WEIGHT = Resting(
     "model.a.weight",
@@ -159,7 +159,7 @@ def test_pieces_are_what_was_written_last_and_whole(writes):
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 6)), max_size=12))
 def test_a_range_is_taken_once(ranges):
-    extents, taken = Extents(1, 16), set()
+    extents, taken = RangeAllocator(1, 16), set()
     for offset, length in ranges:
         wanted = set(range(offset, offset + length))
         free = not wanted & taken and offset + length <= 16

@@ -43,7 +43,7 @@ def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow
     transfer = session.put(entry, gradient.view(torch.uint8))
     leaving.sent(NBYTES, NO_ROWS)
     leaving.join()
-    assert transfer.over.done()
+    assert transfer.memory_free.done()
     assert not transfer.done()
     gradient.zero_()
     assert session.read_all(entry).view(torch.float32).eq(1).all()

@@ -25,7 +25,7 @@ class Asks:
         self.ring, self.lane = ring, lane
         self.held = []
 
-    def room(self, begin, end):
+    def buffer_bytes(self, begin, end):
         return end - begin
 
     def begin_chunk(self, begin, end, buffer):

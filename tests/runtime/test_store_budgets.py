@@ -118,10 +118,10 @@ def test_the_backlog_takes_as_much_as_it_may_and_not_a_byte_more(monkeypatch):
     class Less(Promise):
         """Whoever waits for it finds that four bytes leave in the meantime."""
 
-        def settle(self):
+        def wait_finished(self):
             waits.append(self.done())
             backlog.leave(4)
-            super().settle()
+            super().wait_finished()
 
     monkeypatch.setattr(queue, "Promise", Less)
     backlog = queue.Backlog(10)

@@ -131,7 +131,7 @@ def test_a_forgotten_store_that_gets_no_thread_is_closed_by_who_waits(tmp_path, 
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    store._means.adder.submit(closing)
+    store._context.adder.submit(closing)
     asked.wait()
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) != []
@@ -144,7 +144,7 @@ def test_a_forgotten_store_that_gets_no_thread_is_closed_by_who_waits(tmp_path, 
 def test_a_store_may_die_in_one_of_its_own_threads(tmp_path, own_threads):
     before = own_threads()
     store = Store(Config(device="cpu", device_memory="8MiB", host_memory="1MiB", disk=tmp_path))
-    store._means.adder.submit(store._close)
+    store._context.adder.submit(store._close)
     deadline = time.monotonic() + 20
     while own_threads() != before and time.monotonic() < deadline:
         time.sleep(0.01)

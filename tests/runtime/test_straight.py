@@ -16,7 +16,7 @@ def staged(monkeypatch):
 
     def watch(store):
         ranges = []
-        ring = store._means.staging
+        ring = store._context.staging
         request = ring.request
 
         def noted(lane, transfer, chunks):

@@ -15,7 +15,7 @@ from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer
-from zcompile.runtime.tiers.disk import STRIPE_BYTES, DiskTier, share_of, stretches
+from zcompile.runtime.tiers.disk import STRIPE_BYTES, DiskTier, share_of, stripe_pieces
 
 
 @settings(deadline=None, derandomize=True)
@@ -24,7 +24,7 @@ def test_the_parts_hold_every_byte_once(parts, nbytes):
     assert sum(share_of(n, parts, nbytes) for n in range(parts)) == nbytes
     ends = dict.fromkeys(range(parts), 0)
     at = 0
-    for piece in stretches(parts, 0, nbytes):
+    for piece in stripe_pieces(parts, 0, nbytes):
         assert piece.begin == at
         assert piece.offset == ends[piece.part], "a part is filled from its begin on, without holes"
         at = piece.end
@@ -52,7 +52,7 @@ def pattern(nbytes):
 @pytest.mark.parametrize("nbytes", [2 * STRIPE_BYTES, 3 * STRIPE_BYTES + 4096])
 def test_a_large_entry_lies_in_every_directory(tier, nbytes):
     extent = tier.reserve(nbytes, "w")
-    assert len({stretch.fd for stretch in tier.stretches(extent, 0, nbytes)}) == 2
+    assert len({stretch.fd for stretch in tier.file_ranges(extent, 0, nbytes)}) == 2
     source = pattern(nbytes)
     tier.write(extent, 0, Buffer.over(source)).wait()
     target = host_pages(nbytes)
@@ -66,7 +66,7 @@ def test_a_large_entry_lies_in_every_directory(tier, nbytes):
 
 def test_a_small_entry_lies_in_one(tier):
     extent = tier.reserve(1 * MiB, "w")
-    assert len(tier.stretches(extent, 0, 1 * MiB)) == 1
+    assert len(tier.file_ranges(extent, 0, 1 * MiB)) == 1
 
 
 def test_what_is_released_is_used_again(tier):
@@ -81,7 +81,7 @@ def test_what_is_released_is_used_again(tier):
 def test_where_one_disk_is_full_an_entry_lies_in_the_other_whole(tier, monkeypatch):
     monkeypatch.setattr(tier._files[1], "take", lambda nbytes: None)
     extent = tier.reserve(2 * STRIPE_BYTES, "w")
-    assert len(tier.stretches(extent, 0, 2 * STRIPE_BYTES)) == 1
+    assert len(tier.file_ranges(extent, 0, 2 * STRIPE_BYTES)) == 1
     monkeypatch.setattr(tier._files[0], "take", lambda nbytes: None)
     with pytest.raises(TierFull, match="'v'"):
         tier.reserve(2 * STRIPE_BYTES, "v")
@@ -98,7 +98,7 @@ def test_a_store_stripes_what_rests_on_disk_unless_it_is_durable(tmp_path, open_
         entry = store.create("w", EntryKind.PARAM, 2 * STRIPE_BYTES)
         store.put(entry, pattern(entry.nbytes)).wait()
         assert torch.equal(store.read_all(entry), pattern(entry.nbytes))
-        assert len(store.stretches(entry, 0, entry.nbytes)) == (1 if durable else 2)
+        assert len(store.file_ranges(entry, 0, entry.nbytes)) == (1 if durable else 2)
 
 
 def test_where_one_disk_fails_the_other_keeps_nothing(tmp_path):

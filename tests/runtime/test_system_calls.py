@@ -17,7 +17,7 @@ from zcompile.frontend.offload import session_behind
 ROOT = Path(__file__).parents[2] / "zcompile"
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "256KiB"}
 BEHIND = (
-    "runtime/tiers/claim.py",
+    "runtime/tiers/directory_lock.py",
     "runtime/tiers/disk.py",
     "runtime/durable/index.py",
     "runtime/durable/files.py",

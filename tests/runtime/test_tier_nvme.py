@@ -18,9 +18,9 @@ from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.trial import check_buffered, supports_direct
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers import claim, disk
+from zcompile.runtime.tiers import directory_lock, disk
 from zcompile.runtime.tiers.base import Buffer
-from zcompile.runtime.tiers.claim import LOCK_NAME, TRIAL_FILE
+from zcompile.runtime.tiers.directory_lock import LOCK_NAME, TRIAL_FILE
 from zcompile.runtime.tiers.disk import DiskTier
 
 UNIT = 4096
@@ -192,7 +192,7 @@ def test_who_only_asks_who_uses_a_directory_does_not_use_it(open_tier, tmp_path)
 
 
 def test_a_lock_that_is_always_shared_is_not_waited_for_for_ever(open_tier, tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(directory_lock, "RETRY_SECONDS", 0.0)
     fd = looked_at(tmp_path)
     with pytest.raises(DiskOwned, match="in use by programs that keep asking"):
         open_tier()
@@ -305,8 +305,8 @@ def test_a_forked_child_does_not_own_the_directory(open_tier):
         os._exit(0)
     try:
         os.read(ready, 1)
-        for claim in tier._claims:
-            claim.forget()  # as if this process had been killed
+        for lock in tier._locks:
+            lock.drop()  # as if this process had been killed
         open_tier()
     finally:
         for fd in (release, held, ready, forked):

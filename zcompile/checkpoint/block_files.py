@@ -21,7 +21,7 @@ from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.io.files import close_or_warn, open_regular
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.tiers.base import Buffer, Stretch
+from zcompile.runtime.tiers.base import Buffer, FileRange
 
 BLOCK_BYTES = 16 * MiB
 """One request. Of this size even a thread that shares the interpreter keeps a disk busy."""
@@ -74,7 +74,7 @@ class BlockWriter:
         except OSError as error:
             raise _fault(error, "write", self.path, self.path.name, 0, 0, nbytes) from error
 
-    def share(self, begin: int, stretches: Sequence[Stretch]) -> bool:
+    def share(self, begin: int, stretches: Sequence[FileRange]) -> bool:
         """From `begin` on the file has the bytes of other files, without a copy.
 
         False where the filesystem cannot, or they are on another; then nothing is promised of

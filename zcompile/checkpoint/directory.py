@@ -33,7 +33,7 @@ from zcompile.runtime.io.files import (
     walk_tree,
 )
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.tiers.claim import LOCK_NAME, TIER_FILE
+from zcompile.runtime.tiers.directory_lock import LOCK_NAME, TIER_FILE
 from zcompile.runtime.transfer.interrupts import (
     deferred_interrupts,
     deliver_interrupts,

@@ -38,7 +38,7 @@ from zcompile.runtime.io.files import (
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
-from zcompile.runtime.tiers.claim import Claim
+from zcompile.runtime.tiers.directory_lock import DirectoryLock
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 Optimizer = torch.optim.Optimizer
@@ -267,7 +267,7 @@ def _claimed(
     raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
     """
     home = stack.enter_context(open_directory(path, system))
-    stack.callback(close_or_warn, home.path, Claim(home, reclaiming=False).release)
+    stack.callback(close_or_warn, home.path, DirectoryLock(home, reclaiming=False).release)
     found = read_index(home)
     if found is None:
         raise NothingCommitted(home.path, "holds no commit")
@@ -278,7 +278,7 @@ def _claimed(
     directories = [home, *others]
     check_data(index, home, directories)  # before anything is made where the index says
     for other in others:
-        stack.callback(close_or_warn, other.path, Claim(other, reclaiming=False).release)
+        stack.callback(close_or_warn, other.path, DirectoryLock(other, reclaiming=False).release)
     check_data(index, home, directories)
     return directories, index, smalls
 

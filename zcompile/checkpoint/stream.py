@@ -39,7 +39,7 @@ from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import close_or_warn
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.tiers.base import Stretch
+from zcompile.runtime.tiers.base import FileRange
 from zcompile.runtime.transfer.ticket import Ticket
 
 
@@ -61,7 +61,7 @@ class TensorBytes(ABC):
         `source` must not change before the tickets are done.
         """
 
-    def stretches(self) -> Sequence[Stretch]:
+    def file_ranges(self) -> Sequence[FileRange]:
         """Where in files all of it lies, if it does."""
         return ()
 
@@ -90,9 +90,9 @@ class _Tiered(TensorBytes):
         entry = self.tensor.entry
         return [entry.store.put(entry, source, begin=self._first + begin)]
 
-    def stretches(self) -> Sequence[Stretch]:
+    def file_ranges(self) -> Sequence[FileRange]:
         entry = self.tensor.entry
-        return entry.store.stretches(entry, self._first, self._first + self.nbytes)
+        return entry.store.file_ranges(entry, self._first, self._first + self.nbytes)
 
     def finish(self) -> None:
         entry = self.tensor.entry
@@ -269,7 +269,7 @@ class NewFile:
             if row.begin % PAGE_BYTES or row.nbytes % PAGE_BYTES or not row.nbytes:
                 break  # what comes now begins or ends within a page
             assert isinstance(source, TensorBytes), "only the header is none"
-            stretches = source.stretches()
+            stretches = source.file_ranges()
             if not stretches:
                 continue
             if not self._file.share(row.begin, stretches):

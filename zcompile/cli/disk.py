@@ -37,12 +37,12 @@ from zcompile.runtime.io.files import (
     unusable_error,
 )
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
-from zcompile.runtime.tiers.claim import (
+from zcompile.runtime.tiers.directory_lock import (
     LOCK_NAME,
     TIER_FILE,
-    Claim,
-    owner_of,
-    reclaim,
+    DirectoryLock,
+    holder_of,
+    remove_leftovers,
     scratch_files,
 )
 
@@ -124,7 +124,7 @@ def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
     """raises  DiskUnusable, DurableDamaged"""
     with _opened([path], system) as (directory,):
         index = _index(directory)
-        owner, scratch = owner_of(directory), tuple(scratch_files(directory))
+        owner, scratch = holder_of(directory), tuple(scratch_files(directory))
         if index is None:
             listing = Listing(str(path), owner, None, None, None, 0, 0, scratch, ())
             return Answer(_listed(listing), listing)
@@ -188,7 +188,7 @@ def gc(path: Path, everything: bool, system: SystemCalls = KERNEL) -> Answer:
             if not everything:  # nothing is touched where something is wrong
                 _check_sound(index, directory, places)
             removed = [name for place in places for name in scratch_files(place)]
-            freed = sum(reclaim(place) for place in places)
+            freed = sum(remove_leftovers(place) for place in places)
             if index is not None and not everything:
                 freed += trim(index, places)
             if index is None or everything:
@@ -327,13 +327,15 @@ def _claimed(
         for directory in directories:
             try:
                 stack.callback(
-                    close_or_warn, directory.path, Claim(directory, reclaiming=False).release
+                    close_or_warn,
+                    directory.path,
+                    DirectoryLock(directory, reclaiming=False).release,
                 )
             except DiskUnusable as error:
                 why = error.__cause__
                 if not reading or not isinstance(why, OSError) or why.errno not in _READ_ONLY:
                     raise
-                if (owner := owner_of(directory)) is not None:
+                if (owner := holder_of(directory)) is not None:
                     raise DiskOwned(directory.path, owner) from why
         yield directories
 

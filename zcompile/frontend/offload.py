@@ -47,9 +47,9 @@ from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.sources import MemorySource
 from zcompile.runtime.transfer.interrupts import (
+    cleanup,
     deferred_interrupts,
     deliver_interrupts,
-    ends,
     uninterrupted,
 )
 
@@ -216,7 +216,7 @@ def _tell_of_others(model: nn.Module) -> None:
         )
 
 
-@ends
+@cleanup
 def _undo(session: Session, moved: list[tuple[nn.Parameter, torch.device]]) -> None:
     """Parameters are plain again, and the session is closed."""
     for param, device in moved:

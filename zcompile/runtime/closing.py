@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from zcompile.runtime.transfer.interrupts import ends, uninterrupted
+from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
 from zcompile.runtime.transfer.ticket import Promise, Worker
 
 Job = Callable[[], None]
@@ -81,7 +81,7 @@ class Closing(weakref.ref[Any]):
     def wait(self) -> None:
         if os.getpid() != self._pid:  # a fork has no thread that would do it, and nothing to shut
             return
-        self._over.settle()
+        self._over.wait_finished()
         if self._thread is not None:
             self._thread.join()
 
@@ -98,7 +98,7 @@ def wait_for_the_dead() -> None:
 
 
 @uninterrupted
-@ends
+@cleanup
 def _end() -> None:
     """What has begun in a daemon is waited for: the interpreter would stop it half-way, and what it
     had not removed yet would look like a killed run's."""

@@ -51,9 +51,9 @@ from zcompile.runtime.profile import Clocks, Recorder
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, freshen, source_of
 from zcompile.runtime.store.store import Entry, Store
-from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends, uninterrupted
+from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.transfer import read_out
+from zcompile.runtime.transfer.transfer import source_released
 
 Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
 """The schedule for these very entries, where they rest now."""
@@ -426,7 +426,7 @@ class _Walk:
             case Left(ticket=ticket, register=register):
                 self.held.rises()
                 # The host waits, not compute alone: until the copy is over it holds the memory.
-                self._wait(read_out(self.tickets[ticket]))
+                self._wait(source_released(self.tickets[ticket]))
                 values[register] = None
                 self.held.lets_go(register)
             case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
@@ -487,7 +487,7 @@ class _Walk:
         self.lap = device.stamp()
         meter.span("stall", before, self.lap)
 
-    @ends
+    @cleanup
     def _abandon(self) -> None:
         """After an error: let what is under way end, then give the taken slots back."""
         for ticket in (*self.tickets.values(), *self.given.values()):

@@ -20,7 +20,7 @@ from zcompile.memory.step_footprint import device_peak
 from zcompile.runtime.store.resident import source_of
 from zcompile.runtime.store.sources import check_sources
 from zcompile.runtime.store.store import Entry, Store
-from zcompile.runtime.transfer.interrupts import ends, uninterrupted
+from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.verify.happens_before import Copies
 from zcompile.verify.schedule import Called, verify_handover
@@ -224,7 +224,7 @@ class Foresight:
         return given
 
 
-@ends
+@cleanup
 def settle(ticket: Ticket) -> None:
     """Wait for a transfer whose result nobody wants; its error was or will be raised elsewhere."""
     try:

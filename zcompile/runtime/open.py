@@ -47,7 +47,7 @@ class Resources:
     host_budget: int
     backlog_bytes: int
     mover: TransferQueue
-    means: TransferContext
+    context: TransferContext
     tiers: tuple[TierIO, ...]
     system: SystemCalls = KERNEL
 
@@ -81,11 +81,13 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
         tiers: tuple[TierIO, ...] = (host, *_disk_tier(config, meter, mover, system))
         for tier in tiers:
             undo.callback(tier.close)
-        means = TransferContext(device, ring, Workers("zinf-add", 1, mover.abandon))
+        context = TransferContext(device, ring, Workers("zinf-add", 1, mover.abandon))
         undo.pop_all()
     meter.planned_host.change(size.nbytes)
     backlog = backlog_bytes(host_budget, straight)
-    return Resources(os.getpid(), device_budget, host_budget, backlog, mover, means, tiers, system)
+    return Resources(
+        os.getpid(), device_budget, host_budget, backlog, mover, context, tiers, system
+    )
 
 
 def shut(plant: Resources) -> None:
@@ -94,8 +96,8 @@ def shut(plant: Resources) -> None:
         return
     error = closed_error("the model")
     plant.mover.close(error)
-    plant.means.device.close()
-    plant.means.adder.stop()
+    plant.context.device.close()
+    plant.context.adder.stop()
     for tier in plant.tiers:
         tier.close()
     plant.mover.abandon(error)

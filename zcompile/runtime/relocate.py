@@ -12,7 +12,7 @@ from zcompile.runtime.profile import key_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import Place
-from zcompile.runtime.transfer.interrupts import deferred_interrupts, ends
+from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, st
     return left
 
 
-@ends
+@cleanup
 def move(session: Session, entry: Entry, home: str) -> bool:
     """`entry` rests on `home` from here on; False if there is no room. Nothing is under way.
 

@@ -47,7 +47,7 @@ from zcompile.runtime.store import resident
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.transfer import Transfer, read_out
+from zcompile.runtime.transfer.transfer import Transfer, source_released
 from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class StepScratchUse:
         if memory is None:
             return
         for ticket in self._departures.under(memory):
-            cast(Transfer, ticket).over.settle()
+            cast(Transfer, ticket).memory_free.wait_finished()
         self._scratch.close()
         seconds = perf_counter() - begin
         self._store.meter.add("stall", seconds)
@@ -303,7 +303,7 @@ class Session(Store):
         """Most chunks of a step on the device at once."""
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
-        disk, ring = self.durable, self._means.staging
+        disk, ring = self.durable, self._context.staging
         self.ledger = None if disk is None else CommitLog(self, disk, ring)
 
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
@@ -399,7 +399,7 @@ class Session(Store):
 
     def ways(self) -> Ways:
         """How bytes travel here, for who predicts it."""
-        device, ring = self.device, self._means.staging
+        device, ring = self.device, self._context.staging
         emulated = device.torch_device.type == "cpu"
         return Ways(
             asynchronous=not emulated,
@@ -505,7 +505,7 @@ class Session(Store):
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, read_out(ticket))
+        self.leaving.note(source, source_released(ticket))
         return ticket
 
     def add(
@@ -517,7 +517,7 @@ class Session(Store):
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
             self._departures.leave(source, ticket)
-        self.leaving.note(source, read_out(ticket))
+        self.leaving.note(source, source_released(ticket))
         return ticket
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:

@@ -23,7 +23,7 @@ from zcompile.machine.staging import staging_size
 from zcompile.runtime.device.base import CopyListener, Direction
 from zcompile.runtime.meter import Gauge, Meter, Stamp
 from zcompile.runtime.open import Resources
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
+from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Promise, Ready, Ticket, Workers
@@ -192,7 +192,7 @@ class DryRunTier:
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         return _kept()
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         return ()
 
     def usage(self) -> tuple[str, int, int]:

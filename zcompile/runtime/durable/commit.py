@@ -36,7 +36,7 @@ from zcompile.runtime.durable.index import BEST, Piece, Running
 from zcompile.runtime.durable.tier import DurableTier, Versions
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.base import Buffer, Extent, Place
-from zcompile.runtime.tiers.extents import Written
+from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Countdown, Promise
@@ -62,7 +62,7 @@ class Moving:
     def from_host(self, place: Place, extent: Extent) -> None:
         """Start writing what `place`, on the host, holds to `extent` of the durable tier."""
         unit = self._tier.granule
-        blocks = Written()
+        blocks = WrittenRanges()
         for begin, end, held in place.written.pieces(0, place.nbytes):
             if held:
                 blocks.add(begin // unit * unit, min(-(-end // unit) * unit, extent.nbytes))
@@ -148,7 +148,7 @@ class _Flow:
         self._over = over
         self._staging = staging
 
-    def room(self, begin: int, end: int) -> int:
+    def buffer_bytes(self, begin: int, end: int) -> int:
         return end - begin
 
     def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:

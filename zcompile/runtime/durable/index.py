@@ -28,7 +28,7 @@ from zcompile.errors import DurableDamaged
 from zcompile.ir.serialize import decode
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.io.files import Directory
-from zcompile.runtime.tiers.extents import Written
+from zcompile.runtime.tiers.extents import WrittenRanges
 
 try:
     import xxhash
@@ -302,7 +302,7 @@ def _facts(index: Index, tensor: Resting) -> Iterator[tuple[str, bool]]:
     yield "pieces off granules", all(end % index.granule == 0 for pair in pieces for end in pair)
     sums = [piece.checksum for piece in tensor.pieces]
     yield "a checksum that is none", all(type(s) is int and 0 <= s < 1 << 64 for s in sums)
-    summed = Written()
+    summed = WrittenRanges()
     for begin, end in pieces:
         summed.add(begin, end)
     yield "bytes without a checksum", all(summed.covers(*pair) for pair in tensor.written)

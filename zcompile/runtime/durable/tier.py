@@ -25,8 +25,8 @@ from torch import Tensor
 from zcompile.errors import DiskUnusable, TierFull
 from zcompile.runtime.durable.files import DurableFiles
 from zcompile.runtime.durable.index import BEST, SUMS, Pieces
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch, TierIO
-from zcompile.runtime.tiers.extents import Written
+from zcompile.runtime.tiers.base import Buffer, Extent, FileRange, TierIO
+from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
 
 
@@ -43,7 +43,7 @@ class Versions:
 
     committed: Extent | None = None
     working: Extent | None = None
-    fresh: Written = field(default_factory=Written)
+    fresh: WrittenRanges = field(default_factory=WrittenRanges)
     pieces: Pieces = field(default_factory=Pieces)
     step: int = 0
 
@@ -149,13 +149,13 @@ class DurableTier:
         whole.drop()
         return whole
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         with self._lock:
             found = self._versions[extent.file].where(begin, end)
         return [
             stretch
             for low, high, holder in found
-            for stretch in self.disk.stretches(holder, low, high)
+            for stretch in self.disk.file_ranges(holder, low, high)
         ]
 
     def usage(self) -> tuple[str, int, int]:

@@ -62,7 +62,7 @@ def look_up(store: Store, entries: Sequence[Entry]) -> "Lent":
 
     raises  what an earlier transfer of one of them failed with
     """
-    still = store._mover.still(entry.place for entry in entries)
+    still = store._mover.are_ready(entry.place for entry in entries)
     extents = [
         e.place.extent if yes and is_near(e) and not (e.unset or e.deferred or e.sources) else None
         for e, yes in zip(entries, still, strict=True)

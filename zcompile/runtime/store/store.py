@@ -34,10 +34,10 @@ from zcompile.runtime.meter import Meter
 from zcompile.runtime.open import Opening, closed_error, forked_error, open_resources, shut
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
-from zcompile.runtime.tiers.base import Place, Stretch
+from zcompile.runtime.tiers.base import FileRange, Place
 from zcompile.runtime.tiers.device import DeviceTier
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
-from zcompile.runtime.transfer.queue import Backlog, marks_of
+from zcompile.runtime.transfer.queue import Backlog, compute_marks
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, Put, ReadBack, Transfer
 
@@ -189,15 +189,15 @@ class Store:
         wait_for_the_dead()
         with deferred_interrupts():
             plant = opening(config, self.meter)
-            adder = plant.means.adder
+            adder = plant.context.adder
             self._close = Closing(self, adder.submit_from_c, partial(shut, plant))
-        self.device = plant.means.device
+        self.device = plant.context.device
         self.device_budget = plant.device_budget
         self.host_budget = plant.host_budget
         self.arena = Arena(
-            self.device, self.device_budget, self.meter.device, plant.mover.memories_free
+            self.device, self.device_budget, self.meter.device, plant.mover.wait_for_memory
         )
-        self._means = plant.means
+        self._context = plant.context
         self._mover = plant.mover
         self.durable = plant.durable
         self.system = plant.system
@@ -207,7 +207,7 @@ class Store:
         self._dead: deque[Tie | int] = deque()
         self.deferrals: Deferrals[Entry] = Deferrals()
         self._pid = plant.pid
-        self.reaches_host = plant.means.device.reaches_host
+        self.reaches_host = plant.context.device.reaches_host
 
     @uninterrupted
     def create(
@@ -272,8 +272,8 @@ class Store:
             begin,
             self.arena.window(target),
             target,
-            marks_of(after),
-            self._means,
+            compute_marks(after),
+            self._context,
             self.arena.holds(target),
         )
         return self._submit(fetch, after)
@@ -307,7 +307,7 @@ class Store:
         if writes:
             before_write(entry)
         ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
-        self._mover.borrow(entry.place, begin, memory, writes, overwrites)
+        self._mover.wait_to_touch(entry.place, begin, memory, writes, overwrites)
         entry.version += int(writes)
         return memory
 
@@ -335,8 +335,8 @@ class Store:
             begin,
             window,
             source,
-            marks_of(after),
-            self._means,
+            compute_marks(after),
+            self._context,
             self.arena.holds(source),
         )
         return self._submit_write(entry, put, source, after)
@@ -355,8 +355,8 @@ class Store:
             begin,
             self.arena.window(raw),
             raw,
-            marks_of(after),
-            self._means,
+            compute_marks(after),
+            self._context,
             source.dtype,
         )
         return self._submit_write(entry, add, raw, after)
@@ -366,7 +366,7 @@ class Store:
         """Make it blank again; moves nothing."""
         self.enter(entry.name)
         before_write(entry)
-        self._mover.blank(entry.place)
+        self._mover.mark_blank(entry.place)
         entry.deferred = ()
         entry.unset = False
         entry.version += 1
@@ -381,7 +381,7 @@ class Store:
         self.enter(entry.name)
         check_memory(target)
         self._settle(entry)
-        return self._submit(ReadBack(entry.place, begin, target, target, (), self._means), ())
+        return self._submit(ReadBack(entry.place, begin, target, target, (), self._context), ())
 
     def read_all(self, entry: Entry) -> Tensor:
         """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
@@ -390,7 +390,7 @@ class Store:
         return memory
 
     @uninterrupted
-    def stretches(self, entry: Entry, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, entry: Entry, begin: int, end: int) -> Sequence[FileRange]:
         """Where in files bytes [begin, end) of `entry` lie, end to end; true until the next write.
 
         None of them, if some lie in no file, hold nothing yet, or are under way.
@@ -398,9 +398,9 @@ class Store:
         self.enter(entry.name)
         self._settle(entry)
         place = entry.place
-        if place.under_way or not place.written.covers(begin, end):
+        if place.in_flight or not place.written.covers(begin, end):
             return ()
-        return place.tier.stretches(place.extent, begin, end)
+        return place.tier.file_ranges(place.extent, begin, end)
 
     def drain(self) -> None:
         """All transfers are done; raises the first error that any had."""
@@ -463,7 +463,7 @@ class Store:
         except BaseException:  # what never started takes no room
             self._backlog.leave(nbytes)
             raise
-        transfer.over.then(partial(self._backlog.leave, nbytes))
+        transfer.memory_free.then(partial(self._backlog.leave, nbytes))
         entry.version += 1
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False

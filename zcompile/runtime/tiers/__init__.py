@@ -1,1 +1,1 @@
-"""Where entries rest: device, host, disk."""
+"""The tiers package keeps the bytes of entries: on the device, on the host, and on disks."""

@@ -1,17 +1,10 @@
-"""The verbs of a place where bytes rest.
+"""A tier is a place where the bytes of entries rest; `TierIO` is the interface of all tiers.
 
 A tier reserves extents and moves bytes between them and host buffers. What an entry is, in which
-order things happen, and how bytes reach the device is known to others.
-
-Which bytes of an address space are taken: ranges handed out, taken back, merged.
-
-Used for the host tier and for each file of the disk tier. `Written` answers another question
-about ranges: which bytes of one entry hold a value, and which are still blank.
-
-An entry at home: where its bytes rest, which of them hold a value, and what is under way.
-
-Operations on one entry take effect in the order of their submission. Two that touch the same
-bytes, one of them writing, follow each other; all others run side by side.
+order things happen, and how bytes reach the device is known to others. A `Place` says where one
+entry rests, which of its bytes hold a value, and which transfers are in flight on it: operations on
+one entry take effect in the order of their submission. Two that touch the same bytes, one of them
+writing, follow each other; all others run side by side.
 """
 
 import ctypes
@@ -21,15 +14,17 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from zcompile.runtime.tiers.extents import Written
+from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Promise
+
+# --- Tiers ---
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where an entry rests: `nbytes` from `offset` of file (or address space) number `file`.
+    """A range of a tier: `nbytes` from `offset` of file (or address space) number `file`.
 
-    name  of the entry, for people
+    name  of the entry that rests there, for people
     """
 
     file: int
@@ -51,7 +46,7 @@ class Buffer(NamedTuple):
 
     @classmethod
     def at(cls, memory: Tensor, nbytes: int) -> "Buffer":
-        """`nbytes` from where `memory` begins, which may be more than it has itself."""
+        """A buffer of `nbytes` from where `memory` begins, which may be more than `memory` has."""
         array = (ctypes.c_ubyte * nbytes).from_address(memory.data_ptr())
         return cls(memory, memoryview(array))
 
@@ -63,24 +58,12 @@ class Buffer(NamedTuple):
         return Buffer(self.memory[begin:end], self.view[begin:end])
 
 
-class Stretch(NamedTuple):
-    """Bytes of an open file, which hold part of an entry. Offset and size in bytes."""
+class FileRange(NamedTuple):
+    """A range of an open file that holds part of an entry. Offset and size in bytes."""
 
     fd: int
     offset: int
     nbytes: int
-
-
-@runtime_checkable
-class Compacting(Protocol):
-    """A tier that can close its holes."""
-
-    def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
-        """Bytes of all extents move together, to the beginning, so that what is free is one hole.
-
-        extents  all that are reserved; nothing reads or writes them
-        Returns  where each is then; None, if others are reserved too: then nothing moved
-        """
 
 
 class TierIO(Protocol):
@@ -93,7 +76,7 @@ class TierIO(Protocol):
     """Whether copies, and compute where it can reach them, may touch the bytes where they rest."""
 
     on_device: bool
-    """Whether they rest in the device's own memory: then only compute moves them."""
+    """Whether the bytes rest in the device's own memory: then only compute moves them."""
 
     @property
     def granule(self) -> int:
@@ -104,35 +87,51 @@ class TierIO(Protocol):
         """Bytes [begin, end) as (where it begins, memory), in order; nothing, if not in memory."""
 
     def reserve(self, nbytes: int, name: str) -> Extent:
-        """Room for `nbytes`, rounded up to the alignment; its content is anything.
+        """An extent of `nbytes`, rounded up to the alignment; its content is undefined.
 
         raises  TierFull
         """
 
     def release(self, extent: Extent) -> None:
-        """Nobody reads or writes the extent any more."""
+        """Give the extent back: nobody reads or writes it any more."""
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         """Fill `into` with the bytes of the extent from `begin` on. Fails with IOFault."""
 
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
-        """Put `source` into the extent from `begin` on. Fails with IOFault."""
+        """Write `source` to the extent from `begin` on. Fails with IOFault."""
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
-        """Where in files bytes [begin, end) of the extent lie, end to end; none if in no file.
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
+        """The file ranges of bytes [begin, end) of the extent, end to end; none if they lie in no
+        file.
 
         True until the next write.
         """
 
     def usage(self) -> tuple[str, int, int]:
-        """Its name, bytes reserved, and bytes it could hold: a row of an error message."""
+        """Name, bytes reserved and capacity in bytes: a row of an error message."""
 
     def close(self) -> None:
         """Stop, and give everything back; idempotent."""
 
 
-class Touching(Protocol):
-    """What reads or writes bytes [begin, end) of an entry."""
+@runtime_checkable
+class Compacting(Protocol):
+    """A tier that can close the holes between its extents."""
+
+    def compact(self, extents: Sequence[Extent]) -> list[Extent] | None:
+        """Move the bytes of all extents to the beginning, so that the free bytes are one hole.
+
+        extents  all that are reserved; nothing reads or writes them
+        returns  where each is then; None, if others are reserved too: then nothing moved
+        """
+
+
+# --- Places ---
+
+
+class ByteAccess(Protocol):
+    """A read or write of bytes [begin, end) of an entry."""
 
     @property
     def begin(self) -> int: ...
@@ -142,15 +141,15 @@ class Touching(Protocol):
     def writes(self) -> bool: ...
 
 
-class Operation(Touching, Protocol):
-    """One fetch, put or add."""
+class Operation(ByteAccess, Protocol):
+    """A transfer on an entry: one fetch, put or add."""
 
     @property
     def home(self) -> Promise: ...
 
 
 class Span(NamedTuple):
-    """A use of the bytes that is no transfer."""
+    """An access to bytes of an entry that is no transfer: compute touches them in place."""
 
     begin: int
     end: int
@@ -158,16 +157,17 @@ class Span(NamedTuple):
 
 
 class Place:
-    """Where an entry rests. Guarded by the lock of the `TransferQueue`."""
+    """Where an entry rests, and what is in flight on it. Guarded by the lock of the
+    `TransferQueue`."""
 
     def __init__(self, nbytes: int, tier: TierIO, extent: Extent) -> None:
         self.nbytes = nbytes
         self.tier = tier
         self.extent = extent
-        self.written = Written()
+        self.written = WrittenRanges()
         self.error: BaseException | None = None
         self.freed = False
-        self.under_way: list[Operation] = []
+        self.in_flight: list[Operation] = []
 
     @property
     def name(self) -> str:
@@ -176,6 +176,7 @@ class Place:
 
     @name.setter
     def name(self, name: str) -> None:
+        """The name of the entry, for people; kept once, in its extent."""
         self.extent = replace(self.extent, name=name)
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
@@ -183,11 +184,11 @@ class Place:
         unit = self.tier.granule
         return begin // unit * unit, -(-end // unit) * unit
 
-    def blockers(self, new: Touching) -> Sequence[Operation]:
+    def blockers(self, new: ByteAccess) -> Sequence[Operation]:
         """The operations that must be over before `new` may start, newest first."""
         low, high = self.blocks(new.begin, new.end)
         found = []
-        for old in reversed(self.under_way):
+        for old in reversed(self.in_flight):
             begin, end = self.blocks(old.begin, old.end)
             if begin < high and low < end and (old.writes or new.writes):
                 found.append(old)

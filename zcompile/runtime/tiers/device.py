@@ -20,7 +20,7 @@ from torch import Tensor
 from zcompile.errors import TierFull
 from zcompile.ir.types import ALIGNMENT, HELD, Layout, aligned
 from zcompile.runtime.device.arena import Arena
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
+from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
 from zcompile.runtime.transfer.ticket import Promise
 
 
@@ -38,7 +38,7 @@ class NearTier:
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         raise AssertionError("what rests on the device is borrowed")
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         return ()
 
 

@@ -1,15 +1,10 @@
-"""The disk tier: entries rest in files, one per directory, reached through I/O engines.
+"""The disk tier keeps entries in files, one per directory, and reaches them through I/O engines.
 
-Large entries are striped over the directories, so that all disks carry them at once; small ones
-are spread by bytes. Directories that are reached in the same way share one engine, so that one
-system call serves them all.
-
-One file of the disk tier: opened as directly as its filesystem allows, grown before use.
-
-Transfers bypass the page cache (`O_DIRECT`) where a real write and read back show that this
-works; elsewhere they go through it, and a note says so once per directory.
-
-Stripes: one tensor over several disks, so that all of them carry it at once.
+Large entries are striped over the directories, so that all disks carry one tensor at once; small
+ones are spread by bytes. Directories that are reached in the same way share one engine, so that one
+system call serves them all. Files are grown before use. Transfers bypass the page cache
+(`O_DIRECT`) where a real write and read back show that this works; elsewhere they go through it,
+and a warning says so once per directory.
 """
 
 import errno
@@ -37,17 +32,23 @@ from zcompile.runtime.io.rings import Ring
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.io.trial import BLOCK_BYTES, check_buffered, direct_granule, supports_direct
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
-from zcompile.runtime.tiers.claim import Claim
-from zcompile.runtime.tiers.extents import Extents
+from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
+from zcompile.runtime.tiers.directory_lock import DirectoryLock
+from zcompile.runtime.tiers.extents import RangeAllocator
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
+
+logger = logging.getLogger(__name__)
+ALIGNMENT = BLOCK_BYTES
+
+
+# --- Stripes ---
 
 STRIPE_BYTES = 16 * MiB
 """One request of the engine: shorter stripes would cut requests, longer ones leave disks idle at
 the ends of a tensor."""
 
 
-class Stretched(NamedTuple):
+class StripePiece(NamedTuple):
     """Bytes [begin, end) of a tensor, which lie in part `part` from `offset` on."""
 
     part: int
@@ -62,24 +63,23 @@ def share_of(part: int, parts: int, nbytes: int) -> int:
     return rows * STRIPE_BYTES + min(max(rest - part * STRIPE_BYTES, 0), STRIPE_BYTES)
 
 
-def stretches(parts: int, begin: int, end: int) -> Iterator[Stretched]:
+def stripe_pieces(parts: int, begin: int, end: int) -> Iterator[StripePiece]:
     """[begin, end) of a tensor cut where stripes end; stripe n lies in part n % parts."""
     while begin < end:
         stripe, inside = divmod(begin, STRIPE_BYTES)
         row, part = divmod(stripe, parts)
         stop = min(end, (stripe + 1) * STRIPE_BYTES)
-        yield Stretched(part, row * STRIPE_BYTES + inside, begin, stop)
+        yield StripePiece(part, row * STRIPE_BYTES + inside, begin, stop)
         begin = stop
 
 
-ALIGNMENT = BLOCK_BYTES
+# --- Files ---
+
 GROWTH_BYTES = 4 * MiB
 MOST_GROWTH_BYTES = 1 * GiB
 NOT_ALLOCATED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What filesystems say that cannot. The last is glibc's, which writes single bytes there instead,
-and O_DIRECT refuses those."""
-
-logger = logging.getLogger(__name__)
+"""Errors of filesystems that cannot reserve room. The last is glibc's, which writes single bytes
+there instead, and O_DIRECT refuses those."""
 _KEYS = itertools.count(1)
 
 
@@ -87,7 +87,7 @@ class TierFile:
     """A file of aligned extents, removed on close.
 
     name     by default a new one
-    direct   transfers bypass the page cache
+    direct   whether transfers bypass the page cache
     granule  transfers come in multiples of this
     raises   DiskUnusable
     """
@@ -99,7 +99,7 @@ class TierFile:
         self.directory = directory
         self.system = directory.system
         self.name = name or f"zinf-{os.getpid()}-{next(_KEYS)}.tier"
-        self.extents = Extents(ALIGNMENT)
+        self.extents = RangeAllocator(ALIGNMENT)
         try:
             self.direct = self._opens_direct()
             flags = os.O_RDWR | self.new | (os.O_DIRECT if self.direct else 0)
@@ -116,10 +116,11 @@ class TierFile:
 
     @property
     def path(self) -> Path:
-        """For people."""
+        """The path of the file, for people."""
         return self.directory.path / self.name
 
     def at(self, offset: int) -> Target:
+        """The position `offset` of the file, for the engine."""
         return Target(self.path, self._fd, offset, self.granule)
 
     def take(self, nbytes: int) -> int | None:
@@ -135,14 +136,15 @@ class TierFile:
         return None
 
     def occupied_bytes(self) -> int:
-        """What the file really takes on its disk. raises DiskUnusable"""
+        """Bytes that the file really takes on its disk. raises DiskUnusable"""
         try:
             return self.system.fstat(self._fd).st_blocks * 512
         except OSError as error:
             raise unusable_error(self.directory.path, error) from error
 
     def room_bytes(self) -> int:
-        """What it holds and could still grow by, for an error message. raises DiskUnusable"""
+        """Bytes of the file and what it could still grow by, for an error message. raises
+        DiskUnusable"""
         try:
             disk = self.system.statvfs(self._fd)
         except OSError as error:
@@ -152,7 +154,7 @@ class TierFile:
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            remove_left(self.directory, self.name)
+            remove_or_warn(self.directory, self.name)
             self.system.close(fd)
 
     def _opens_direct(self) -> bool:
@@ -167,6 +169,7 @@ class TierFile:
         return False
 
     def _grow(self, nbytes: int) -> bool:
+        """Make the file longer by `nbytes`; False if the disk is full."""
         try:
             try:
                 self.system.allocate(self._fd, self.extents.capacity, nbytes)
@@ -190,19 +193,22 @@ class TierFile:
         return True
 
 
-def remove_left(directory: Directory, name: str) -> None:
-    """Remove what is not needed any more; a disk that does not let us is no reason to fail."""
+def remove_or_warn(directory: Directory, name: str) -> None:
+    """Remove a file that is not needed any more; if the disk refuses, log a warning."""
     try:
         directory.unlink(name)
     except OSError as error:
         logger.warning("%s stays behind: %s", directory.path / name, error.strerror or error)
 
 
+# --- The tier ---
+
+
 class DiskTier:
     """Files in `directories`, which are made where missing, and owned from here to `close`.
 
     throttle  "disk_read", "disk_write" -> bytes per second
-    rings     names of `ring_choice.DIRECT` to try, in order; for benchmarks and tests
+    rings     names of `trial.DIRECT` to try, in order; for benchmarks and tests
     open_file  the file of a directory, which is ours by then
     striped   False keeps every entry in one directory
     system    makes all calls on files
@@ -231,17 +237,17 @@ class DiskTier:
         self._parts: dict[int, tuple[Extent, ...]] = {}  # of striped extents, by `Extent.file`
         self._lock = threading.Lock()
         self._directories: list[Directory] = []
-        self._claims: list[Claim] = []
+        self._locks: list[DirectoryLock] = []
         self._files: list[TierFile] = []
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _DiskLink] = {}
         with ExitStack() as undo:
             undo.callback(self._close_files)
             try:
                 for path in directories:
                     self._directories.append(directory := make_directory(path, system))
-                    self._claims.append(Claim(directory))
+                    self._locks.append(DirectoryLock(directory))
                     self._files.append(open_file(directory))
-                chosen = _chosen(self._files, rings)
+                chosen = _choose_rings(self._files, rings)
             except OSError as error:
                 if isinstance(error, ZinfError):
                     raise
@@ -251,10 +257,10 @@ class DiskTier:
             engines: dict[int, Engine] = {}
             for ring in chosen:  # several directories may share one
                 if id(ring) not in engines:
-                    engines[id(ring)] = engine = Engine(ring, crashed, _closed)
+                    engines[id(ring)] = engine = Engine(ring, crashed, _closed_error)
                     undo.callback(engine.close)
             for name in ("disk_read", "disk_write"):
-                self._links[name] = link = _Link(name, throttle.get(name), meter, crashed)
+                self._links[name] = link = _DiskLink(name, throttle.get(name), meter, crashed)
                 undo.callback(link.close)
             undo.pop_all()
         self._engines = [engines[id(ring)] for ring in chosen]
@@ -270,11 +276,11 @@ class DiskTier:
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         with self._lock:
-            extent = self._stripe(nbytes, name) or self._whole(nbytes, name)
+            extent = self._reserve_striped(nbytes, name) or self._reserve_in_one_file(nbytes, name)
             if extent is None:
                 raise TierFull(name, nbytes, [self.usage()])
             try:
-                self._measure()
+                self._count_occupied()
             except BaseException:
                 self._give(extent)
                 raise
@@ -297,10 +303,10 @@ class DiskTier:
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         return self._start(True, extent, begin, source)
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         return [
-            Stretch(self._files[part.file].at(0).fd, part.offset + at, high - low)
-            for part, at, low, high in self._lying(extent, begin, end)
+            FileRange(self._files[part.file].at(0).fd, part.offset + at, high - low)
+            for part, at, low, high in self._file_pieces(extent, begin, end)
         ]
 
     def usage(self) -> tuple[str, int, int]:
@@ -314,29 +320,34 @@ class DiskTier:
             link.close()
         self._close_files()
 
-    def _measure(self) -> None:
+    def _count_occupied(self) -> None:
+        """Tell the meter what the files take on their disks."""
         occupied = sum(file.occupied_bytes() for file in self._files)
         self._meter.disk.change(occupied - self._meter.disk.now)
 
-    def _whole(self, nbytes: int, name: str) -> Extent | None:
+    def _reserve_in_one_file(self, nbytes: int, name: str) -> Extent | None:
+        """An extent in the file that holds least, or in another if that has no room; None if none
+        has."""
         order = sorted(range(len(self._files)), key=lambda n: self._files[n].extents.used_bytes)
-        return next((found for n in order if (found := self._take(n, nbytes, name))), None)
+        return next((found for n in order if (found := self._reserve_in(n, nbytes, name))), None)
 
-    def _take(self, number: int, nbytes: int, name: str) -> Extent | None:
+    def _reserve_in(self, number: int, nbytes: int, name: str) -> Extent | None:
+        """An extent in the file of this number; None if that has no room."""
         file = self._files[number]
         offset = file.take(nbytes)
         if offset is None:
             return None
         return Extent(number, offset, file.extents.aligned(nbytes), name)
 
-    def _stripe(self, nbytes: int, name: str) -> Extent | None:
-        """An extent over all directories; None if it is too small for that, or one has no room."""
+    def _reserve_striped(self, nbytes: int, name: str) -> Extent | None:
+        """An extent over all directories; None if `nbytes` are too few for that, or one has no
+        room."""
         if not self._striped or nbytes < 2 * STRIPE_BYTES:
             return None
         parts: list[Extent] = []
         with ExitStack() as taken:
             for number in range(len(self._files)):
-                part = self._take(number, share_of(number, len(self._files), nbytes), name)
+                part = self._reserve_in(number, share_of(number, len(self._files), nbytes), name)
                 if part is None:
                     return None
                 taken.callback(self._give, part)
@@ -346,21 +357,24 @@ class DiskTier:
         self._parts[key] = tuple(parts)
         return Extent(key, 0, -(-nbytes // ALIGNMENT) * ALIGNMENT, name)
 
-    def _lying(
+    def _file_pieces(
         self, extent: Extent, begin: int, end: int
     ) -> Iterator[tuple[Extent, int, int, int]]:
-        """(part, where in it, begin, end) of each piece of [begin, end) that lies in one file."""
+        """(extent in a file, offset in it, begin, end) of each piece of [begin, end) that lies in
+        one file."""
         parts = self._parts.get(extent.file)
         if parts is None:
             yield extent, begin, begin, end
             return
-        for piece in stretches(len(parts), begin, end):
+        for piece in stripe_pieces(len(parts), begin, end):
             yield parts[piece.part], piece.offset, piece.begin, piece.end
 
     def _start(self, write: bool, extent: Extent, begin: int, buffer: Buffer) -> Promise:
+        """Read or write `buffer` at byte `begin` of an extent, in as many moves as it has
+        pieces."""
         end = begin + buffer.nbytes
         assert end <= extent.nbytes, "a transfer beyond its extent"
-        pieces = list(self._lying(extent, begin, end))
+        pieces = list(self._file_pieces(extent, begin, end))
         if len(pieces) == 1:
             return self._move(write, pieces[0][0], pieces[0][1], buffer, extent.name)
         whole = Countdown()
@@ -372,6 +386,7 @@ class DiskTier:
         return whole
 
     def _move(self, write: bool, part: Extent, at: int, buffer: Buffer, name: str) -> Promise:
+        """Start one move of the engine."""
         file = self._files[part.file]
         assert at % file.granule == 0, at
         assert buffer.nbytes % file.granule == 0, buffer.nbytes
@@ -384,18 +399,34 @@ class DiskTier:
         return promise
 
     def _close_files(self) -> None:
-        """Each, whatever becomes of the others. Nothing is lost if one fails: what a file was to
-        keep was synced when it was committed."""
+        """Close each file, lock and directory, whatever becomes of the others.
+
+        Nothing is lost if one fails: what a file was to keep was synced when it was committed.
+        """
         for file in self._files:
             close_or_warn(file.path, file.close)
-        for claim in self._claims:
-            close_or_warn(claim.directory.path, claim.release)
+        for lock in self._locks:
+            close_or_warn(lock.directory.path, lock.release)
         for directory in self._directories:
             close_or_warn(directory.path, directory.close)
 
 
-class _Link:
-    """One direction of the disk: counts what has travelled, and paces it where asked to."""
+def _choose_rings(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
+    """A ring for each file. raises  DiskUnusable"""
+    try:
+        return trial.choose_rings([(file.directory, file.direct) for file in files], rings)
+    except OSError as error:
+        why = f"cannot be read and written ({error.strerror})"
+        raise DiskUnusable(files[0].directory.path, why, "give another directory") from error
+
+
+def _closed_error(name: str) -> ParameterChanged:
+    return ParameterChanged(name, "is gone: its store was closed", ANEW)
+
+
+class _DiskLink:
+    """One direction of the disk: counts the bytes that have travelled, and throttles them where
+    asked to."""
 
     def __init__(
         self,
@@ -423,7 +454,8 @@ class _Link:
             promise.finish(error)
 
     def close(self) -> None:
-        """What is still held back never arrives: its store is closing."""
+        """Stop throttling: transfers that are still held back never arrive, as their store is
+        closing."""
         self._throttle.stop()
         if self._pacer is not None:
             self._pacer.stop()
@@ -432,16 +464,3 @@ class _Link:
         self._throttle.delay(nbytes, since)
         self._meter.busy(self._name, nbytes, since, time.perf_counter())
         promise.finish()
-
-
-def _closed(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", ANEW)
-
-
-def _chosen(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]:
-    """raises  DiskUnusable"""
-    try:
-        return trial.choose_rings([(file.directory, file.direct) for file in files], rings)
-    except OSError as error:
-        why = f"cannot be read and written ({error.strerror})"
-        raise DiskUnusable(files[0].directory.path, why, "give another directory") from error

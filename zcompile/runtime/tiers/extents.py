@@ -1,14 +1,16 @@
-"""Which bytes of an address space are taken: ranges handed out, taken back, merged.
+"""Range allocators hand out ranges of an address space; written ranges say which bytes hold a
+value.
 
-Used for the host tier and for each file of the disk tier. `Written` answers another question
-about ranges: which bytes of one entry hold a value, and which are still blank.
+The host tier and each file of the disk tier have one `RangeAllocator`; each entry has one
+`WrittenRanges`: its other bytes are blank.
 """
 
 from bisect import bisect_left, bisect_right
 
 
-class Extents:
-    """Free ranges of [0, capacity), all multiples of `alignment`; best fit, lowest on a tie."""
+class RangeAllocator:
+    """Allocates ranges of [0, capacity), all multiples of `alignment`; best fit, lowest on a
+    tie."""
 
     def __init__(self, alignment: int, capacity: int = 0) -> None:
         self.alignment = alignment
@@ -40,7 +42,11 @@ class Extents:
 
     def take_within(self, nbytes: int, begin: int, end: int, last: bool = False) -> int | None:
         """Offset of `nbytes` (rounded up) in the first hole of [begin, end) that has them, at its
-        beginning; `last`: in the last, at its end. None when none has."""
+        beginning.
+
+        last     take the last such hole instead, at its end
+        returns  None when no hole is large enough
+        """
         nbytes = self.aligned(nbytes)
         holes = (
             (max(low, begin), min(high, end))
@@ -76,13 +82,13 @@ class Extents:
             self._insert(offset, offset + nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """The address space ends `nbytes` later."""
+        """Move the end of the address space up by `nbytes`."""
         if nbytes:
             self._insert(self.capacity, self.capacity + nbytes)
             self.capacity += nbytes
 
     def spare_at_end(self) -> int:
-        """Free bytes at the end of the space, which growing would extend."""
+        """Free bytes at the end of the space, which `grow` would extend."""
         if self._free and self._free[-1][1] == self.capacity:
             return self._free[-1][1] - self._free[-1][0]
         return 0
@@ -99,14 +105,14 @@ class Extents:
         self._free.insert(at, (begin, end))
 
 
-class Written:
-    """Which bytes of an entry hold a value: disjoint ranges, ordered, never adjacent."""
+class WrittenRanges:
+    """The bytes of an entry that hold a value: disjoint ranges, ordered, never adjacent."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
-    def copy(self) -> "Written":
-        copied = Written()
+    def copy(self) -> "WrittenRanges":
+        copied = WrittenRanges()
         copied._ranges = list(self._ranges)
         return copied
 
@@ -124,7 +130,7 @@ class Written:
         self._ranges.clear()
 
     def holds(self, begin: int, end: int) -> bool:
-        """Whether one range has all of [begin, end): what is usual, found at once."""
+        """Whether one range has all of [begin, end): the usual case, found at once."""
         return len(self._ranges) == 1 and self._ranges[0][0] <= begin and end <= self._ranges[0][1]
 
     def covers(self, begin: int, end: int) -> bool:
@@ -135,7 +141,7 @@ class Written:
         return any(held for _, _, held in self.pieces(begin, end))
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, int, bool]]:
-        """[begin, end) cut into (begin, end, holds a value)."""
+        """[begin, end) cut into (begin, end, whether the bytes hold a value)."""
         cut: list[tuple[int, int, bool]] = []
         if begin >= end:
             return cut

@@ -1,7 +1,7 @@
-"""The host tier: entries rest in host memory that copies to the device are fast from.
+"""The host tier keeps entries in host memory that copies to and from the device are fast with.
 
-One address space in blocks that are made (and, on CUDA, pinned) when first reserved. An extent is
-one range of addresses; where it crosses a block, a copy has two pieces.
+It has one address space in blocks that are made (and, on CUDA, pinned) when first reserved. An
+extent is one range of addresses; where it crosses a block, a copy has two pieces.
 """
 
 import threading
@@ -13,13 +13,13 @@ from zcompile.errors import TierFull
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.meter import Gauge
-from zcompile.runtime.tiers.base import Buffer, Extent, Stretch
-from zcompile.runtime.tiers.extents import Extents
+from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
+from zcompile.runtime.tiers.extents import RangeAllocator
 from zcompile.runtime.transfer.ticket import Promise
 
 BLOCK_BYTES = 256 * MiB
-"""Pinned at once. Pinning costs time per call and per page; much smaller blocks pay the call,
-much larger ones pin memory that no entry needs yet."""
+"""The size of a block, which is pinned at once. Pinning costs time per call and per page; much
+smaller blocks pay the call, much larger ones pin memory that no entry needs yet."""
 
 
 class HostTier:
@@ -45,7 +45,7 @@ class HostTier:
         whole: bool = False,
     ) -> None:
         self._block_bytes = max(budget_bytes, 1) if whole else BLOCK_BYTES
-        self._extents = Extents(self.alignment, budget_bytes)
+        self._extents = RangeAllocator(self.alignment, budget_bytes)
         self._make_block = make_block
         self._in_use = in_use
         self._lock = threading.Lock()
@@ -74,7 +74,8 @@ class HostTier:
         self._in_use.change(-extent.nbytes)
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Bytes [begin, end) of an extent as (where it begins, memory), one per block touched."""
+        """Bytes [begin, end) of an extent as (where the piece begins, memory), one per block
+        touched."""
         while begin < end:
             block, inside = divmod(extent.offset + begin, self._block_bytes)
             n = min(end - begin, self._block_bytes - inside)
@@ -94,14 +95,14 @@ class HostTier:
                 made[at] = Extent(old.file, end, old.nbytes, old.name)
                 self._shift(old.offset, end, old.nbytes)
                 end += old.nbytes
-            self._extents = Extents(self.alignment, self._extents.capacity)
+            self._extents = RangeAllocator(self.alignment, self._extents.capacity)
             taken = self._extents.take_at(0, end)
             assert taken, "nothing lies there yet"
             return made
 
     def _shift(self, begin: int, to: int, nbytes: int) -> None:
-        """Bytes from `begin` on go to lower addresses, the lowest first: none is overwritten that
-        is yet to go."""
+        """Move bytes from `begin` to a lower address, the lowest first, so that none is overwritten
+        before it moved."""
         unit = self._block_bytes
         while nbytes and begin != to:
             n = min(nbytes, unit - begin % unit, unit - to % unit)
@@ -112,14 +113,14 @@ class HostTier:
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
         for at, memory in self.pieces(extent, begin, begin + into.nbytes):
             copy_bytes(into.memory[at - begin :], memory, memory.numel())
-        return _done()
+        return _finished_promise()
 
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
         for at, memory in self.pieces(extent, begin, begin + source.nbytes):
             copy_bytes(memory, source.memory[at - begin :], memory.numel())
-        return _done()
+        return _finished_promise()
 
-    def stretches(self, extent: Extent, begin: int, end: int) -> Sequence[Stretch]:
+    def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         return ()
 
     def usage(self) -> tuple[str, int, int]:
@@ -129,7 +130,7 @@ class HostTier:
         self._blocks.clear()
 
 
-def _done() -> Promise:
+def _finished_promise() -> Promise:
     promise = Promise()
     promise.finish()
     return promise

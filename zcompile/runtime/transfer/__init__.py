@@ -1,1 +1,2 @@
-"""Transfers between tiers: what was promised, in which order, through which staging memory."""
+"""The transfer package moves bytes between tiers: tickets, the order of transfers, and their
+staging memory."""

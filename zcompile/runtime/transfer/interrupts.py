@@ -1,13 +1,14 @@
-"""Ctrl-C comes between two operations, never in the middle of one, as with torch's own ops.
+"""Ctrl-C is delivered between two operations of the runtime, never in the middle of one.
 
-Python raises KeyboardInterrupt between any two bytecodes of the main thread. One that struck
-between taking an extent and noting whose it is would lose the extent; between the start of a
-transfer and its end it would leave one that nobody finishes. So every door to the runtime notes the
-interrupt, and delivers it on its way out, when what was made has an owner whose death gives it
-back.
+That is how torch's own ops behave. Python raises KeyboardInterrupt between any two bytecodes of the
+main thread. An interrupt between taking an extent and noting whose it is would lose the extent;
+between the start of a transfer and its end it would leave a transfer that nobody finishes. So every
+door to the runtime (`uninterrupted`) notes an interrupt, and delivers it on its way out, when what
+was made has an owner whose death gives it back.
 
-A second interrupt does not wait if the first has met a wait, or code of the user: there it is like
-any error that may be raised at that point, and nothing is lost either.
+A second interrupt is delivered at once, if it strikes while the runtime waits for others
+(`interruptible`), or within code of the user: there it is like any error that may be raised at that
+point, and nothing is lost either.
 """
 
 # The functions of `signal` wrap these, to convert integers to enums and back: 15 us for one section
@@ -28,20 +29,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_HERE = f"{Path(__file__).parents[1]}/"
-_STDLIB = f"{sysconfig.get_path('stdlib')}/"
-_PACKAGES = f"{sysconfig.get_path('purelib')}/"
-_WAITS: set[CodeType] = set()
-_ENDS: set[CodeType] = set()
+
+# --- Sections ---
 
 _WITHIN = nullcontext()
-"""What is nested in a section costs next to nothing: the outer one delivers."""
+"""What a nested section returns, at next to no cost: the outer section delivers."""
 
 
 class _Handler:
-    """Notes interrupts; `usual` is the handler they are for.
+    """A signal handler that notes interrupts for the handler `usual`.
 
-    active  until its section ends; user code within may have saved it, to put it back later
+    active  until its section ends; user code within may have saved the handler, to put it back
+            later
     """
 
     __slots__ = ("active", "noted", "usual")
@@ -52,7 +51,7 @@ class _Handler:
         self.active = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.active or (self.noted and _may_break(frame)):
+        if not self.active or (self.noted and _may_interrupt(frame)):
             self.noted = False
             self.usual(number, frame)
         else:
@@ -60,7 +59,8 @@ class _Handler:
 
 
 class _Section:
-    """The outermost section of the main thread."""
+    """The outermost section of the main thread: interrupts are noted in it and delivered at its
+    end."""
 
     __slots__ = ("_handler",)
 
@@ -86,8 +86,11 @@ class _Section:
 
 
 def deferred_interrupts() -> AbstractContextManager[None]:
-    """Note SIGINT until the end of the block; outside the main thread, where it never arrives, and
-    where a program has no handler of its own for it, this does nothing."""
+    """Note SIGINT until the end of the block.
+
+    Does nothing outside the main thread, where SIGINT never arrives, and where a program has no
+    handler of its own for it.
+    """
     if threading.get_ident() != threading.main_thread().ident:
         return _WITHIN
     usual = _signal.getsignal(SIGINT)
@@ -101,7 +104,7 @@ def deferred_interrupts() -> AbstractContextManager[None]:
 
 
 def deliver_interrupts() -> None:
-    """A good moment within a long section: what was noted is delivered now."""
+    """Deliver a noted interrupt now: for a good moment within a long section."""
     handler = _signal.getsignal(SIGINT)
     if isinstance(handler, _Handler) and handler.noted:
         handler.noted = False
@@ -109,9 +112,9 @@ def deliver_interrupts() -> None:
 
 
 def uninterrupted(func: Callable[P, R]) -> Callable[P, R]:
-    """A door: `func` runs with interrupts deferred.
+    """Decorate a door to the runtime: `func` runs with interrupts deferred.
 
-    What it returns may be lost if one is delivered on the way out, so it must be owned by then:
+    The result may be lost if an interrupt is delivered on the way out, so it must be owned by then:
     by the caller's arguments, or by an object whose death gives it back.
     """
 
@@ -123,34 +126,46 @@ def uninterrupted(func: Callable[P, R]) -> Callable[P, R]:
     return door
 
 
-def waits(func: F) -> F:
-    """`func` blocks until others have done something, and may raise what they failed with: a second
-    interrupt breaks it off."""
-    _WAITS.add(func.__code__)
+# --- Where a second interrupt is delivered ---
+
+_HERE = f"{Path(__file__).parents[1]}/"
+_STDLIB = f"{sysconfig.get_path('stdlib')}/"
+_PACKAGES = f"{sysconfig.get_path('purelib')}/"
+_INTERRUPTIBLE: set[CodeType] = set()
+_CLEANUP: set[CodeType] = set()
+
+
+def interruptible(func: F) -> F:
+    """Decorate a function that blocks until others have done something: a second interrupt ends the
+    wait.
+
+    Such a function may raise what the others failed with.
+    """
+    _INTERRUPTIBLE.add(func.__code__)
     return func
 
 
-def ends(func: F) -> F:
-    """`func` cleans up: whatever it waits for, it has to wait for."""
-    _ENDS.add(func.__code__)
+def cleanup(func: F) -> F:
+    """Decorate a function that cleans up: no interrupt ends its waits, whatever they are for."""
+    _CLEANUP.add(func.__code__)
     return func
 
 
-def _may_break(frame: FrameType | None) -> bool:
+def _may_interrupt(frame: FrameType | None) -> bool:
     """Whether an interrupt in `frame` is like any error that may be raised there."""
-    while frame is not None and _of_stdlib(frame):
+    while frame is not None and _is_stdlib(frame):
         frame = frame.f_back
     if frame is None:
         return True
-    if frame.f_code.co_filename.startswith(_HERE) and frame.f_code not in _WAITS:
+    if frame.f_code.co_filename.startswith(_HERE) and frame.f_code not in _INTERRUPTIBLE:
         return False
     while frame is not None:
-        if frame.f_code in _ENDS:
+        if frame.f_code in _CLEANUP:
             return False
         frame = frame.f_back
     return True
 
 
-def _of_stdlib(frame: FrameType) -> bool:
+def _is_stdlib(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     return name.startswith(_STDLIB) and not name.startswith(_PACKAGES)

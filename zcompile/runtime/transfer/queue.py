@@ -1,7 +1,8 @@
-"""The order of transfers: what follows what, how much is under way, what went wrong first.
+"""The transfer queue decides which transfer follows which, and knows what is in flight and what
+failed.
 
-A transfer starts in the thread that submits it, when nothing stands before it, else in a thread
-of the mover, which keeps long queues on one entry from nesting.
+A transfer starts in the thread that submits it, when nothing stands before it; else in a thread of
+the queue, which keeps long queues on one entry from nesting their calls.
 """
 
 import threading
@@ -17,20 +18,15 @@ from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, 
 from zcompile.runtime.transfer.transfer import Transfer
 
 
-def marks_of(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
-    """The tickets that are points of compute, for the device to wait for."""
-    return tuple(t for t in after if not isinstance(t, Transfer | Ready))
-
-
 class TransferQueue:
     """All transfers of one store; thread-safe."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """The first that a transfer failed with."""
+        """The first error that a transfer failed with."""
         self.closed: BaseException | None = None
         self._starter = Workers("zinf-start", 1, self.abandon)
-        self._under_way: set[Transfer] = set()
+        self._in_flight: set[Transfer] = set()
         self._lock = threading.RLock()
 
     def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
@@ -39,23 +35,24 @@ class TransferQueue:
         A put in `after` counts as complete when its memory is free, not when its bytes are home.
         raises  what an earlier transfer on the entry failed with
         """
-        gate = Countdown()
+        gate = Countdown()  # finished once all that comes before has
         place = transfer.place
         with self._lock:
             self.check(place)
             assert not place.freed, f"{place.name!r} is used after its last use"
             blockers = place.blockers(transfer)
             transfer.prepare()
-            place.under_way.append(transfer)
-            self._under_way.add(transfer)
+            place.in_flight.append(transfer)
+            self._in_flight.add(transfer)
         transfer.home.then(partial(self._finished, transfer))
+        # Others on these bytes must be home first; those in `after` must have freed their memory.
         for blocker in blockers:
             gate.hold()
             blocker.home.then(gate.drop)
         for ticket in after:
             if isinstance(ticket, Transfer):
                 gate.hold()
-                ticket.over.then(gate.drop)
+                ticket.memory_free.then(gate.drop)
         gate.drop()
         if gate.done():
             transfer.start(gate.error)
@@ -63,18 +60,22 @@ class TransferQueue:
             gate.then(partial(self._start_later, transfer))
 
     def check(self, place: Place) -> None:
+        """raises  what an earlier transfer on the entry failed with, or that the store was
+        closed"""
         error = self.closed or place.error
         if error is not None:
             raise error
 
-    def borrow(
+    def wait_to_touch(
         self, place: Place, begin: int, memory: Tensor, writes: bool, overwrites: bool = False
     ) -> None:
-        """Wait until nothing moves the entry's bytes from `begin` on, which rest in `memory`, and
-        make zeros of what is blank there; then compute may touch it.
+        """Wait until compute may touch an entry in place: its bytes from `begin` on, which rest in
+        `memory`.
 
-        overwrites  all of it is written before it is read, so that blank bytes may stay as they are
-        raises  what an earlier transfer on the entry failed with
+        No transfer moves them then, and blank bytes are zeros.
+        overwrites  all of them are written before they are read, so that blank bytes may stay as
+                    they are
+        raises      what an earlier transfer on the entry failed with
         """
         end = begin + memory.numel()
         with self._lock:
@@ -91,8 +92,8 @@ class TransferQueue:
             if writes:
                 place.written.add(begin, end)
 
-    def still(self, places: Iterable[Place]) -> list[bool]:
-        """Of each, whether nothing is under way on the entry, and all of it holds a value.
+    def are_ready(self, places: Iterable[Place]) -> list[bool]:
+        """Of each place, whether nothing is in flight on the entry, and all of it holds a value.
 
         raises  as `check`
         """
@@ -100,57 +101,58 @@ class TransferQueue:
             found = []
             for place in places:
                 self.check(place)
-                found.append(not place.under_way and place.written.holds(0, place.nbytes))
+                found.append(not place.in_flight and place.written.holds(0, place.nbytes))
             return found
 
-    def blank(self, place: Place) -> None:
+    def mark_blank(self, place: Place) -> None:
         """From here on in the order of submission, the entry holds nothing."""
         with self._lock:
             self.check(place)
             place.written.clear()
 
     def free(self, place: Place) -> None:
-        """Give the extent back once nothing is under way on it."""
+        """Give the extent back once nothing is in flight on it."""
         with self._lock:
             place.freed = True
-            idle = not place.under_way
+            idle = not place.in_flight
         if idle:
             place.tier.release(place.extent)
 
-    def memories_free(self) -> None:
-        """Wait until no transfer under way now touches its memory any more."""
+    def wait_for_memory(self) -> None:
+        """Wait until no transfer that is in flight now touches its memory any more."""
         with self._lock:
-            under_way = list(self._under_way)
-        for transfer in under_way:
-            transfer.over.settle()
+            in_flight = list(self._in_flight)
+        for transfer in in_flight:
+            transfer.memory_free.wait_finished()
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way; as of now, takes no lock."""
-        return not self._under_way
+        """Whether nothing is in flight, as of now; takes no lock."""
+        return not self._in_flight
 
     def drain(self) -> None:
-        """All is done; raises the first error of any transfer."""
+        """Wait for all transfers; raises the first error of any."""
         while (left := self._oldest()) is not None:
-            left.home.settle()
+            left.home.wait_finished()
         error = self.error or self.closed
         if error is not None:
             raise error
 
     def _oldest(self) -> Transfer | None:
         with self._lock:
-            return next(iter(self._under_way), None)
+            return next(iter(self._in_flight), None)
 
     def close(self, error: BaseException) -> None:
-        """Start nothing any more; `error` is what later submissions raise."""
+        """Start nothing any more; later submissions raise `error`."""
         with self._lock:
             self.closed = self.closed or error
         self._starter.stop()
 
     def abandon(self, error: BaseException) -> None:
-        """Fail all that is left; the threads that moved it have stopped, or it will never move."""
+        """Fail all that is in flight; the threads that moved it have stopped, or it will never
+        move."""
         with self._lock:
             self.closed = self.closed or error
-            left = list(self._under_way)
+            left = list(self._in_flight)
         for transfer in left:
             transfer.fail(error)
 
@@ -158,23 +160,29 @@ class TransferQueue:
         self._starter.submit(partial(transfer.start, error))
 
     def _finished(self, transfer: Transfer, error: BaseException | None) -> None:
+        """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            self._under_way.discard(transfer)
-            place.under_way.remove(transfer)
+            self._in_flight.discard(transfer)
+            place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error
                 if self.closed is None:
                     self.error = self.error or error
-            free = place.freed and not place.under_way
+            free = place.freed and not place.in_flight
         if free:
             place.tier.release(place.extent)
 
 
-class Backlog:
-    """Bytes of put sources that live outside the arena: a bounded sum.
+def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
+    """The tickets that are points of compute, for the device to wait for."""
+    return tuple(t for t in after if not isinstance(t, Transfer | Ready))
 
-    waited_s  how long `enter` has waited, in all
+
+class Backlog:
+    """Bounds the bytes of put sources outside the arena that are in flight.
+
+    waited_s  seconds that `enter` has waited, in all
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -183,10 +191,10 @@ class Backlog:
         self._now = 0
         self._lock = threading.Lock()
         self._less = Promise()
-        """Kept when there is less of them than now."""
+        """Finished when fewer bytes are inside than now."""
 
     def enter(self, nbytes: int) -> None:
-        """Wait until `nbytes` more fit; one that is larger than all waits until it is alone."""
+        """Wait until `nbytes` more fit; a source larger than the bound waits until it is alone."""
         since = 0.0
         while True:
             with self._lock:
@@ -196,10 +204,10 @@ class Backlog:
                     return
                 less = self._less = self._less if not self._less.done() else Promise()
             since = since or time.perf_counter()
-            less.settle()
+            less.wait_finished()
 
     def leave(self, nbytes: int, error: BaseException | None = None) -> None:
-        """They are not needed any more; `error` is why, and no matter here."""
+        """`nbytes` are no longer in flight; `error` is ignored."""
         with self._lock:
             self._now -= nbytes
             less = self._less

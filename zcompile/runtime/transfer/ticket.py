@@ -1,13 +1,11 @@
-"""Tickets: promises about bytes that are still travelling.
+"""Tickets promise bytes that are still travelling; worker threads keep the promises.
 
-Whoever reads a ticket sees three verbs; whoever keeps a promise has two more, `then` and `finish`.
-Nothing in the runtime blocks a thread to learn that a promise was kept: what must follow is hung
-on it with `then`, and only a caller that asks for it waits.
+Whoever reads a ticket sees three verbs (`Ticket`); whoever keeps a promise has two more, `then` and
+`finish`. Nothing in the runtime blocks a thread to learn that a promise was kept: what must follow
+is attached with `then`, and only a caller that asks for it waits.
 
-Threads that do one thing after another.
-
-All are daemons that hold no reference to what they worked on, so neither a forgotten store nor
-the end of the interpreter waits for them.
+All worker threads are daemons that hold no reference to what they worked on, so neither a forgotten
+store nor the end of the interpreter waits for them.
 """
 
 import threading
@@ -17,31 +15,33 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from zcompile.runtime.transfer.interrupts import waits
+from zcompile.runtime.transfer.interrupts import interruptible
+
+# --- Promises ---
 
 Callback = Callable[[BaseException | None], None]
 """Called once, with what went wrong or None, in the thread that finished the promise."""
 
 
 class Ticket(Protocol):
-    """A promise about bytes."""
+    """A promise about bytes, as seen by whoever needs them."""
 
     def done(self) -> bool:
-        """Whether it is complete, well or badly."""
+        """Whether the promise is finished, well or badly."""
 
     def wait(self) -> None:
-        """Block the host until it is complete; raises what went wrong in the transfer."""
+        """Block the host until the promise is finished; raises what went wrong in the transfer."""
 
     def join_compute(self) -> None:
         """From here on compute may touch the bytes.
 
-        Compute is the calling thread on the CPU device, the current stream on CUDA; there the
-        host is blocked only until the last copy is enqueued.
+        Compute is the calling thread on the CPU device, the current stream on CUDA; there the host
+        is blocked only until the last copy is enqueued.
         """
 
 
 class Ready:
-    """The ticket of what is already complete."""
+    """The ticket of bytes that have arrived already."""
 
     def done(self) -> bool:
         return True
@@ -54,29 +54,29 @@ class Ready:
 
 
 class Promise:
-    """Finished once, from any thread; the first error given wins."""
+    """A ticket that is finished once, from any thread; the first error given wins."""
 
-    __slots__ = ("_callbacks", "_gate", "_lock", "_over", "error")
+    __slots__ = ("_callbacks", "_finished", "_gate", "_lock", "error")
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._callbacks: list[Callback] = []
         self._lock = threading.Lock()
-        self._over = False
+        self._finished = False
         self._gate = threading.Lock()
         self._gate.acquire()
 
     def done(self) -> bool:
-        return self._over
+        return self._finished
 
-    @waits
-    def settle(self) -> None:
-        """Block until finished, well or badly."""
+    @interruptible
+    def wait_finished(self) -> None:
+        """Block until finished, well or badly; raises nothing."""
         with self._gate:
             pass
 
     def wait(self) -> None:
-        self.settle()
+        self.wait_finished()
         if self.error is not None:
             raise self.error
 
@@ -84,19 +84,20 @@ class Promise:
         self.wait()
 
     def then(self, callback: Callback) -> None:
-        """Call `callback` when finished; at once, in this thread, if that has been."""
+        """Call `callback` when finished; at once, in this thread, if the promise is finished
+        already."""
         with self._lock:
-            if not self._over:
+            if not self._finished:
                 self._callbacks.append(callback)
                 return
         callback(self.error)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete; callbacks run before waiters wake. A second call changes nothing."""
+        """Finish the promise; callbacks run before waiters wake. A second call changes nothing."""
         with self._lock:
-            if self._over:
+            if self._finished:
                 return
-            self._over = True
+            self._finished = True
             self.error = error if self.error is None else self.error
             callbacks, self._callbacks = self._callbacks, []
         try:
@@ -107,7 +108,8 @@ class Promise:
 
 
 class Countdown(Promise):
-    """A promise kept in parts: finished when every `hold`, and the first, was dropped."""
+    """A promise kept in parts: finished when the first part, and every one of `hold`, was
+    dropped."""
 
     __slots__ = ("_held",)
 
@@ -116,21 +118,88 @@ class Countdown(Promise):
         self._held = 1
 
     def hold(self, parts: int = 1) -> None:
+        """Add parts to wait for."""
         with self._lock:
             self._held += parts
 
     def drop(self, error: BaseException | None = None) -> None:
+        """One part is done, or failed with `error`."""
         with self._lock:
             self._held -= 1
-            if self.error is None and not self._over:
+            if self.error is None and not self._finished:
                 self.error = error
             last = self._held == 0
         if last:
             self.finish()
 
 
+# --- Threads ---
+
 Job = Callable[[], None]
 Key = TypeVar("Key")
+
+
+class Worker(threading.Thread):
+    """A thread of the runtime, so that it can be told from the user's."""
+
+
+class Workers:
+    """A queue of jobs and the threads that run them, first in first out.
+
+    crashed  told what a job raised; jobs report expected errors themselves, so this is a defect
+    """
+
+    def __init__(self, name: str, threads: int, crashed: Callable[[BaseException], None]) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads = [
+            Worker(target=_run_jobs, args=(self._jobs, crashed), name=f"{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            for thread in self._threads:
+                thread.start()
+            undo.pop_all()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    @property
+    def submit_from_c(self) -> Callable[[Job], None]:
+        """As `submit`, without a bytecode to run: for the callback of a weak reference."""
+        return self._jobs.put
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the threads after the jobs that run now; queued jobs are dropped."""
+        while not self._jobs.empty():
+            self._jobs.get()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+
+def start_workers(
+    names: Mapping[Key, str], threads: int, crashed: Callable[[BaseException], None]
+) -> dict[Key, Workers]:
+    """`Workers` for each name, by key: all of them, or an error and none."""
+    found: dict[Key, Workers] = {}
+    with ExitStack() as undo:
+        for key, name in names.items():
+            found[key] = Workers(name, threads, crashed)
+            undo.callback(found[key].stop)
+        undo.pop_all()
+    return found
+
+
+def _run_jobs(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException], None]) -> None:
+    """Run jobs until None comes; the loop of a worker thread."""
+    while (job := jobs.get()) is not None:
+        with _Reporting(crashed):
+            job()
+        del job
 
 
 class _Reporting:
@@ -151,64 +220,3 @@ class _Reporting:
         if error is not None:
             self._report(error)
         return True
-
-
-class Worker(threading.Thread):
-    """A thread of ours, so that it can be told from the user's."""
-
-
-class Workers:
-    """A queue and the threads that empty it, first in first out.
-
-    crashed  told what a job raised; jobs report expected errors themselves, so this is a defect
-    """
-
-    def __init__(self, name: str, threads: int, crashed: Callable[[BaseException], None]) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads = [
-            Worker(target=_work, args=(self._jobs, crashed), name=f"{name}-{n}", daemon=True)
-            for n in range(threads)
-        ]
-        with ExitStack() as undo:
-            undo.callback(self.stop)
-            for thread in self._threads:
-                thread.start()
-            undo.pop_all()
-
-    def submit(self, job: Job) -> None:
-        self._jobs.put(job)
-
-    @property
-    def submit_from_c(self) -> Callable[[Job], None]:
-        """As `submit`, with not one bytecode to run: for the callback of a weak reference."""
-        return self._jobs.put
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End after the jobs under way; those still queued are dropped."""
-        while not self._jobs.empty():
-            self._jobs.get()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout_s)
-
-
-def start_workers(
-    names: Mapping[Key, str], threads: int, crashed: Callable[[BaseException], None]
-) -> dict[Key, Workers]:
-    """`Workers` for each name: all of them, or an error and none."""
-    found: dict[Key, Workers] = {}
-    with ExitStack() as undo:
-        for key, name in names.items():
-            found[key] = Workers(name, threads, crashed)
-            undo.callback(found[key].stop)
-        undo.pop_all()
-    return found
-
-
-def _work(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException], None]) -> None:
-    while (job := jobs.get()) is not None:
-        with _Reporting(crashed):
-            job()
-        del job

@@ -1,21 +1,15 @@
-"""A transfer: some bytes of one entry on their way, whatever the way.
-
-It is cut into parts, each of which lands by itself; three countdowns tell how far all of them are.
-A transfer holds nothing until all that it follows is complete, so what is under way always ends.
-
-Fetch and put: how bytes travel between an entry's home and memory.
+"""A transfer moves a range of bytes of one entry between its home tier and memory.
 
     fetch   disk -> buffer of the ring -> memory        host -> memory        blank: zeros -> memory
     put     memory -> buffer of the ring -> disk        memory -> host
+    add     memory -> half a buffer; disk -> the other half; their sum -> disk
+            memory -> half a buffer; home on the host += that half
 
-Where system calls can reach the memory and it lies on granules of the tier, disk and memory
-exchange bytes without the ring. Otherwise bytes pass it in chunks, each on its own: while one is
-copied to the device the next is read.
-
-Add: an entry becomes itself plus what comes; the sum is formed on the host.
-
-memory -> half a buffer; disk -> the other half; their sum -> disk
-memory -> half a buffer; home on the host += that half
+A transfer is cut into parts, each of which lands by itself; three countdowns tell how far all of
+them are. A transfer holds nothing until all that it follows is complete, so what is in flight
+always ends. Chunks pass the staging ring each on its own: while one is copied to the device the
+next is read. Where system calls can reach the memory and it lies on granules of the tier, disk and
+memory exchange bytes without the ring. The sum of an add is formed on the host.
 """
 
 from abc import ABC, abstractmethod
@@ -32,14 +26,14 @@ from zcompile.runtime.device.base import CopyListener, CopyReport, Device, Direc
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.base import Buffer, Place
-from zcompile.runtime.tiers.extents import Written
+from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Workers
 
 
 @dataclass(frozen=True)
 class TransferContext:
-    """What transfers travel with."""
+    """The device, the staging ring and the thread for sums that transfers use."""
 
     device: Device
     staging: Staging
@@ -47,24 +41,25 @@ class TransferContext:
 
 
 class Transfer(ABC):
-    """Bytes [begin, end) of an entry on their way to or from `memory`. A `Ticket`.
+    """Bytes [begin, end) of an entry in flight to or from `memory`. A `Ticket`.
 
     memory  uint8 [end - begin], contiguous
     owner   the tensor that the caller gave, over the same bytes; kept alive until the copies to or
-            from them are over. Copies know only `memory`, so that a worker which is slow to let
-            go of one does not hold a range of the arena.
+            from them are over. Copies know only `memory`, so that a worker which is slow to drop a
+            copy does not hold a range of the arena.
     marks   points of compute that those copies must come after
     padded  the bytes after `memory`, up to a multiple of the arena's ALIGNMENT, are free to use
+    before  which bytes of the entry held a value when the transfer was submitted
 
-    Three promises: `queued`, all copies are enqueued on the device; `over`, `memory` is not
+    Three promises: `queued`, all copies are enqueued on the device; `memory_free`, `memory` is not
     touched any more; `home`, all is done.
     """
 
     lane = "read"
     direction: Direction = "h2d"
     writes = False
-    cut_in = 1
-    """Times the bytes of a chunk that its buffer holds."""
+    buffers_per_chunk = 1
+    """The buffer of a chunk has this many times its bytes."""
 
     def __init__(
         self,
@@ -73,7 +68,7 @@ class Transfer(ABC):
         memory: Tensor,
         owner: Tensor,
         marks: Sequence[Ticket],
-        means: TransferContext,
+        context: TransferContext,
         padded: bool = False,
     ) -> None:
         assert memory.dtype == torch.uint8, "transfers move bytes"
@@ -82,14 +77,14 @@ class Transfer(ABC):
         self.begin = begin
         self.end = begin + memory.numel()
         self.marks = marks
-        self.queued, self.over, self.home = Countdown(), Countdown(), Countdown()
+        self.queued, self.memory_free, self.home = Countdown(), Countdown(), Countdown()
         self._memory: Tensor | None = memory
         self._owner: Tensor | None = owner
-        self.means = means
+        self.context = context
         self.padded = padded
         self._event: object = None
-        self.was = Written()
-        self.over.then(self._let_go)
+        self.before = WrittenRanges()
+        self.memory_free.then(self._drop_memory)
 
     def done(self) -> bool:
         return self.home.done()
@@ -99,45 +94,47 @@ class Transfer(ABC):
 
     def join_compute(self) -> None:
         self.queued.wait()
-        if self.over.done():
-            self.over.wait()
+        if self.memory_free.done():
+            self.memory_free.wait()
         else:
-            self.means.device.join(self._event)
+            self.context.device.join(self._event)
             if not self.writes:
                 self._owner = None  # whatever the caller does next comes after the copies
 
     def prepare(self) -> None:
-        """Note what the entry holds as of now; called in the order of submission."""
-        self.was = self.place.written.copy()
+        """Note which bytes of the entry hold a value now; called in the order of submission."""
+        self.before = self.place.written.copy()
         if self.writes:
             self.place.written.add(self.begin, self.end)
 
     def start(self, error: BaseException | None) -> None:
-        """All that this follows is complete, or `error` says what failed there."""
+        """Begin: all that this transfer follows is complete, or `error` says what failed there."""
         if error is not None:
             self.fail(error)
             return
         self._issue()
-        for promise in (self.queued, self.over, self.home):
+        for promise in (self.queued, self.memory_free, self.home):
             promise.drop()
 
     def fail(self, error: BaseException) -> None:
-        """End at once: for what has not started, and for a store that is closing."""
-        for promise in (self.queued, self.over, self.home):
+        """End at once: for a transfer that has not started, and for a store that is closing."""
+        for promise in (self.queued, self.memory_free, self.home):
             promise.finish(error)
 
     def enqueued(self, event: object) -> None:
+        """As `CopyListener.enqueued`."""
         self._event = event
         self.queued.drop()
 
     def landed(self, error: BaseException | None) -> None:
-        """One copy between the device and the entry's home on the host is over."""
+        """As `CopyListener.landed`: a copy between the device and the home tier on the host is
+        over."""
         self.copied(error)
         self.home.drop(error)
 
-    def room(self, begin: int, end: int) -> int:
+    def buffer_bytes(self, begin: int, end: int) -> int:
         low, high = self.place.blocks(begin, end)
-        return -(-(high - low) // BLOCK_BYTES) * BLOCK_BYTES * self.cut_in
+        return -(-(high - low) // BLOCK_BYTES) * BLOCK_BYTES * self.buffers_per_chunk
 
     def begin_chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         if self.home.error is not None:
@@ -147,30 +144,32 @@ class Transfer(ABC):
 
     @abstractmethod
     def _issue(self) -> None:
-        """Cut into parts and start them; all that this follows is complete."""
+        """Cut the transfer into parts and start them; all that it follows is complete."""
 
     @abstractmethod
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
-        """Move bytes [begin, end) of the entry by way of a buffer of the ring."""
+        """Move bytes [begin, end) of the entry through a buffer of the ring."""
 
     def copied(self, error: BaseException | None) -> None:
+        """One copy to or from `memory` is over, or failed."""
         if error is not None:
             self.queued.finish(error)
-        self.over.drop(error)
+        self.memory_free.drop(error)
 
     def chunk_failed(self, buffer: Buffer, error: BaseException) -> None:
         """A chunk ends before its copy to or from `memory` began."""
-        self.means.staging.give(buffer)
+        self.context.staging.give(buffer)
         self.landed(error)
 
     def hold(self, parts: int) -> None:
-        for promise in (self.queued, self.over, self.home):
+        """Wait for so many more parts."""
+        for promise in (self.queued, self.memory_free, self.home):
             promise.hold(parts)
 
     def by_chunks(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Send ranges of the entry through the ring, cut at blocks of the tier."""
         unit = self.place.tier.granule
-        size = self.means.staging.chunk_bytes // self.cut_in
+        size = self.context.staging.chunk_bytes // self.buffers_per_chunk
         chunks: deque[tuple[int, int]] = deque()
         for begin, end in ranges:
             while begin < end:
@@ -178,15 +177,17 @@ class Transfer(ABC):
                 chunks.append((begin, stop))
                 begin = stop
         self.hold(len(chunks))
-        self.means.staging.request(self.lane, self, chunks)
+        self.context.staging.request(self.lane, self, chunks)
 
-    def straight(self, begin: int, end: int) -> Buffer | None:
-        """The memory of bytes [begin, end) of the entry, if the tier can move them as they lie.
+    def direct_buffer(self, begin: int, end: int) -> Buffer | None:
+        """The memory of bytes [begin, end) of the entry, if the tier can move them without the
+        ring, or None.
 
-        Whole granules at an address that is a multiple of them; the last may reach into padding.
+        That takes whole granules at an address that is a multiple of them; the last may reach into
+        padding.
         """
         memory, granule = self.part(begin, end), self.place.tier.granule
-        if not (memory.is_cpu and self.means.device.can_bypass_staging(self.direction)):
+        if not (memory.is_cpu and self.context.device.can_bypass_staging(self.direction)):
             return None
         if begin % granule or memory.data_ptr() % granule:
             return None
@@ -198,25 +199,29 @@ class Transfer(ABC):
 
     def part(self, begin: int, end: int) -> Tensor:
         """Bytes [begin, end) of the entry, in `memory`."""
-        assert self._memory is not None, "memory is touched after it was let go"
+        assert self._memory is not None, "memory is touched after it was dropped"
         return self._memory[begin - self.begin : end - self.begin]
 
-    def _let_go(self, error: BaseException | None) -> None:
+    def _drop_memory(self, error: BaseException | None) -> None:
         self._memory = self._owner = None
         self.marks = ()
 
 
-def read_out(ticket: Ticket) -> Ticket:
-    """Complete once nothing reads what leaves, be it home by then or on its way to a disk."""
-    return ticket.over if isinstance(ticket, Transfer) else ticket
+def source_released(ticket: Ticket) -> Ticket:
+    """A ticket that is complete once nothing reads the source of a put any more, home by then or
+    not."""
+    return ticket.memory_free if isinstance(ticket, Transfer) else ticket
+
+
+# --- Home to memory ---
 
 
 class Fetch(Transfer):
-    """From home to device memory."""
+    """Moves bytes from the home tier to device memory."""
 
     def _issue(self) -> None:
         staged = []
-        for begin, end, held in self.was.pieces(self.begin, self.end):
+        for begin, end, held in self.before.pieces(self.begin, self.end):
             if not held:
                 self.hold(1)
                 self.clear(self.part(begin, end))
@@ -224,23 +229,23 @@ class Fetch(Transfer):
                 for at, memory in self.place.tier.pieces(self.place.extent, begin, end):
                     self.hold(1)
                     self.copy(self.part(at, at + memory.numel()), memory, self)
-            elif (buffer := self.straight(begin, end)) is not None:
+            elif (buffer := self.direct_buffer(begin, end)) is not None:
                 self.hold(1)
                 self.place.tier.read(self.place.extent, begin, buffer).then(
-                    partial(self._went_straight, end - begin)
+                    partial(self._bypass_done, end - begin)
                 )
             else:
                 staged.append((begin, end))
         self.by_chunks(staged)
 
-    def _went_straight(self, nbytes: int, error: BaseException | None) -> None:
+    def _bypass_done(self, nbytes: int, error: BaseException | None) -> None:
         if error is None:
-            self.note_straight(nbytes)
+            self.count_bypass(nbytes)
             self.enqueued(None)
         self.landed(error)
 
-    def note_straight(self, nbytes: int) -> None:
-        self.means.device.count_bypass(self.direction, nbytes)
+    def count_bypass(self, nbytes: int) -> None:
+        self.context.device.count_bypass(self.direction, nbytes)
 
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
         low, high = self.place.blocks(begin, end)
@@ -262,14 +267,14 @@ class Fetch(Transfer):
         )
 
     def copy(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
-        self.means.device.copy("h2d", target, source, self.marks, listener)
+        self.context.device.copy("h2d", target, source, self.marks, listener)
 
     def clear(self, target: Tensor) -> None:
-        self.means.device.clear(target, self.marks, self)
+        self.context.device.clear(target, self.marks, self)
 
 
 class ReadBack(Fetch):
-    """From home to ordinary host memory, whatever the device."""
+    """Moves bytes from the home tier to ordinary host memory, whatever the device."""
 
     def copy(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
         with CopyReport(listener):
@@ -279,13 +284,13 @@ class ReadBack(Fetch):
         with CopyReport(self):
             clear_bytes(target, target.numel())
 
-    def note_straight(self, nbytes: int) -> None:
+    def count_bypass(self, nbytes: int) -> None:
         """The device had no part in it."""
 
 
 @dataclass(frozen=True)
 class _FetchedChunk:
-    """The listener of one chunk on the device."""
+    """Listens to the copy of one chunk to the device, and gives its buffer back."""
 
     fetch: Fetch
     buffer: Buffer
@@ -294,12 +299,15 @@ class _FetchedChunk:
         self.fetch.enqueued(event)
 
     def landed(self, error: BaseException | None) -> None:
-        self.fetch.means.staging.give(self.buffer)
+        self.fetch.context.staging.give(self.buffer)
         self.fetch.landed(error)
 
 
+# --- Memory to home ---
+
+
 class Put(Transfer):
-    """From memory to home."""
+    """Moves bytes from memory to the home tier."""
 
     lane = "write"
     direction: Direction = "d2h"
@@ -311,25 +319,25 @@ class Put(Transfer):
             return
         for at, memory in self.place.tier.pieces(self.place.extent, self.begin, self.end):
             self.hold(1)
-            self.means.device.copy(
+            self.context.device.copy(
                 "d2h", memory, self.part(at, at + memory.numel()), self.marks, self
             )
 
     def _to_disk(self) -> None:
-        buffer = self.straight(self.begin, self.end)
+        buffer = self.direct_buffer(self.begin, self.end)
         # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
         if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):
             self.by_chunks([(self.begin, self.end)])
             return
         self.hold(1)
-        self.place.tier.write(self.place.extent, self.begin, buffer).then(self._went_straight)
+        self.place.tier.write(self.place.extent, self.begin, buffer).then(self._bypass_done)
 
     def _padded_end(self) -> int:
         return self.place.extent.nbytes if self.end == self.place.nbytes else self.end
 
-    def _went_straight(self, error: BaseException | None) -> None:
+    def _bypass_done(self, error: BaseException | None) -> None:
         if error is None:
-            self.means.device.count_bypass(self.direction, self.end - self.begin)
+            self.context.device.count_bypass(self.direction, self.end - self.begin)
             self.enqueued(None)
         self.landed(error)
 
@@ -337,7 +345,9 @@ class Put(Transfer):
         low, high = self.place.blocks(begin, end)
         step = partial(self._copy_chunk, begin, end, buffer)
         # A block that is written in part keeps the rest of what it holds.
-        if self.was.touches(low, begin) or self.was.touches(end, min(high, self.place.nbytes)):
+        if self.before.touches(low, begin) or self.before.touches(
+            end, min(high, self.place.nbytes)
+        ):
             self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(step)
         else:
             step(None)
@@ -350,8 +360,8 @@ class Put(Transfer):
             return
         low, high = self.place.blocks(begin, end)
         target = buffer.memory[begin - low : end - low]
-        listener = LeftChunk(self, partial(self.write, low, high, buffer))
-        self.means.device.copy("d2h", target, self.part(begin, end), self.marks, listener)
+        listener = _CopiedChunk(self, partial(self.write, low, high, buffer))
+        self.context.device.copy("d2h", target, self.part(begin, end), self.marks, listener)
 
     def write(self, low: int, high: int, buffer: Buffer, error: BaseException | None) -> None:
         if error is not None:
@@ -362,13 +372,13 @@ class Put(Transfer):
             )
 
     def written(self, buffer: Buffer, error: BaseException | None) -> None:
-        self.means.staging.give(buffer)
+        self.context.staging.give(buffer)
         self.home.drop(error)
 
 
 @dataclass(frozen=True)
-class LeftChunk:
-    """The listener of one chunk in a buffer of the ring; then it goes on."""
+class _CopiedChunk:
+    """Listens to the copy of one chunk into a buffer of the ring, and goes on with `then`."""
 
     transfer: Put
     then: Callback
@@ -387,9 +397,9 @@ every worker. A multiple of 64 keeps the parts aligned. The sum is the same to t
 
 
 class Add(Put):
-    """Home += memory, in elements of `dtype`; the sum is formed on the host."""
+    """Adds memory to the home tier, in elements of `dtype`; the sum is formed on the host."""
 
-    cut_in = 2  # half a buffer for what comes, half for what was there
+    buffers_per_chunk = 2  # half a buffer for what comes, half for what was there
 
     def __init__(
         self,
@@ -398,10 +408,10 @@ class Add(Put):
         memory: Tensor,
         owner: Tensor,
         marks: Sequence[Ticket],
-        means: TransferContext,
+        context: TransferContext,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(place, begin, memory, owner, marks, means)
+        super().__init__(place, begin, memory, owner, marks, context)
         self._dtype = dtype
 
     def _issue(self) -> None:
@@ -412,19 +422,19 @@ class Add(Put):
         both = Countdown()
         both.then(partial(self._sum_later, begin, end, buffer))
         low, high = self.place.blocks(begin, end)
-        if not self.place.tier.in_memory and self.was.touches(low, high):
+        if not self.place.tier.in_memory and self.before.touches(low, high):
             both.hold()
             self.place.tier.read(self.place.extent, low, buffer.part(0, high - low)).then(both.drop)
-        self.means.device.copy(
+        self.context.device.copy(
             "d2h",
             buffer.memory[half : half + end - begin],
             self.part(begin, end),
             self.marks,
-            LeftChunk(self, both.drop),
+            _CopiedChunk(self, both.drop),
         )
 
     def _sum_later(self, begin: int, end: int, buffer: Buffer, error: BaseException | None) -> None:
-        self.means.adder.submit(partial(self._sum, begin, end, buffer, error))
+        self.context.adder.submit(partial(self._sum, begin, end, buffer, error))
 
     def _sum(self, begin: int, end: int, buffer: Buffer, error: BaseException | None) -> None:
         if error is not None:
@@ -442,8 +452,8 @@ class Add(Put):
             self.write(low, high, buffer, None)
 
     def _add(self, old: Tensor, new: Tensor, begin: int) -> None:
-        """old += new, where `old` is the entry from `begin` on; what was blank counts as zero."""
-        for low, high, held in self.was.pieces(begin, begin + old.numel()):
+        """old += new, where `old` is the entry from `begin` on; blank bytes count as zero."""
+        for low, high, held in self.before.pieces(begin, begin + old.numel()):
             if not held:
                 clear_bytes(old[low - begin :], high - low)
         total, more = old.view(self._dtype), new.view(self._dtype)

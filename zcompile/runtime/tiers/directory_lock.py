@@ -1,7 +1,8 @@
-"""Who owns a directory of the disk tier.
+"""A lock on a directory of the disk tier says which process, and which model, owns the directory.
 
-An exclusive `flock` on a file that says who holds it. The kernel drops the lock with its process,
-however that ends, so whoever gets the lock knows that files left in the directory are nobody's.
+The lock is an exclusive `flock` on a file that says who holds it. The kernel drops the lock with
+its process, however that ends, so whoever gets the lock knows that files left in the directory are
+nobody's.
 """
 
 import fcntl
@@ -15,39 +16,35 @@ from zcompile.errors import DiskOwned, DiskUnusable
 from zcompile.runtime.closing import wait_for_the_dead
 from zcompile.runtime.io.files import Directory
 
+logger = logging.getLogger(__name__)
 LOCK_NAME = "zinf.lock"
-TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")
-"""A scratch file, and the process that made it."""
-TRIAL_FILE = re.compile(r"zinf-trial-[0-9a-f]{16}\Z")
-"""Of `disk_trial`, whose process was killed before it could remove it."""
 _LOCK = re.compile(r"([0-9]{1,10}) since ([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})\n")
-"""What a lock says. Whatever else is in it came from elsewhere, and is not passed on."""
+"""The content of a lock file. Anything else in it came from elsewhere, and is not passed on."""
 _MOST_LOCK_BYTES = 64
-MOST_LOOKS = 100
-LOOK_SECONDS = 0.01
-"""Who finds the lock shared tries again so often, after so long."""
+MOST_TRIES = 100
+RETRY_SECONDS = 0.01
+"""A lock that is shared by others who ask is tried again, at most MOST_TRIES times, after so
+long."""
 
-logger = logging.getLogger("zcompile.runtime.tiers.claim")
 
-
-class Claim:
+class DirectoryLock:
     """The exclusive use of `directory`, from construction to `release`.
 
-    reclaiming  scratch files of dead processes are removed
-    raises  DiskOwned, DiskUnusable
+    reclaiming  remove scratch files of dead processes
+    raises      DiskOwned, DiskUnusable
     """
 
     def __init__(self, directory: Directory, reclaiming: bool = True) -> None:
         self.directory = directory
         self._system = directory.system
         try:
-            self._fd = self._locked()
+            self._fd = self._acquire()
         except DiskOwned:
-            gc.collect()  # a model of this process that was let go may not have been collected yet
+            gc.collect()  # a model of this process that is unreachable may not be collected yet
             wait_for_the_dead()
-            self._fd = self._locked()
+            self._fd = self._acquire()
         try:
-            if (died := _told(directory, self._fd)) is not None:
+            if (died := _lock_text(directory, self._fd)) is not None:
                 logger.warning(
                     "%s: process %s since %s, ended without closing its model",
                     directory.path,
@@ -63,42 +60,44 @@ class Claim:
                 f"takes no files ({error.strerror})",
                 "free space on it or give another directory",
             ) from error
-        _CLAIMS.add(self)
+        _HELD_LOCKS.add(self)
         try:
             if reclaiming:
-                reclaim(directory)
+                remove_leftovers(directory)
         except OSError:
             self.release()
             raise
 
     def release(self) -> None:
+        """Give the lock back, and remove its file."""
         if self._fd >= 0:
             try:
-                if _is_named(self.directory, self._fd):
+                if _is_current(self.directory, self._fd):
                     self.directory.unlink(LOCK_NAME)
             finally:
-                self.forget()
+                self.drop()
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Close this process's end of the lock and leave the file alone."""
         fd, self._fd = self._fd, -1
-        _CLAIMS.discard(self)
+        _HELD_LOCKS.discard(self)
         if fd >= 0:
             self._system.close(fd)
 
-    def _locked(self) -> int:
+    def _acquire(self) -> int:
+        """The descriptor of the lock file, locked. raises  DiskOwned, DiskUnusable"""
         looked_at = 0
         while True:
-            fd = self._opened()
+            fd = self._open()
             try:
                 self._system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 try:
-                    owner = _holder(self.directory, fd)
+                    owner = _exclusive_holder(self.directory, fd)
                 finally:
                     self._system.close(fd)
-                if owner is None and (looked_at := looked_at + 1) < MOST_LOOKS:
-                    time.sleep(LOOK_SECONDS)
+                if owner is None and (looked_at := looked_at + 1) < MOST_TRIES:
+                    time.sleep(RETRY_SECONDS)
                     continue
                 owner = owner or "programs that keep asking who uses it"
                 raise DiskOwned(self.directory.path, owner) from None
@@ -111,14 +110,15 @@ class Claim:
                 ) from error
             # The file may have been removed, by its last owner, since it was opened.
             try:
-                if _is_named(self.directory, fd):
+                if _is_current(self.directory, fd):
                     return fd
             except OSError:
                 self._system.close(fd)
                 raise
             self._system.close(fd)
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
+        """Open the lock file, or make one."""
         try:
             return self.directory.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
         except DiskUnusable:
@@ -131,13 +131,65 @@ class Claim:
             ) from error
 
 
+def holder_of(directory: Directory) -> str | None:
+    """Who holds the directory, without taking the lock: "process 12"; None if nobody does."""
+    try:
+        fd = directory.open(LOCK_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        return _exclusive_holder(directory, fd)
+    finally:
+        directory.system.close(fd)
+
+
+def _exclusive_holder(directory: Directory, fd: int) -> str | None:
+    """Who holds the lock alone, or None.
+
+    Others who ask the same do not hold it alone: they share the lock for a moment.
+    """
+    try:
+        directory.system.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _describe_holder(_lock_text(directory, fd))
+    return None
+
+
+def _is_current(directory: Directory, fd: int) -> bool:
+    """Whether the open file is still the lock of the directory."""
+    named = directory.stat(LOCK_NAME)
+    return named is not None and os.path.samestat(directory.system.fstat(fd), named)
+
+
+def _lock_text(directory: Directory, fd: int) -> tuple[str, str] | None:
+    """The process that holds the lock, and since when; None if the file does not say so."""
+    text = directory.system.read_all(fd, _MOST_LOCK_BYTES).decode(errors="replace")
+    found = _LOCK.fullmatch(text)
+    return None if found is None else (found[1], found[2])
+
+
+def _describe_holder(told: tuple[str, str] | None) -> str:
+    """Who holds the lock, in words for people."""
+    if told is None:
+        return "a process that the lock does not name"
+    return "another model of this process" if told[0] == str(os.getpid()) else f"process {told[0]}"
+
+
+# --- Leftovers of dead processes ---
+
+TIER_FILE = re.compile(r"zinf-([0-9]{1,10})-[0-9]{1,20}\.tier\Z")
+"""A scratch file of the disk tier, and the process that made it."""
+TRIAL_FILE = re.compile(r"zinf-trial-[0-9a-f]{16}\Z")
+"""A file of `runtime/io/trial.py` whose process was killed before it could remove the file."""
+
+
 def scratch_files(directory: Directory) -> list[str]:
-    """What stores without `durable` keep there while they run, and what was left of a trial."""
+    """Files that stores without `durable` keep there while they run, and leftovers of trials."""
     return [name for name in directory.names() if TIER_FILE.match(name) or TRIAL_FILE.match(name)]
 
 
-def reclaim(directory: Directory) -> int:
-    """Remove what dead processes left; the bytes it took. The directory is ours."""
+def remove_leftovers(directory: Directory) -> int:
+    """Remove what dead processes left, in a directory that is ours; returns the bytes it took."""
     freed = 0
     for name in scratch_files(directory):
         found = TIER_FILE.match(name)
@@ -164,55 +216,18 @@ def reclaim(directory: Directory) -> int:
     return freed
 
 
-def owner_of(directory: Directory) -> str | None:
-    """Who holds the directory, without taking it: "process 12"; None if nobody does."""
-    try:
-        fd = directory.open(LOCK_NAME, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        return _holder(directory, fd)
-    finally:
-        directory.system.close(fd)
+# --- Forks ---
 
-
-def _holder(directory: Directory, fd: int) -> str | None:
-    """Who holds the lock alone. Others who ask the same do not: they share it for a moment."""
-    try:
-        directory.system.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _owner(_told(directory, fd))
-    return None
-
-
-def _is_named(directory: Directory, fd: int) -> bool:
-    """Whether the open file is still the lock of the directory."""
-    named = directory.stat(LOCK_NAME)
-    return named is not None and os.path.samestat(directory.system.fstat(fd), named)
-
-
-def _told(directory: Directory, fd: int) -> tuple[str, str] | None:
-    """The process that holds the lock, and since when; None if it does not say so."""
-    text = directory.system.read_all(fd, _MOST_LOCK_BYTES).decode(errors="replace")
-    found = _LOCK.fullmatch(text)
-    return None if found is None else (found[1], found[2])
-
-
-def _owner(told: tuple[str, str] | None) -> str:
-    if told is None:
-        return "a process that the lock does not name"
-    return "another model of this process" if told[0] == str(os.getpid()) else f"process {told[0]}"
-
-
-_CLAIMS: set[Claim] = set()
-"""Those that are held."""
+_HELD_LOCKS: set[DirectoryLock] = set()
+"""The locks that this process holds."""
 
 
 def _after_fork_in_child() -> None:
+    """Drop the locks of the parent process."""
     # A lock is held until every copy of its descriptor is closed; a child that outlives its
     # parent would go on owning the directory.
-    for claim in list(_CLAIMS):
-        claim.forget()
+    for lock in list(_HELD_LOCKS):
+        lock.drop()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

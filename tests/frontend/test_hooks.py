@@ -8,6 +8,7 @@ gradients of a weight used twice are added up, is no matter of tiers.
 
 import copy
 import gc
+import itertools
 
 import pytest
 import torch
@@ -210,6 +211,26 @@ def test_hooks_are_called_in_the_first_pass_of_a_process(tmp_path, monkeypatch):
     """Torch numbers the passes of a process from 0."""
     monkeypatch.setattr(gradients, "current_pass", lambda: min(current_pass(), 0))
     assert both(once, on_some(all_of_them), "compiled", tmp_path)
+
+
+def test_hooks_see_nothing_of_a_call_that_failed(tmp_path, monkeypatch):
+    """What a call had brought for sums that autograd takes is gone with the call."""
+    receive, numbers = gradients.Gradients.receive, itertools.count()
+
+    def fails_once(self, *args, **kwargs):
+        receive(self, *args, **kwargs)
+        if next(numbers) == 3:
+            raise InterruptedError("a disk, say")
+
+    def twice(model, call, x):
+        if hasattr(model.last.bias, "entry"):
+            with pytest.raises(InterruptedError):
+                once(model, call, x)
+            model.zero_grad()
+        once(model, call, x)
+
+    monkeypatch.setattr(gradients.Gradients, "receive", fails_once)
+    assert both(twice, on_some(all_of_them), "compiled", tmp_path)
 
 
 def test_hooks_at_the_node_of_a_gradient_whose_tiles_come_twice(tmp_path):

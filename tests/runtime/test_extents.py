@@ -46,6 +46,21 @@ def test_a_space_grows_and_knows_what_is_spare_at_its_end():
     assert space.take(64) == 128
 
 
+def test_room_within_a_part_is_at_the_beginning_of_it_or_at_its_end():
+    space = Extents(UNIT, 10 * UNIT)
+    for taken in (0, 4, 9):  # holes of 3 and of 4
+        assert space.take_at(taken * UNIT, UNIT)
+    whole = 0, 10 * UNIT
+    assert space.take_within(UNIT - 1, *whole) == UNIT
+    assert space.take_within(UNIT, *whole, last=True) == 8 * UNIT
+    assert space.take_within(3 * UNIT, *whole) == 5 * UNIT  # the first hole has 2 left
+    assert space.take_within(2 * UNIT, *whole, last=True) == 2 * UNIT
+    assert space.take_within(1, *whole) is None
+    space.give(2 * UNIT, 2 * UNIT)
+    assert space.take_within(2 * UNIT, 3 * UNIT, 10 * UNIT) is None
+    assert space.take_within(UNIT, 3 * UNIT, 10 * UNIT) == 3 * UNIT
+
+
 RANGES = [(begin, end) for begin, end in product(range(5), repeat=2) if begin <= end]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.gradients.gradients import like
 from zcompile.runtime.gradients.leaves import tells_without_gradient
@@ -50,6 +51,30 @@ def test_what_was_there_is_added_to_in_place(param):
     received(param, rows(2))
     assert param.grad is first
     assert_equal(rows(1) + rows(2), param.grad)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["a later pass", "the first of a process"])
+@pytest.mark.parametrize("expect", [1, 2])
+def test_only_what_comes_alone_does_not_wait_for_the_end_of_its_pass(
+    param, expect, first, monkeypatch
+):
+    """Torch numbers the passes of a process from 0."""
+    if first:
+        monkeypatch.setattr(
+            "zcompile.runtime.gradients.gradients.current_pass", lambda: min(current_pass(), 0)
+        )
+    came = []
+    receive = partial(param.entry.store.gradients.receive, param.entry)
+    more = [partial(receive, rows(2))] if expect == 2 else []
+    backward(
+        param,
+        partial(receive, rows(1)),
+        lambda: came.append(param.grad is not None),
+        *more,
+        expect=expect,
+    )
+    assert came == [expect == 1]
+    assert_equal(rows(1) + rows(2) if more else rows(1), param.grad)
 
 
 def test_contributions_of_one_backward_are_summed_before_they_are_added(param):

@@ -85,6 +85,25 @@ def test_reading_gives_what_a_plain_parameter_gives(name, tmp_path):
         assert result == expected
 
 
+LIKE = {
+    "zeros": torch.zeros_like,
+    "empty": torch.empty_like,
+    "ones": torch.ones_like,
+    "full": lambda p, **kwargs: torch.full_like(p, 3.0, **kwargs),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_made_like_a_parameter_rests_beside_it(name, tmp_path):
+    """Such is the state of an optimizer, for which there may be no other room."""
+    _, tiered = parameter_pair(rows, tmp_path)
+    store = tiered.entry.store
+    for asked in ({}, {"dtype": torch.float64}, {"device": tiered.device}):
+        assert LIKE[name](tiered.detach(), **asked).entry.store is store
+    elsewhere = LIKE[name](tiered.detach(), device="meta")
+    assert (elsewhere.device.type, hasattr(elsewhere, "entry")) == ("meta", False)
+
+
 def test_printing_shows_the_values(tmp_path):
     plain, tiered = parameter_pair(rows, tmp_path)
     assert repr(tiered) == repr(plain)

@@ -28,7 +28,7 @@ AREAS = {
     "transfers": "runtime/transfer/transfer runtime/transfer/queue runtime/transfer/staging"
     " runtime/store/resident runtime/store/placement runtime/gradients/near"
     " runtime/io/engine runtime/tiers/disk",
-    "extents": "runtime/tiers/base runtime/device/arena",
+    "extents": "runtime/tiers/base runtime/tiers/extents runtime/device/arena",
     "gradients": "runtime/gradients/gradients runtime/gradients/leaves",
     "commit": "runtime/durable/commit runtime/durable/index runtime/durable/tier"
     " runtime/durable/files runtime/durable/recover checkpoint/durable",

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from code_mutants.__main__ import AREAS, report, targets
+from code_mutants.__main__ import AREAS, as_key, equivalents, report, targets
 from code_mutants.books import Coverage, Timed, Verdicts, chosen, quickest
 from code_mutants.mutate import Mutant, mutants
 from code_mutants.server import Job
@@ -203,6 +203,16 @@ def test_every_mutant_of_the_product_is_a_program_with_a_name_of_its_own(file):
 def test_the_areas_name_files_that_exist():
     assert all((TESTS.parent / f).is_file() for files in targets([]).values() for f in files)
     assert len(AREAS) == len(targets([]))
+
+
+def test_what_is_said_to_be_equivalent_is_a_mutant_of_the_product():
+    """A row whose function has moved or whose statement has changed would excuse nothing."""
+    told = equivalents(TESTS / "code_mutants" / "equivalent.toml")
+    files = {file for file, *_ in told}
+    sources = {file: (TESTS.parent / file).read_text("utf-8") for file in files}
+    found = {as_key(mutant) for file in files for mutant in mutants(file, sources[file])}
+    assert not told.keys() - found
+    assert not files - {f for files in targets([]).values() for f in files}
 
 
 def test_the_order_of_mutants_stays_where_another_function_changes():

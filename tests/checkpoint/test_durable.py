@@ -218,7 +218,10 @@ def test_a_commit_that_fails_says_whether_it_may_be_there(tmp_path, call, rename
     again.close()
 
 
-def test_what_was_written_in_part_is_committed_whole(tmp_path):
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "bytes"])
+def test_what_was_written_in_part_is_committed_whole(tmp_path, monkeypatch, blocks):
+    if not blocks:
+        monkeypatch.setattr("zcompile.runtime.tiers.disk.takes_direct", lambda directory: False)
     expected = Run().train(0, 2)
     run = Run(tmp_path).train(0, 2)
     for model in (expected.model, run.model):

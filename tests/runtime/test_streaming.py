@@ -22,6 +22,9 @@ SAME = {
     "a row of the same strides": lambda p: p.copy_(torch.arange(8.0).reshape(1, 8)),
     "a column": lambda p: p.div_(p.norm(dim=1, keepdim=True)),
     "one of a list": lambda p: torch._foreach_add_([p, p], [ROWS, ROWS * 0.5]),
+    "one of a list, in another order": lambda p: torch._foreach_copy_(
+        [p, p], [ROWS, (ROWS * 2).t().contiguous().t()]
+    ),
     "halves": lambda p: p[:6].add_(p[6:]),
     "neighbours": lambda p: p.chunk(2, 1)[1].add_(p.chunk(2, 1)[0]),
     "integers": lambda p: p.view(torch.int32)[1].fill_(1),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from zcompile.runtime.durable import files, index, recover
+from zcompile.runtime.durable import check, files, index
 from zcompile.runtime.io.files import Directory
 
 
@@ -22,4 +22,4 @@ def read_header(path: Path) -> files.DataHeader | None:
 def check_all(found: index.Index, paths: Sequence[Path]) -> int:
     """Every checksum of a commit; how many bytes were read."""
     with ExitStack() as stack:
-        return recover.check_all(found, [stack.enter_context(Directory(p)) for p in paths])
+        return check.check_all(found, [stack.enter_context(Directory(p)) for p in paths])

@@ -1,6 +1,6 @@
 """Every private torch API that zcompile relies on, in one place, each with a contract test.
 
-What stands here may change between torch releases without notice; `tests/test_torch_private.py`
+What stands here may change between torch releases without notice; `tests/ir/test_torch_compat.py`
 says for each name what we rely on. The tested range is `TESTED`.
 
 A list for code that is not ours, which asks of every node of a graph whether it is in a sum of

@@ -47,7 +47,7 @@ def test_a_space_grows_and_knows_what_is_spare_at_its_end():
 
 
 def test_room_within_a_part_is_at_the_beginning_of_it_or_at_its_end():
-    space = Extents(UNIT, 10 * UNIT)
+    space = RangeAllocator(UNIT, 10 * UNIT)
     for taken in (0, 4, 9):  # holes of 3 and of 4
         assert space.take_at(taken * UNIT, UNIT)
     whole = 0, 10 * UNIT

@@ -32,7 +32,7 @@ class Run:
         return PlanRecord("graph0", MiB, (), (), 1, 1, sliced=self.regions)
 
     def passes(self):
-        said = (*(region.told() for region in self.regions), *self.notes)
+        said = (*(region.describe() for region in self.regions), *self.notes)
         return (
             PassRecord(0, form.CAPTURED, {}, 1, 1, ("a note of another pass",)),
             PassRecord(1, "tile-tokens", {}, 1, 1, said),

@@ -133,7 +133,7 @@ def test_a_step_is_traced_anew_for_another_device():
 def test_the_report_tells_both_peaks_and_gives_both_curves():
     report = planned("recompute")
     memory = report.fullest
-    assert f"graphs hold {memory.told()}" in str(report)
+    assert f"graphs hold {memory.describe()}" in str(report)
     assert memory.before.peak > memory.after.peak
     (told,) = json.loads(report.to_json())["memories"]
     assert tuple(told["after"]["nbytes"]) == memory.after.nbytes

@@ -6,13 +6,13 @@ from written import schedule
 
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Schedule
 from zcompile.ir.types import LiveBytes, MemoryProfile, Phase
-from zcompile.memory.footprint import Leaving, plan_joins
+from zcompile.memory.footprint import Departure, plan_joins
 from zcompile.memory.step_footprint import StepFootprint
 
 
 def backward(*sizes: int) -> Schedule:
     """A call that lets go of gradients of so many bytes, one after the other."""
-    leaving = [Leaving(at, nbytes, {at: (nbytes, at)}) for at, nbytes in enumerate(sizes)]
+    leaving = [Departure(at, nbytes, {at: (nbytes, at)}) for at, nbytes in enumerate(sizes)]
     joins = plan_joins(leaving, [0] * (len(sizes) + 1), fills=False)
     levels = tuple(LiveBytes(departing=most) for most in joins.most)
     made = [Reduce(Register(0), EntryIndex(0), (), False, "w", nbytes) for nbytes in sizes]

@@ -5,17 +5,17 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.memory.footprint import Joins, Leaving, plan_joins
+from zcompile.memory.footprint import Departure, JoinPlan, plan_joins
 
 MANY = settings(max_examples=300, deadline=None)
 
 
-def leaving(*rows: tuple[int, int], alive: int = 0) -> list[Leaving]:
+def leaving(*rows: tuple[int, int], alive: int = 0) -> list[Departure]:
     """Gradients of (node, bytes), which others hold for `alive` nodes after."""
-    return [Leaving(at, nbytes, {n: (nbytes, at + alive)}) for n, (at, nbytes) in enumerate(rows)]
+    return [Departure(at, nbytes, {n: (nbytes, at + alive)}) for n, (at, nbytes) in enumerate(rows)]
 
 
-def whole(gradients: list[Leaving], held: list[int], joins: Joins) -> list[int]:
+def whole(gradients: list[Departure], held: list[int], joins: JoinPlan) -> list[int]:
     """Bytes per node, counted storage by storage."""
     found = list(held)
     for key, (nbytes, last) in {k: row for g in gradients for k, row in g.holds.items()}.items():
@@ -53,7 +53,7 @@ def test_a_gradient_that_is_held_anyway_takes_no_room():
 
 
 def test_tiles_of_one_gradient_hold_it_once():
-    gradients = [Leaving(at, 1, {"whole": (4, 4)}) for at in (1, 2, 3, 4)]
+    gradients = [Departure(at, 1, {"whole": (4, 4)}) for at in (1, 2, 3, 4)]
     joins = plan_joins(gradients, [4, 4, 4, 4, 4, 0, 0], fills=True)
     assert joins.most == (2, 2, 3, 4)
     assert joins.left == {"whole"}
@@ -75,7 +75,7 @@ def problems(draw):
     beside = [draw(st.integers(0, 30)) for _ in range(nodes)]
     held = [a + b for a, b in zip(accumulate(change), beside, strict=True)]
     return [
-        Leaving(at, size, {n: (size, min(at + more, nodes - 1))})
+        Departure(at, size, {n: (size, min(at + more, nodes - 1))})
         for n, (at, size, more) in enumerate(zip(ats, sizes, alive, strict=True))
     ], held
 
@@ -95,7 +95,7 @@ def test_the_peak_is_that_of_what_must_be_under_way(problem):
 def test_whoever_joins_the_oldest_until_so_much_is_under_way_does_as_planned(problem):
     gradients, held = problem
     joins = plan_joins(gradients, held, fills=True)
-    under_way: list[Leaving] = []
+    under_way: list[Departure] = []
     for gradient, most in zip(gradients, joins.most, strict=True):
         while under_way and sum(g.nbytes for g in under_way) + gradient.nbytes > most:
             (key,) = under_way.pop(0).holds

@@ -15,7 +15,7 @@ from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
 from zcompile.ir.schedule import Fetch, Schedule
 from zcompile.ir.types import Phase
-from zcompile.verify.schedule import Called, verify_handover
+from zcompile.verify.schedule import ScheduleCall, verify_handover
 
 Pair = tuple[Schedule, Schedule]
 
@@ -35,7 +35,9 @@ def planned(now: Schedule, then: Schedule) -> Handover:
 
 def safe(now: Schedule, then: Schedule, chosen: Handover) -> str:
     try:
-        verify_handover(Called(now, entries_of(now)), Called(then, entries_of(then)), chosen)
+        verify_handover(
+            ScheduleCall(now, entries_of(now)), ScheduleCall(then, entries_of(then)), chosen
+        )
     except ScheduleInvalid as error:
         return error.why
     return ""

@@ -8,7 +8,7 @@ from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE, small
 
 import zcompile
-from zcompile.ir.program import take_apart
+from zcompile.ir.program import program_of
 from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Run, Schedule
 from zcompile.ir.types import aligned
 from zcompile.passes.lower import arrange
@@ -78,7 +78,7 @@ def test_a_smaller_window_starts_later_and_takes_no_more():
 
 def test_taken_apart_every_value_is_read_between_its_wait_and_its_end():
     for schedule in schedules("gpt"):
-        stages = take_apart(schedule)
+        stages = program_of(schedule)
         for value in stages.values:
             readers = [n for n, run in enumerate(stages.runs) if value.wait.register in run.inputs]
             assert all(value.first <= n <= value.last for n in readers)

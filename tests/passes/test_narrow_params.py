@@ -9,7 +9,7 @@ from small_models import SMALL_MODELS
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find
-from zcompile.ir.plan import fetched
+from zcompile.ir.plan import layout_of_fetch
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 
@@ -42,7 +42,7 @@ def test_under_autocast_every_matmul_weight_comes_narrow():
 def test_a_fetch_weighs_what_it_brings():
     joint = on_disk("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
     for fetch in find(joint.graph, ops.fetch):
-        spec, nbytes = joint.plan.spec_of(fetch), fetched(fetch).nbytes
+        spec, nbytes = joint.plan.spec_of(fetch), layout_of_fetch(fetch).nbytes
         assert nbytes == (spec.nbytes // 2 if fetch.args[4] is BF16 else spec.nbytes)
 
 

@@ -7,7 +7,7 @@ from small_models import SMALL_MODELS, mlp
 from torch import nn
 
 from zcompile.ir import ops, printer
-from zcompile.ir.graph import TURNS, find, output_of, phase_of
+from zcompile.ir.graph import TRANSPOSES, find, output_of, phase_of
 from zcompile.ir.torch_compat import gradient_of
 from zcompile.ir.types import Phase
 from zcompile.passes.gather_params import GatherParams
@@ -63,4 +63,4 @@ def test_what_only_turns_a_gradient_and_back_is_left_out():
         n.args[0] for n in find(joint.graph, ops.reduce_grad) if n.args[0].meta["val"].dim() == 2
     ]
     assert {n.target for n in weights} == {torch.ops.aten.mm.default}
-    assert all(n.users for n in joint.graph.nodes if n.target in TURNS)
+    assert all(n.users for n in joint.graph.nodes if n.target in TRANSPOSES)

@@ -15,7 +15,7 @@ import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, output_of, phase_of
-from zcompile.ir.plan import GraphPlan, fetched
+from zcompile.ir.plan import GraphPlan, layout_of_fetch
 from zcompile.ir.rewrite import VIEWS
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
@@ -106,7 +106,7 @@ def weight_tiles(joint: Joint) -> dict[str, list[int]]:
     """Rows of each gather of a part of a parameter, by its name."""
     found: dict[str, list[int]] = {}
     for gather in find(joint.graph, ops.gather):
-        spec, brings = joint.plan.spec_of(gather), fetched(gather)
+        spec, brings = joint.plan.spec_of(gather), layout_of_fetch(gather)
         if brings.size != spec.layout.size:
             found.setdefault(spec.name, []).append(brings.size[0])
     return found
@@ -155,7 +155,7 @@ def test_every_weight_over_the_limit_is_cut_and_every_tile_keeps_it(name):
     assert set(weight_tiles(tiled)) == large
     assert not tiled.plan.notes
     for gather in find(tiled.graph, ops.gather):
-        brings = fetched(gather)
+        brings = layout_of_fetch(gather)
         if brings.size != joint.plan.spec_of(gather).layout.size:
             assert brings.nbytes <= max(100, brings.nbytes // brings.size[0])
 

@@ -53,7 +53,7 @@ def slices_of(graph: Graph, asked: str) -> Iterator[GraphSlices]:
     """Of the graph, if slices are asked for; or the region of that name, if it has one."""
     regions = graph.plan().sliced
     if asked == SLICES:
-        told = {region.told() for region in regions}
+        told = {region.describe() for region in regions}
         notes = (note for row in graph.passes() if row.name == PASS for note in row.notes)
         yield GraphSlices(graph.index, regions, tuple(note for note in notes if note not in told))
     elif named := tuple(region for region in regions if region.name == asked):

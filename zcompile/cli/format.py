@@ -126,10 +126,10 @@ def curve_lines(memory: Memory) -> Iterator[str]:
     """Where the peaks are, who holds most there, and both curves in one picture."""
     before, after = memory.before, memory.after
     if before == after:
-        yield f"  everything is kept: at most {after.told()}"
+        yield f"  everything is kept: at most {after.describe()}"
     else:
-        yield f"  were everything kept: at most {before.told()}"
-        yield f"  as it was chosen:     at most {after.told()}"
+        yield f"  were everything kept: at most {before.describe()}"
+        yield f"  as it was chosen:     at most {after.describe()}"
     yield f"  of which {_holders(after)}"
     most = max(before.peak, after.peak)
     if most:

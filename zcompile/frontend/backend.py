@@ -38,7 +38,7 @@ from zcompile.ir.torch_compat import (
     without_modes,
 )
 from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
-from zcompile.memory.footprint import Size, footprint, holds_of
+from zcompile.memory.footprint import Size, footprint, memory_profile
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.lower import lower
@@ -222,14 +222,14 @@ class _Graph:
         """What a call of the graph of one phase holds, where sizes are these."""
         assert self.plan is not None
         if self.joint is None:
-            return holds_of(schedule, footprint(graph, self.plan.params, {}, size))
+            return memory_profile(schedule, footprint(graph, self.plan.params, {}, size))
         joint = footprint(self.joint, self.plan.params, {}, size)
         kept = joint.handed_over(self.saved)
         given = kept if schedule.phase is Phase.BACKWARD else {}
         held = footprint(graph, self.plan.params, given, size)
         if not schedule.trains:
-            return holds_of(schedule, held)
-        return replace(holds_of(schedule, held, kept), ahead_bytes=joint.peak)
+            return memory_profile(schedule, held)
+        return replace(memory_profile(schedule, held, kept), ahead_bytes=joint.peak)
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:

@@ -1,12 +1,11 @@
-"""Editing verbs for joint graphs: find, insert, follow, and which phase a node belongs to.
+"""Edits and questions on joint graphs: find, insert, follow views, phases of nodes, live ranges.
 
 A node is asked what it is by its target, never by its name. Aliasing is read from op schemas.
 
-Live ranges: from which node to which node a value's bytes are needed.
-
-A view keeps its base alive; a pending value is alive from its start, since the destination is
-taken there. A tiered parameter weighs nothing. Times are node indices, sizes are bytes; a dynamic
-size counts as it was when the graph was traced.
+A live range reaches from the node that makes a value to the last reader of its bytes: a view keeps
+its base alive; a pending value is alive from its start, since its destination is taken there. A
+tiered parameter weighs nothing. Times are node indices, sizes are bytes; a dynamic size counts as
+it was when the graph was traced.
 """
 
 import operator
@@ -25,8 +24,8 @@ _PHASE = "zinf_phase"
 _REGION = "zinf_region"
 _USE = "zinf_use"
 _ROOT = re.compile(r"^L\['\w+'\](\.|$)")
-"""What Dynamo calls the object that it traces a method of: "L['self'].", whatever its first
-argument is named."""
+"""Matches the name of the object whose method Dynamo traces: "L['self'].", with any name for self.
+"""
 
 UNANNOTATED_VIEWS = frozenset(
     {
@@ -46,16 +45,25 @@ KEEP_STRIDES = frozenset(
         torch.ops.aten.as_strided_scatter.default,
     }
 )
-"""Their result lies as the first argument does, and its storage has room for the offset of that,
-which the stand-ins of tracing may leave out."""
+"""Ops whose result has the layout of their first argument. Its storage has room for the offset of
+that argument too, which the fake tensors of tracing may leave out."""
 
 CASTS = frozenset({torch.ops.aten._to_copy.default})
-"""Copies that are cheaper to make again from a gathered parameter than to keep."""
+"""Copies in another dtype: cheaper to compute again from a gathered parameter than to save."""
 
-TURNS = frozenset(
+TRANSPOSES = frozenset(
     {torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default}
 )
 """Views that exchange dimensions."""
+
+RESHAPES = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.reshape.default,
+    }
+)
+"""Views that are given the sizes of their result, and keep the order of the elements."""
 
 
 def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
@@ -64,6 +72,7 @@ def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
 
 
 def phase_of(node: fx.Node) -> Phase:
+    """The phase that `assign_phases`, or `insert`, gave to a node."""
     phase: Phase = node.meta[_PHASE]
     return phase
 
@@ -83,22 +92,23 @@ def set_region(node: fx.Node, region: int) -> None:
 
 
 def mark_use(gather: fx.Node, use: str) -> None:
-    """This gather is for `use` alone, and an equal one for another use is another gather."""
+    """Keep a gather for `use` alone: an equal gather for another use is not merged with it."""
     gather.meta[_USE] = use
 
 
 def use_of(gather: fx.Node) -> str:
-    """What a gather is for; "" if for whatever reads it."""
+    """The use that a gather was made for; "" for any reader."""
     use: str = gather.meta.get(_USE, "")
     return use
 
 
 def is_ours(node: fx.Node) -> bool:
+    """Whether a node calls a zinf op."""
     return node.op == "call_function" and node.target in ops.OURS
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Everything a region may hold: calls that are not ours."""
+    """Whether a region may hold the node: a call of an op that is not ours."""
     return node.op == "call_function" and node.target not in ops.OURS
 
 
@@ -109,7 +119,7 @@ def output_of(graph: fx.Graph) -> fx.Node:
 
 
 def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes whose storage `node` shares: none for a fresh value."""
+    """The nodes whose storage `node` shares; none for a fresh value."""
     if node.op != "call_function":
         return ()
     if node.target is operator.getitem:
@@ -134,9 +144,9 @@ def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def storage_sources(node: fx.Node, results: int) -> list[tuple[fx.Node, ...]]:
-    """For each result of a call, the arguments whose storage it shares; none for a fresh one.
+    """For each result of a call, the arguments whose storage it shares; none for a fresh result.
 
-    results  how many there are; one for what is not a tuple
+    results  number of results; one for a call that does not return a tuple
     """
     if not isinstance(node.target, Dispatched) or node.target in UNANNOTATED_VIEWS:
         return [bases_of(node)] * results
@@ -201,7 +211,10 @@ def insert(
     val: object,
     name: str | None = None,
 ) -> fx.Node:
-    """A call at the graph's insertion point; module and stack trace come along from `like`."""
+    """Add a call at the graph's insertion point, with module and stack trace of `like`.
+
+    val  the value that the call has in tracing
+    """
     node = graph.create_node("call_function", op, args, name=name)
     for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr"):
         if key in like.meta:
@@ -211,8 +224,28 @@ def insert(
     return node
 
 
-def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy to try something out on, with what is known of each node; old node -> new one."""
+def erase_unread(graph: fx.Graph, *nodes: fx.Node) -> None:
+    """Erase those of `nodes` that nothing reads, and what only they read."""
+    queue, gone = list(nodes), set[fx.Node]()
+    while queue:
+        node = queue.pop()
+        pure = node.op == "call_function" and not node.is_impure()
+        if pure and not node.users and node not in gone:
+            queue.extend(node.all_input_nodes)
+            gone.add(node)
+            graph.erase_node(node)
+
+
+def sink(view: fx.Node) -> None:
+    """Move a view right before its first reader: earlier, it would keep its base alive."""
+    readers = [user for user in view.users if user.op != "output"]
+    if readers:
+        min(readers).prepend(view)
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of the graph with the metadata of its nodes, to try something out on; old node -> new
+    one."""
     copy, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
     results = copy.graph_copy(graph, mapping, return_output_node=True)
     assert isinstance(results, tuple), "a graph ends with its results"
@@ -222,6 +255,7 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Index of each node."""
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
@@ -235,7 +269,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
-    """Say of each node whether it runs forward or backward, and put forward first.
+    """Give each node its phase, and put forward first.
 
     Forward is what the first `forward_outputs` outputs need, and whatever has an effect without
     reading a gradient; backward is the rest. None: the whole graph is forward (inference).
@@ -271,10 +305,12 @@ def _needed_by(roots: list[fx.Node]) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class LiveRange:
-    """value  the node that allocates
-    first     index of that node
-    last      index of its last reader, views included; a graph output lives to the end
-    nbytes    bytes of its storage
+    """The nodes during which the storage of one value is needed.
+
+    value   the node that allocates
+    first   index of that node
+    last    index of its last reader, views included; a graph output lives to the end
+    nbytes  of its storage
     """
 
     value: fx.Node
@@ -284,7 +320,7 @@ class LiveRange:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes a node's own value takes; 0 for views, handles, symbols and empties."""
+    """Bytes that a node allocates; 0 for views, handles, symbols and empty tensors."""
     value = node.meta.get("val")
     if bases_of(node) or handle_input(node) is not None or not isinstance(value, torch.Tensor):
         return 0
@@ -297,7 +333,7 @@ def nbytes_of(node: fx.Node) -> int:
 
 
 def live_ranges(graph: fx.Graph) -> list[LiveRange]:
-    """One range per value that takes bytes, in graph order. Released values end at the release."""
+    """One range per value that allocates, in graph order. A released value ends at its release."""
     where = positions(graph)
     ranges = []
     for node, first in where.items():

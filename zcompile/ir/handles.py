@@ -1,11 +1,11 @@
-"""Which entry a handle names.
+"""Names entries of stores by handles, through the one table that all stores of a process share.
 
-A handle is a 0-dim int64 CPU tensor: the one inner tensor of a tiered tensor, and an input of
-every compiled graph that touches it. Its value stands for a key of the table below: keys are spread
-over all 63 bits, so that a handle that somebody rounded or changed, as hooks on saved tensors may,
-names no entry, and never another one. The graph says which
-handle; the call says which entry. The table is the only thing that two models in one process
-share, and it holds entries weakly: an entry lives as long as its store keeps it.
+A handle is a 0-dim int64 CPU tensor: the one inner tensor of a tiered tensor, and an input of every
+compiled graph that touches it. Its value stands for a key of the table below. Keys are spread over
+all 63 bits, so that a handle that somebody rounded or changed, as hooks on saved tensors may, names
+no entry, and never another one. The graph says which handle; the call says which entry. The table
+is the only thing that two models in one process share, and it holds entries weakly: an entry lives
+as long as its store keeps it.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ from zcompile.ir.torch_compat import counted_with, is_held_by
 
 
 class Leaf(Protocol):
-    """What gradients need of what a handle names: an entry, or a share of one.
+    """What gradients need of whatever a handle names: an entry, or a share of one.
 
-    owner  the parameter whose gradient comes by this handle
-    shown  the layout by which the owner shows what the handle names; None if it does not, since its
-           .data is something else
+    owner  the parameter whose gradient arrives by this handle
+    shown  the layout by which the owner shows the named bytes; None if it does not, since its .data
+           is something else
     """
 
     key: int
@@ -40,8 +40,8 @@ class Leaf(Protocol):
     @property
     def nbytes(self) -> int: ...
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
-        """`grad` becomes, or is added to, the gradient of the owner; or, with an offset, that part
-        of it (`ops.reduce_tile`)."""
+        """Make `grad` the gradient of the owner, or add it; with an offset, that part
+        (`ops.reduce_tile`)."""
 
 
 class Held(Protocol):
@@ -53,29 +53,33 @@ class Held(Protocol):
     owner: "weakref.ref[Any] | None"
     shown: object
     store: Any
-    """Has `offload(value, tier, name)`: a new entry that holds `value`, by its handle."""
+    """Has `offload(value, tier, name)`: makes a new entry of `value` and returns its handle."""
 
     def gather(
         self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> Tensor:
-        """The full value on the compute device, gathered now; blocks."""
+        """Return the full value on the compute device, gathered now; blocks."""
 
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
-        """`grad` becomes, or is added to, the gradient of the parameter this entry holds; or, with
-        an offset, that part of it (`ops.reduce_tile`)."""
+        """Make `grad` the gradient of this entry's parameter, or add it; with an offset, that part
+        of it (`ops.reduce_tile`)."""
 
 
 HOLDERS = 2
-"""Of the memory of a handle: itself, and the tensor of one dimension that it was reshaped from."""
+"""Tensors that hold the memory of a handle nobody else has: the handle, and the tensor of one
+dimension that it was reshaped from."""
 ANEW = "build the model anew, offload that, and load what was saved"
-"""What to do where entries are gone: their values went with the store."""
+"""Advice for errors about entries that are gone: their values went with the store."""
 
 _SPREAD, _WIDTH = 0x1E3779B97F4A7C15, 1 << 63
+"""Multiplier that spreads keys over 63 bits, and the modulus."""
 _GATHER = pow(_SPREAD, -1, _WIDTH)
+"""Inverse of `_SPREAD`: turns the value of a handle back into its key."""
 _KEYS = itertools.count(1)
 _ENTRIES: dict[int, Tie] = {}
 _GONE: deque[Tie] = deque()
-"""Of entries that have died; a `WeakValueDictionary` would run Python code when they do."""
+"""References to entries that have died; a `WeakValueDictionary` would run Python code when they do.
+"""
 
 
 def _spread(key: int) -> int:
@@ -91,7 +95,7 @@ def new_key() -> int:
 
 
 def bind(entry: Held) -> None:
-    """From here on `entry.key` names `entry`."""
+    """Let `entry.key` name `entry`, and drop the keys of entries that have died."""
     while _GONE:
         try:
             _ENTRIES.pop(_GONE.popleft().mark, None)
@@ -101,7 +105,8 @@ def bind(entry: Held) -> None:
 
 
 def handle_of(key: int, watch: Watch) -> Tensor:
-    """A 0-dim tensor that stands for `key`; `watch` is told of what dies with its storage.
+    """A 0-dim tensor that stands for `key`; `watch` is told of the memory, which dies with its
+    storage.
 
     The storage is what counts: autograd may keep the handle for backward after whoever held it is
     gone.
@@ -112,24 +117,26 @@ def handle_of(key: int, watch: Watch) -> Tensor:
 
 
 def _over(memory: Any) -> Tensor:
+    """A handle over 8 bytes of memory."""
     return torch.frombuffer(memory, dtype=torch.int64).reshape(())
 
 
 class _Cell(ctypes.c_int64 * 1):  # type: ignore[misc]  # made by ctypes
-    """The memory of a further handle, which keeps the entry's own alive as long as it lives.
+    """The memory of a further handle, which keeps the entry's first handle alive.
 
-    Writes are counted for all handles of an entry at once: whichever of them a graph has saved
-    for its backward, autograd sees that the bytes were written since.
+    Writes are counted for all handles of an entry at once: whichever of them a graph has saved for
+    its backward, autograd sees that the bytes were written since.
     """
 
     root: Tensor
 
 
 class Share:
-    """A further handle of an entry: that of a parameter which came to it by `p.data = x`.
+    """A further handle of an entry: that of a parameter which was given it by `p.data = x`.
 
-    Gradients of a call go to whom its handle belongs to. So each parameter has a handle of its own
-    for what it shows, and one that goes on to show something else leaves it to the calls under way.
+    Gradients of a call belong to the owner of the handle that was called with. So each parameter
+    has a handle of its own for what it shows, and a parameter that goes on to show something else
+    leaves its handle to the calls in flight.
 
     of     key of the entry
     owner  the parameter
@@ -147,7 +154,7 @@ class Share:
 
     @property
     def name(self) -> str:
-        """Of the parameter."""
+        """Name of the parameter."""
         owner = self.owner() if self.owner is not None else None
         return self.entry.name if owner is None else str(owner._name_in_store())
 
@@ -163,10 +170,11 @@ _SHARES: dict[int, Share] = {}
 _SHARES_OF: dict[int, dict[int, Share]] = {}
 """Key of an entry -> its shares, by their keys."""
 _LEFT: deque[Tie] = deque()
-"""Of shares whose handle has died."""
+"""References to shares whose handle has died."""
 
 
 def _bury_shares() -> None:
+    """Drop the shares whose handles have died."""
     while _LEFT:
         try:
             gone = _SHARES.pop(_LEFT.popleft().mark, None)
@@ -181,13 +189,15 @@ def _bury_shares() -> None:
 
 
 def leaf_of(handle: Tensor) -> Leaf:
-    """Whose gradient the calls bring that were made with this handle: the entry, if it is the only
-    handle of that. raises  ParameterChanged if the entry is gone"""
+    """Whom the gradients of calls with this handle belong to: its share, or else the entry.
+
+    raises  ParameterChanged if the entry is gone
+    """
     return _SHARES.get(_key_of(handle)) or entry_of(handle)
 
 
 def leaves_of(handles: Sequence[Tensor], entries: Sequence[Held]) -> Sequence[Leaf]:
-    """Of each, where `entries` are behind them."""
+    """`leaf_of` each handle, where `entries` are behind them."""
     if _LEFT:
         _bury_shares()
     if not _SHARES:
@@ -196,10 +206,10 @@ def leaves_of(handles: Sequence[Tensor], entries: Sequence[Held]) -> Sequence[Le
 
 
 def claimed(handle: Tensor, param: Tensor) -> Tensor:
-    """A handle by which `param` names what `handle` does: the same, if it is nobody else's.
+    """A handle by which `param` names what `handle` names: the same, if no other parameter owns it.
 
-    A parameter that comes back to its own entry gets the handle it had there: graphs have saved
-    that, and what is written from now on is to be counted where they look.
+    A parameter that returns to its own entry gets the handle it had there: graphs have saved that
+    one, and later writes are to be counted where they look.
     """
     leaf = leaf_of(handle)
     if leaf.owner is None:
@@ -220,8 +230,8 @@ def claimed(handle: Tensor, param: Tensor) -> Tensor:
 
 
 def shows(param: Any, layout: object) -> None:
-    """What graphs that wait for their backward are to know of the handle that `param` has now: the
-    layout by which it shows what that names; None, if it is about to show something else."""
+    """Record the layout by which `param` shows what its handle names, for graphs that wait for
+    their backward; None, if it is about to show something else."""
     leaf = leaf_of(param._handle)
     if leaf.owner is not None and leaf.owner() is param:
         leaf.shown = layout
@@ -234,7 +244,7 @@ def is_named_once(tiered: Any) -> bool:
 
 
 def owners_of(entry: Held) -> list[Any]:
-    """The parameters that have a handle of `entry`, be it for calls under way only."""
+    """The parameters that have a handle of `entry`, even if only for calls in flight."""
     _bury_shares()
     shares = list(_SHARES_OF.get(entry.key, {}).values())
     refs = [entry.owner, *(share.owner for share in shares)]

@@ -1,7 +1,7 @@
-"""Which fetches of the next call may start while this one still computes: pure, for two schedules.
+"""Chooses which fetches of the next call start while the current one still computes.
 
-The runtime starts them there (`runtime/foresight.py`), the simulator walks them, the verifier
-proves them.
+Pure, for two schedules. The runtime starts the fetches (`runtime/foresight.py`), the simulator
+walks them, the verifier proves them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,10 @@ from zcompile.ir.types import EntryKind, Phase
 
 @dataclass(frozen=True)
 class Handover:
-    """starts: instruction of one schedule -> fetches of the next that start after it.
+    """Fetches of the next schedule that start during the current one.
 
-    peak_bytes  the most that both together take of the arena while the first one runs
+    starts      instruction of the current schedule -> fetches of the next that start after it
+    peak_bytes  largest sum of slots of both while the current one runs
     """
 
     starts: Mapping[int, Sequence[Fetch]]
@@ -29,12 +30,14 @@ NOTHING_WRITTEN: Mapping[int, int] = MappingProxyType({})
 def handover(
     now: Schedule, then: Schedule, written: Mapping[int, int] = NOTHING_WRITTEN
 ) -> Handover:
-    """After which instruction of `now` each opening fetch of `then` may start.
+    """For each opening fetch of `then`, the instruction of `now` after which it may start.
 
     Opening fetches are those before the first compute of `then`. Each starts after the last fetch
     of `now`, so that it delays none, after every slot of `now` under it was given back, and after
-    `now` has written what it brings (`written`, by its ticket), since it would be stale before.
-    Entries that are new in every call cannot be foreseen: a fetch of a gradient stays where it is.
+    `now` has written the bytes that it brings, which would be stale before. Entries that are new in
+    every call cannot be foreseen: a fetch of a gradient stays where it is.
+
+    written  ticket of a fetch of `then` -> instruction of `now` after which its bytes are written
     """
     last_fetch = max((i for i, x in enumerate(now.instructions) if isinstance(x, Fetch)), default=0)
     frees = [(i, x.slot) for i, x in enumerate(now.instructions) if isinstance(x, Free)]
@@ -48,10 +51,11 @@ def handover(
 
 
 def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) -> bool:
-    """Whether what is handed over passes its calls by, from the call before to the one after.
+    """Whether fetches may be handed over past calls of `schedule`, from the call before to the one
+    after.
 
-    So it does where gradients are changed where they rest, as by clipping, and nothing else is
-    done: that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
+    They may where gradients are changed where they rest, as by clipping, and nothing else is done:
+    that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
     """
     rows = schedule.instructions
     if schedule.phase is not Phase.STEP or any(isinstance(x, Fetch) for x in rows):
@@ -61,6 +65,7 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) ->
 
 
 def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
+    """Largest sum of slots taken at once by `now` and the fetches that start in it."""
     taken = peak = 0
     for index, instruction in enumerate(now.instructions):
         if isinstance(instruction, Fetch):
@@ -73,6 +78,7 @@ def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
 
 
 def _opening(schedule: Schedule) -> Sequence[Fetch]:
+    """Fetches before the first compute of a schedule that can be foreseen."""
     opening: list[Fetch] = []
     if schedule.scratch_at:
         return opening  # which the call before it may hold
@@ -85,8 +91,10 @@ def _opening(schedule: Schedule) -> Sequence[Fetch]:
 
 
 def last_writes(schedule: Schedule, key_of: Callable[[EntryIndex], int]) -> Mapping[int, int]:
-    """Key of an entry -> the instruction of `schedule` after which it is written; for what
-    `schedule` writes at all, which only a step does."""
+    """Key of each entry that `schedule` writes -> the instruction after which it is written.
+
+    Only a step writes entries.
+    """
     if schedule.phase is not Phase.STEP:
         return NOTHING_WRITTEN
     last_run, written = 0, dict[int, int]()

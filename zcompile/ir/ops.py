@@ -1,8 +1,8 @@
-"""The zinf:: ops: schema, meaning, fake.
+"""The zinf:: ops: schema, meaning and fake of each.
 
-An op is declared in one breath. Its meaning is what it does on one rank when it is simply called;
-a schedule does the same things earlier, in parallel. Between any two passes a graph that holds
-these ops can be run as it stands and must give the same numbers.
+An op is declared in one breath. Its meaning is what it does on one rank when it is simply called; a
+schedule does the same things earlier, in parallel. Between any two passes a graph that holds these
+ops can be run as it stands and must give the same numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,11 @@ Meaning = Callable[..., Any]
 
 
 def declare(schema: str, fake: Meaning) -> Callable[[Meaning], Dispatched]:
-    """Define `zinf::<schema>`; the decorated function becomes its meaning, the op its value."""
+    """Define `zinf::<schema>`; the decorated function becomes its meaning, and the op is what is
+    returned.
+
+    fake  makes the result of the op in tracing
+    """
 
     def bind(meaning: Meaning) -> Dispatched:
         name = schema.split("(", 1)[0]
@@ -59,7 +63,7 @@ def gather(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The full tensor behind a handle; blocks. What tracing puts into a graph."""
+    """Return the full tensor behind a handle; blocks. What tracing puts into a graph."""
     return entry_of(handle).gather(size, stride, offset, dtype)
 
 
@@ -72,19 +76,20 @@ def fetch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """A pending full tensor: started, not yet there. Called plainly, it is there at once."""
+    """Start to bring the full tensor behind a handle; called plainly, it is there at once."""
     return entry_of(handle).gather(size, stride, offset, dtype)
 
 
 @declare("wait(Tensor(a) pending) -> Tensor(a)", fake=lambda pending: pending)
 def wait(pending: Tensor) -> Tensor:
-    """The value a pending op promised. The only op that may read a pending value."""
+    """Return the value that a pending op promised. The only op that may read a pending value."""
     return pending
 
 
 @declare("release(Tensor(a!) full) -> ()", fake=lambda full: None)
 def release(full: Tensor) -> None:
-    """Give the bytes back. Called plainly, it poisons them, so that a late reader shows."""
+    """Give the bytes of a gathered tensor back; called plainly, poison them, so that a late reader
+    shows."""
     if full.is_floating_point() or full.is_complex():
         full.fill_(float("nan"))
     else:
@@ -96,7 +101,10 @@ def release(full: Tensor) -> None:
     fake=lambda grad, handle: torch.empty(0, device=handle.device),
 )
 def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
-    """A gradient goes home: it becomes `param.grad`, or is added to it. Returns nothing of use."""
+    """Send a gradient to its entry: it becomes `param.grad`, or is added to it.
+
+    Returns an empty tensor, which stands for the gradient among the results of the graph.
+    """
     leaf_of(handle).reduce_grad(grad)
     return torch.empty(0, device=handle.device)
 
@@ -106,16 +114,21 @@ def reduce_grad(grad: Tensor, handle: Tensor) -> Tensor:
     fake=lambda value, near, tier, name: torch.empty((), dtype=torch.int64, device="cpu"),
 )
 def offload(value: Tensor, near: Tensor, tier: str, name: str) -> Tensor:
-    """A value that backward needs goes to `tier`, as a new entry of the store that the entry of
-    `near` is in; the result is its handle. Started, not over: `value` stays until it has left."""
+    """Start to move a value that backward needs to `tier`, and return the handle of its new entry.
+
+    near  any handle of a parameter: the new entry goes into the same store
+    tier  "host" or "disk"
+    name  for people
+    `value` stays on the device until `left` is called for the handle.
+    """
     handle: Tensor = entry_of(near).store.offload(value, tier, name)
     return handle
 
 
 @declare("left(Tensor value, Tensor(a!) handle) -> ()", fake=lambda value, handle: None)
 def left(value: Tensor, handle: Tensor) -> None:
-    """From here on nothing reads `value`: it is in the entry of `handle`. Nothing to do, called
-    plainly."""
+    """End the life of `value` on the device: it is in the entry of `handle` now. Does nothing,
+    called plainly."""
 
 
 @declare(
@@ -123,16 +136,18 @@ def left(value: Tensor, handle: Tensor) -> None:
     fake=lambda grad, handle, offset: torch.empty(0, device=handle.device),
 )
 def reduce_tile(grad: Tensor, handle: Tensor, offset: int) -> Tensor:
-    """Part of a gradient goes home; once all parts have come, they are one contribution.
+    """Send a part of a gradient to its entry; when all parts are there, they are one contribution.
 
     grad    contiguous; the elements from `offset` on of the row-major gradient
     offset  in elements
-    Parts of one contribution come in any order; the next begins when all of it was there.
+    Parts of one contribution come in any order; the next contribution begins when all of it was
+    there.
     """
     leaf_of(handle).reduce_grad(grad, offset)
     return torch.empty(0, device=handle.device)
 
 
 SINKS = frozenset({reduce_grad, reduce_tile})
-"""Where a gradient leaves; they return nothing of use."""
+"""Ops that send a gradient to its entry; their result is empty."""
 OURS = frozenset({gather, fetch, wait, release, offload, left, *SINKS})
+"""All zinf ops."""

@@ -1,14 +1,11 @@
-"""The step schedule: elementwise updates of entries, streamed through the device by chunks.
+"""Lowers an optimizer step to a schedule: updates of entries, streamed through the device by
+chunks.
 
-An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a
-row (one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
-computes, chunk k+1 arrives and chunk k-1 goes home. What rests where compute can reach it is
-updated in place. Chunks that come from afar are spread among the others, so that every link is busy
-all the time and none for all of the arena.
-
-What an optimizer's step computes: rows of elementwise work, and the region of a chunk of one.
-
-Where chunks of an optimizer's step lie, and how large they are: what fits, and suits a link.
+An optimizer step reads every state once and writes most of them. Whole tensors need not fit: a row
+(one parameter with its gradient and states) is cut into chunks of elements, and while chunk k
+computes, chunk k+1 arrives and chunk k-1 is stored. Operands that rest where compute can reach them
+are updated in place. Chunks that come over a slow link are spread among the others, so that every
+link is busy all the time and none for all of the arena.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,19 +36,19 @@ from zcompile.ir.types import Layout, Phase, Region, Work, aligned
 from zcompile.ir.units import KiB, MiB
 
 ChunkFunction = Callable[[int, int, Sequence[Any]], None]
-"""(first element, one past the last, operand values): compute, in place, on that range."""
+"""Computes, in place, elements [first, last) of a row: (first, last, values of its operands)."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A tiered operand of a row: `numel` elements from `begin` bytes into its entry on.
+    """A tiered operand of a row: `numel` elements, from byte `begin` of its entry on.
 
-    writes         whether the chunk is stored back
-    lasting        the entry outlives the step (a gradient does not)
-    resident       it is computed with where it rests; nothing moves
-    far            it rests where a slower link leads than that of the others
-    eased          a change that waits is made to it as it passes: on the device it is made before,
-                   elsewhere it is fetched for that
+    writes    whether the chunk is stored back
+    lasting   the entry outlives the step (a gradient does not)
+    resident  compute uses it where it rests; nothing moves
+    far       it rests behind a slower link than the other operands
+    eased     an update that was put off is applied to it as it passes: on the device it is applied
+              before, elsewhere the operand is fetched for it
     """
 
     entry: EntryIndex
@@ -67,7 +64,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """One elementwise computation over `numel` elements.
+    """One elementwise update of `numel` elements.
 
     plains  input registers that every chunk is handed whole, after the columns
     """
@@ -79,12 +76,16 @@ class Row:
 
 
 Part = tuple[Row, int, int]
-"""Elements [first, last) of a row."""
+"""A chunk: elements [first, last) of a row."""
 
 
 def spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[Part]:
-    """All chunks [first, last), those of each kind evenly over the whole; a kind is what of a row
-    rests afar. Without any, row after row."""
+    """All chunks of `rows`, with those of each kind spread evenly over the whole.
+
+    The kind of a chunk is the set of its far operands. If none is far, row follows row.
+
+    sizes  elements of a chunk of each row
+    """
     kinds: dict[tuple[int, ...], list[Part]] = {}
     for row, elements in zip(rows, sizes, strict=True):
         far = tuple(n for n, c in enumerate(row.columns) if c.far and not c.resident)
@@ -104,18 +105,21 @@ def spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[Part]:
 
 @runtime_checkable
 class Joining(Protocol):
-    """A `ChunkFunction` that also computes many whole rows in one call, as list ops do."""
+    """A `ChunkFunction` that can also compute many whole rows in one call, as list ops do."""
 
     def joins(self, other: object) -> bool:
-        """Whether a row computed by `other` may come along."""
+        """Whether one call may compute a row of this function together with a row of `other`."""
 
     def joint(self, rows: Sequence[Row]) -> Callable[..., tuple[Any, ...]]:
-        """Computes all of `rows`: of each in turn the columns, then the plains."""
+        """The function that computes all `rows`: of each in turn the columns, then the plains."""
 
 
 def together(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
-    """The parts in order, in groups that one call computes. Only what rests in reach, which is
-    whole rows, is joined: the rest comes and goes chunk by chunk."""
+    """The chunks in order, in groups that one call computes.
+
+    Only rows whose operands are all resident, which are whole rows, form groups: other chunks come
+    and go one by one.
+    """
     group: list[Part] = []
     for part in parts:
         if group and not _joins(group[-1][0], part[0]):
@@ -127,6 +131,7 @@ def together(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
 
 
 def _joins(before: Row, row: Row) -> bool:
+    """Whether `row` may be computed in one call with `before`."""
     return (
         all(c.resident for c in (*before.columns, *row.columns))
         and _kinds(before) == _kinds(row)
@@ -140,7 +145,7 @@ def _kinds(row: Row) -> object:
 
 
 def resting_regions(name: str, rows: Sequence[Row]) -> Iterator[Region]:
-    """What a step of that name computes, if all that its rows read rests where it is updated."""
+    """The regions of a step of that name if all operands are resident."""
     resting = [
         replace(row, columns=tuple(replace(c, resident=True, far=False) for c in row.columns))
         for row in rows
@@ -151,7 +156,8 @@ def resting_regions(name: str, rows: Sequence[Row]) -> Iterator[Region]:
 
 
 def joint_region(name: str, rows: Sequence[Row]) -> Region:
-    """The compute of rows that go `together`. As many of the same sizes take the same time."""
+    """The region that computes several rows at once. Equal sizes take equal time, and give equal
+    keys."""
     compute = rows[0].compute
     assert isinstance(compute, Joining), "rows are grouped by this"
     alone = [chunk_region(name, row, 0, row.numel) for row in rows]
@@ -162,9 +168,9 @@ def joint_region(name: str, rows: Sequence[Row]) -> Region:
 
 
 def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
-    """The compute of elements [first, last) of `row`, in a step of that name.
+    """The region that computes elements [first, last) of `row`, in a step of that name.
 
-    Its key is the same for chunks that take the same time: op, elements, what the operands are.
+    Chunks that take the same time have the same key: op, elements, dtypes of the operands.
     """
     kinds = (f"{'=' if c.resident else ''}{c.dtype}{'!' if c.writes else ''}" for c in row.columns)
     key = f"{name} {last - first} {' '.join(kinds)} +{len(row.plains)}"
@@ -186,22 +192,24 @@ themselves."""
 DEPTH = 3
 """Chunks on the device at once: one arrives, one computes, one leaves."""
 DEEP = 8
-"""Where operands come over links of different speed, more chunks on their way even them out."""
+"""Chunks on the device at once if operands come over links of different speed: more in flight even
+them out."""
 DEEPER = 16
-"""In the step scratch, where bytes are plenty."""
+"""Chunks at once in the step scratch, where bytes are plenty."""
 LEAST_PACED_BYTES = 128 * KiB
+"""Lower bound of `paced_bytes`."""
 PACE_S = 0.02
-"""What the slowest link does in this time is a chunk that costs little to start and little to wait
-for, when the first arrives and the last leaves."""
+"""Time of a chunk on the slowest link: short to wait for when the first arrives and the last
+leaves, and long against the start of a transfer."""
 CHUNK_ELEMENTS = 1024
 """Chunks begin at multiples of this, so that an element keeps its place in every vector loop."""
 
 
 @dataclass(frozen=True)
 class StepRoom:
-    """Where chunks lie on the device, and how they are cut.
+    """The memory of the device that chunks are streamed through, and how they are cut.
 
-    begin        address: 0, or beyond the arena, in its scratch
+    begin        address: 0, or beyond the arena, in the step scratch
     nbytes       from there on
     chunk_bytes  of an operand, at most
     depth        most chunks at once
@@ -217,18 +225,22 @@ NO_ROOM = StepRoom()
 
 
 def paced_bytes(bytes_per_s: Iterable[float], most: int) -> int:
-    """Of a chunk that suits links of these speeds, and `most` at most."""
+    """Bytes of a chunk that suits links of these speeds; at most `most`."""
     slowest = min(bytes_per_s, default=most / PACE_S)
     return min(most, max(LEAST_PACED_BYTES, int(slowest * PACE_S)))
 
 
 def set_bytes(row: Row, elements: int) -> int:
-    """Arena bytes of one chunk: a slot for each column that moves."""
+    """Arena bytes of one chunk: a slot for each operand that moves."""
     return sum(aligned(elements * c.dtype.itemsize) for c in row.columns if not c.resident)
 
 
 def chunk_elements(row: Row, share_bytes: int, chunk_bytes: int) -> int | None:
-    """The most elements of a chunk whose slots fit the share; None if not even the least do."""
+    """Most elements of a chunk whose slots fit the share; None if not even `CHUNK_ELEMENTS` do.
+
+    share_bytes  of the arena, for one chunk
+    chunk_bytes  of an operand, at most
+    """
     widths = [column.dtype.itemsize for column in row.columns if not column.resident]
     if not widths:
         return row.numel
@@ -248,9 +260,9 @@ def lower_step(
 ) -> Schedule:
     """The schedule that computes `rows`, the chunks of each in order.
 
-    inputs   how many registers the call fills
-    entries  how many entries the call names
-    room     where chunks lie: in the arena, or in the step scratch, which begins beyond it
+    inputs   number of registers that the call fills
+    entries  number of entries that the call names
+    room     the memory that chunks are streamed through
     raises   BudgetExceeded, if not even the smallest chunk of a row fits
     """
     depth, sizes = _sizes(rows, room, name)
@@ -288,7 +300,7 @@ def _names(rows: Sequence[Row], entries: int) -> dict[int, str]:
 
 
 def _sizes(rows: Sequence[Row], room: StepRoom, name: str) -> tuple[int, list[int]]:
-    """How many chunks are there at once, and the elements of a chunk of each row."""
+    """Chunks on the device at once, and the elements of a chunk of each row."""
     for depth in range(room.depth, 0, -1):
         share = room.nbytes // depth
         sizes = [chunk_elements(row, share, room.chunk_bytes) for row in rows]
@@ -309,7 +321,8 @@ def _sizes(rows: Sequence[Row], room: StepRoom, name: str) -> tuple[int, list[in
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk that was fetched and waits to be computed; no fetch for what is resident."""
+    """A chunk that was fetched and waits to be computed; None in place of the fetch of a resident
+    operand."""
 
     row: Row
     first: int
@@ -319,7 +332,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Joint:
-    """Rows that are computed at once where they rest."""
+    """Whole rows of resident operands that one region computes."""
 
     rows: tuple[Row, ...]
 
@@ -390,7 +403,8 @@ class _Builder:
         return _Chunk(row, first, last, tuple(fetches))
 
     def _after(self, slot: Slot) -> tuple[Ticket, ...]:
-        """What must be over before `slot` is overwritten: the last computes and stores over it."""
+        """Tickets of the last computes and stores over `slot`, which must be over before it is
+        overwritten."""
         tickets: dict[Ticket, None] = {}
         kept, low, high, lane = [], slot.address, slot.end, self._lane(slot)
         for begin, end, busy in self._busy.get(lane, ()):
@@ -431,7 +445,7 @@ class _Builder:
         self.instructions.append(Run(region, tuple(inputs), (), ticket=self._ticket()))
 
     def _operand(self, chunk: _Chunk, index: int) -> Register:
-        """The register that holds a column of the chunk, once it is there."""
+        """The register of an operand of the chunk: waited for, or a view in place."""
         column, fetch = chunk.row.columns[index], chunk.fetches[index]
         if fetch is None:
             return self._borrow(column, chunk.first, chunk.last)
@@ -453,7 +467,7 @@ class _Builder:
         return Register(self.registers - 1)
 
     def _leave(self, column: Column, fetch: Fetch, register: Register, done: Ticket) -> None:
-        """After the compute: what was written goes home, and the slot is given back."""
+        """After the compute: store the operand, if it was written, and give its slot back."""
         busy: tuple[Ticket, ...] = (done,)
         if column.writes:
             ticket = self._ticket()

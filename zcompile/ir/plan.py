@@ -1,12 +1,8 @@
-"""What has been decided so far. A pass takes a plan and returns it, changed or as it came.
+"""Holds what has been decided about a graph: a pass takes a `GraphPlan` and returns it, changed or
+not.
 
-A region that runs over slices of tokens, as plan, dump and commands tell it.
-
-Data only: the pass `TileTokens` chooses.
-
-The memory curve of a graph: bytes that its values hold of the device, node by node.
-
-Data only: `memory/footprint.py` counts, the dump and the report keep it, the commands draw it.
+Data only. Passes decide, `memory/footprint.py` counts the memory curves, the dump and the report
+keep them, the commands draw them.
 """
 
 from collections.abc import Mapping
@@ -20,15 +16,15 @@ from zcompile.ir.schedule import Slot
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase, Work
 
 
-def fetched(fetch: fx.Node) -> Layout:
-    """What a fetch, or a gather, brings: how it lies in its entry, or in a copy of that."""
+def layout_of_fetch(fetch: fx.Node) -> Layout:
+    """The layout in its entry, or in the entry's copy, of what a fetch or gather brings."""
     _, size, stride, offset, dtype, _ = fetch.args
     return Layout(tuple(size), tuple(stride), offset, dtype)  # type: ignore[arg-type]  # op schema
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something a pass left undone, and why; the dump prints it."""
+    """Something that a pass left undone, and why; the dump prints it."""
 
     by: str
     node: NodeName | None
@@ -37,7 +33,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Where a pass gave up that every bit is eager's.
+    """A place where a pass gave up bits equal to eager's.
 
     by     name of the pass
     where  the weight, or module, whose results or gradients may round otherwise
@@ -51,11 +47,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Activation:
-    """What becomes of a value of forward that backward needs.
+    """What becomes of one value of forward that backward needs.
 
     node     that makes it
     name     for people
-    action   "keep", "again" (made again in backward), or the tier it waits on
+    action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
     seconds  that this is expected to cost
     why      for people
     """
@@ -70,11 +66,11 @@ class Activation:
 
 @dataclass(frozen=True)
 class ActivationCost:
-    """What becomes of all those values together, in seconds that a step is expected to take for it.
+    """Expected seconds of a step that saved values cost together.
 
     again_s    of compute that is done again
     exposed_s  of transfers, beyond what compute hides
-    least_s    nothing that fits takes less; None: not known
+    least_s    lower bound of any choice that fits; None: not known
     """
 
     again_s: float
@@ -92,12 +88,12 @@ def _not_counted() -> Mapping[Phase, Work]:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """Of the device, held by what graphs compute, beside the arena.
+    """Bytes of the device that graphs hold outside the arena, at their peak.
 
     nbytes        by graphs compiled before; once the budget is split, by this one or those
-    where         most are held, for people
-    holders       who holds them there: names for people, and bytes
-    device_bytes  of both together; None as long as the budget is not split
+    where         the place of the peak, for people
+    holders       the largest values there: names for people, and bytes
+    device_bytes  of arena and values together; None as long as the budget is not split
     """
 
     nbytes: int = 0
@@ -106,7 +102,7 @@ class GraphMemory:
     device_bytes: int | None = None
 
     def with_fetches(self, phase: str) -> str:
-        """Where both are on the device: what is held, and what a pass fetches at once."""
+        """The place where values and fetched parameters are live together, for people."""
         if not self.nbytes:
             return f"{phase} pass of the model"
         return f"{self.where}, with what the {phase} pass fetches at once,"
@@ -119,23 +115,23 @@ NOTHING_BESIDE = GraphMemory()
 class GraphPlan:
     """The decisions about one graph.
 
-    params        handle -> what is behind it: a parameter, whose handle is a placeholder, or a
-                  value that forward offloads for backward
-    budget_bytes  bytes of the device, and once it is split of its arena; None without tiered
-                  parameters
-    beside        what is held of the device beside the arena
-    cuts          handle -> the most bytes of a tile, of each weight that is to be cut; None as long
-                  as that is not decided
-    sliced        regions that run over slices of tokens, in graph order
-    slots         fetch node -> its range of the arena
-    notes         what was left undone, and why
-    activations   what becomes of each value that backward needs, in the order they are made
+    params           handle -> what is behind it: a parameter, whose handle is a placeholder, or a
+                     value that forward offloads for backward
+    budget_bytes     of the device, and once it is split of its arena; None without tiered
+                     parameters
+    beside           memory of graphs outside the arena
+    cuts             handle of each weight that is to be cut -> most bytes of a tile; None as long
+                     as that is not decided
+    sliced           regions that run over slices of tokens, in graph order
+    slots            fetch node -> its range of the arena
+    notes            what was left undone, and why
+    activations      what becomes of each value that backward needs, in the order they are made
     activation_cost  of those together; None as long as they are not planned
-    kept          what would be held if all of those were kept; None: they are
-    held          what is held; None as long as the budget is not split
-    roundings     where results may round otherwise than eager's; empty: every bit is the same
-    traced_work   what each phase computes as it was traced, before any pass; empty, if no pass ran
-    least_bytes   of the arena, in which the fetches of either phase surely find addresses
+    kept             memory curve if all of those were saved; None: they are
+    held             memory curve as it was chosen; None as long as the budget is not split
+    roundings        where results may round otherwise than eager's; empty: every bit is the same
+    traced_work      work of each phase as it was traced, before any pass; empty, if no pass ran
+    least_bytes      of an arena in which the fetches of either phase surely find addresses
     """
 
     params: Mapping[NodeName, ParamSpec]
@@ -160,7 +156,8 @@ class GraphPlan:
 
     @property
     def memory(self) -> Memory | None:
-        """What is held beside the arena, with all that is saved kept and as it was chosen."""
+        """Memory curves with all saved values kept, and as it was chosen; None as long as the
+        budget is not split."""
         return None if self.held is None else Memory(self.kept or self.held, self.held)
 
     @property

@@ -1,6 +1,6 @@
-"""The one text form of graphs and schedules: for the dump, the golden tests and the errors.
+"""Prints graphs and schedules in the one text form of the dump, the golden tests and the errors.
 
-Rows of text as columns that line up.
+Also lines up rows of text as columns (`table`).
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def target_of(node: fx.Node) -> str:
 
 
 def argument(value: object) -> str:
-    """An argument as text; a node that is read is written "%name"."""
+    """An argument as text; a node is written "%name"."""
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, list | tuple):
@@ -90,7 +90,8 @@ def lines(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, int]]:
 
 
 def text(graph: fx.Graph) -> str:
-    """The graph by phase, one node a line; the right column is what is alive while it runs."""
+    """The graph by phase, one node a line; the right column is the bytes alive while that node
+    runs."""
     rows: list[str] = []
     phase = None
     for node, left, alive in lines(graph):
@@ -114,7 +115,7 @@ def excerpt(graph: fx.Graph, culprit: fx.Node) -> str:
 
 
 def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None]:
-    """stream, kind, name, bytes of an instruction."""
+    """Stream, kind, name and bytes of an instruction."""
     match instruction:
         case Fetch():
             return "h2d", "fetch", instruction.name, instruction.nbytes
@@ -140,7 +141,7 @@ def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The schedule, one instruction a line: stream, what, which, bytes, address, tickets."""
+    """The schedule, one instruction a line: stream, kind, name, bytes, address, tickets."""
     rows = [
         f"{schedule.phase.value} of {schedule.name}: {len(schedule.instructions)} instructions, "
         f"peak {show_size(schedule.peak_bytes)} in an arena of {show_size(schedule.arena_bytes)}"

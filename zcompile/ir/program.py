@@ -1,4 +1,4 @@
-"""A schedule of a graph taken apart: its runs, what they read, and what leaves between them."""
+"""Splits a schedule of a graph into regions, the values they read, and transfers between them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from zcompile.ir.schedule import Fetch, Free, Left, Offload, Reduce, Run, Schedu
 
 @dataclass(frozen=True)
 class Value:
-    """A parameter in the arena: its three instructions, and the first and last run that read it."""
+    """A parameter in the arena: its instructions, and the first and last run that reads it."""
 
     fetch: Fetch
     wait: Wait
@@ -17,16 +17,21 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """A schedule taken apart. `leaving[n]`: what leaves, or has left, before run n."""
+class RegionProgram:
+    """A schedule by regions.
+
+    runs     in order
+    values   by the first run that reads each
+    leaving  leaving[n]: transfers off the device that start, or are waited for, before run n
+    """
 
     runs: tuple[Run, ...]
     values: tuple[Value, ...]
     leaving: tuple[tuple[Reduce | Offload | Left, ...], ...]
 
 
-def take_apart(schedule: Schedule) -> Stages:
-    """Runs, what they read, and what leaves after them."""
+def program_of(schedule: Schedule) -> RegionProgram:
+    """The regions of a schedule, the values they read, and the transfers between them."""
     runs: list[Run] = []
     leaving: list[list[Reduce | Offload | Left]] = [[]]
     fetches: dict[Ticket, Fetch] = {}
@@ -50,4 +55,4 @@ def take_apart(schedule: Schedule) -> Stages:
             case _:
                 raise AssertionError(f"{x} in a schedule of a graph")
     values.sort(key=lambda v: v.first)
-    return Stages(tuple(runs), tuple(values), tuple(tuple(rows) for rows in leaving))
+    return RegionProgram(tuple(runs), tuple(values), tuple(tuple(rows) for rows in leaving))

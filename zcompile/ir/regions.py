@@ -1,8 +1,8 @@
-"""Regions: the structure of a run of compute, and the callable it is compiled to.
+"""Compiles runs of compute nodes to regions, once per structure.
 
-Two regions are the same if their ops, arguments, wiring, shapes, strides and dtypes are; names
-and positions do not count. Dynamic sizes count by their expression. Each distinct region is
-compiled once, so that compile time does not grow with depth.
+Two regions are the same if their ops, arguments, wiring, shapes, strides and dtypes are; names and
+positions do not count. Dynamic sizes count by their expression. Each distinct region is compiled
+once, so that compile time does not grow with depth.
 """
 
 import hashlib
@@ -22,17 +22,17 @@ from zcompile.ir.work import work_of
 aten = torch.ops.aten
 
 Compiled = MutableMapping[str, Region]
-"""Regions compiled so far, by structure."""
+"""Structure -> the region that was compiled for it."""
 
 
 def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a region reads from outside, in the order of first use."""
+    """The nodes outside a region that it reads, in the order of first use."""
     inside = set(nodes)
     return list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
 
 
 def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What a region makes that others read, in order."""
+    """The nodes of a region that others read, in order."""
     inside = set(nodes)
     return [node for node in nodes if any(user not in inside for user in node.users)]
 
@@ -40,10 +40,10 @@ def outputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def compile_region(
     nodes: Sequence[fx.Node], compiled: Compiled, placed: Sequence[int] = ()
 ) -> Region:
-    """The region these nodes form, from `compiled` if one of equal structure is there.
+    """The region that `nodes` form, from `compiled` if one of equal structure is there.
 
-    placed  outputs, by position, that `Region.call_into` is to make in memory it is given; each
-            a matrix product (`is_product`)
+    placed  positions of outputs that `Region.call_into` is to make in memory it is given; each a
+            matrix product (`is_product`)
     """
     key = structure(nodes)
     if key not in compiled:
@@ -60,7 +60,7 @@ def compile_region(
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether it can be made in memory that is given, row-major."""
+    """Whether a node can be computed into given row-major memory."""
     value = node.meta.get("val")
     if node.target is not aten.mm.default or not isinstance(value, torch.Tensor):
         return False
@@ -97,14 +97,18 @@ def _canonical(value: object, number: dict[fx.Node, int]) -> str:
 
 
 def _summary(nodes: Sequence[fx.Node]) -> str:
+    """The ops of a region for people, as "mm*2 relu"."""
     counts = Counter(target_of(node).removeprefix("aten.").split(".")[0] for node in nodes)
     counts.pop("getitem", None)
     return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
 
 
 def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
-    """The code of these nodes. Each value is let go of after its last reader, inputs too: they
-    come in a list, which is emptied. `products` are made in the tensors of a second list."""
+    """The code of these nodes, for eager execution.
+
+    Takes a list of inputs, which it empties: each value, inputs included, is dropped after its last
+    reader. `products` are computed into the tensors of a second list.
+    """
     graph = fx.Graph()
     given = graph.placeholder("given")
     targets = graph.placeholder("targets") if products else None

@@ -1,4 +1,4 @@
-"""Instructions and schedules: the door between compile time and run time.
+"""Defines instructions and schedules: the door between compile time and run time.
 
 A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`, `Left`) act in
 order on the compute stream; transfers (`Fetch`, `Reduce`, `Store`, `Offload`) are started in order
@@ -21,7 +21,7 @@ from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Ph
 Register = NewType("Register", int)
 Ticket = NewType("Ticket", int)
 EntryIndex = NewType("EntryIndex", int)
-"""Which of a schedule's handles; the call says which entry that is."""
+"""Position of a handle among those of a schedule; the call says which entry that is."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Cast:
-    """The dtype of an entry's elements, and that of a copy of it."""
+    """Dtype of an entry's elements (`wide`), and dtype of a low-precision copy of it (`narrow`)."""
 
     wide: torch.dtype
     narrow: torch.dtype
@@ -51,9 +51,11 @@ class Cast:
 class Fetch:
     """Start moving bytes [begin, begin + nbytes) of an entry into a slot of the arena.
 
-    The slot is taken from here on. `after`: the transfer starts once these are complete.
-    `lasting`: the entry outlives the step, so the fetch can be foreseen in the next one.
-    `cast`: bring the copy in another dtype that the store keeps beside the entry.
+    The slot is taken from here on.
+
+    after    the transfer starts once these are complete
+    lasting  the entry outlives the step, so the fetch can be foreseen in the next one
+    cast     bring the copy in another dtype that the store keeps beside the entry
     """
 
     entry: EntryIndex
@@ -69,7 +71,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute waits for a fetch; `register` becomes a tensor of `layout` over the slot."""
+    """Let compute wait for a fetch; `register` becomes a tensor of `layout` over the slot."""
 
     ticket: Ticket
     slot: Slot
@@ -80,10 +82,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class Run:
-    """Compute a region. `drops` are registers nobody reads afterwards.
+    """Compute a region.
 
-    `ticket`, if given, is complete once compute has passed this instruction. The outputs that its
-    region places are the whole gradients of the entries `into`, and nobody else reads them.
+    drops   registers that nobody reads afterwards
+    ticket  if given, it is complete once compute has passed this instruction
+    into    entries whose whole gradients are the outputs that the region places; nobody else reads
+            those outputs
     """
 
     region: Region
@@ -97,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Free:
-    """The slot is given back; `register` must not be read any more.
+    """Give a slot back; `register` must not be read any more.
 
     A later fetch into an overlapping range names, in its `after`, the last `Run` before this.
     """
@@ -109,8 +113,10 @@ class Free:
 
 @dataclass(frozen=True)
 class Reduce:
-    """A gradient leaves for its home: it becomes the entry's gradient, or is added to it. Or a tile
-    of one of `of_nbytes`, from `begin` on: all tiles of a contribution, then those of the next.
+    """Start moving a gradient to its entry: it becomes the entry's gradient, or is added to it.
+
+    With `of_nbytes`, the value is the tile from byte `begin` on of a gradient of that size; all
+    tiles of a contribution come before those of the next one.
 
     stays  it is at home in the memory that compute made it in; nothing moves
     """
@@ -128,7 +134,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Store:
-    """Bytes of a slot go home to [begin, begin + nbytes) of an entry (the optimizer step)."""
+    """Start moving the bytes of a slot to [begin, begin + nbytes) of an entry (optimizer step)."""
 
     entry: EntryIndex
     begin: int
@@ -141,10 +147,12 @@ class Store:
 
 @dataclass(frozen=True)
 class Borrow:
-    """`register` becomes a tensor of `layout` over an entry's own bytes, from `begin` on.
+    """View an entry in place: `register` becomes a tensor of `layout` over its bytes, from `begin`
+    on.
 
-    For entries that rest where compute can reach them. What moves these bytes is waited for;
-    `writes`: compute changes them.
+    For entries on a tier that compute can reach. Transfers of the same bytes are waited for.
+
+    writes  whether compute changes the bytes
     """
 
     entry: EntryIndex
@@ -157,13 +165,13 @@ class Borrow:
 
 @dataclass(frozen=True)
 class Offload:
-    """A value that backward needs leaves for `tier`, where it becomes a new entry.
+    """Start moving a value that backward needs to `tier`, where it becomes a new entry.
 
-    `register` becomes the handle that names it, whose life is that of the entry. The value stays
+    `register` becomes the handle of the entry, which lives as long as the handle. The value stays
     in device memory until a `Left` names `ticket`; nothing writes to it meanwhile.
 
-    layout  how the value lies in the entry
-    made    which of the entries that a call makes
+    layout  of the value in the entry
+    made    number among the entries that a call makes
     """
 
     value: Register
@@ -182,7 +190,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Left:
-    """Compute waits until the value in `register` has left; its memory is given back."""
+    """Let compute wait until the value in `register` is offloaded, and give its memory back."""
 
     ticket: Ticket
     register: Register
@@ -191,13 +199,13 @@ class Left:
 
 
 SERIALS = count()
-"""Where `Schedule.serial` comes from."""
+"""Source of `Schedule.serial`."""
 
 Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow | Offload | Left
 
 
 CHANGE_HOLDING = (Run, Reduce, Left)
-"""Instructions that change what a call holds beside the arena."""
+"""Instructions that change the bytes that a call has live outside the arena."""
 
 
 @dataclass(frozen=True)
@@ -205,21 +213,21 @@ class Schedule:
     """One phase of one graph, ready to be walked.
 
     handles      register of each handle among the inputs; an EntryIndex points here
-    inputs       how many registers the call fills, from 0 on
+    inputs       number of registers that the call fills, from 0 on
     constants    registers that hold the same value in every call
     outputs      register or literal (None, an int) of each result
-    sinks        entries whose gradient backward will send home, as often as it has contributions
+    sinks        entries that backward makes gradients of
     serial       tells schedules apart; unique in a process
     arena_bytes  bytes of the device arena that the slots lie in
     peak_bytes   largest sum of slots taken at once
     trains       a forward that a backward follows
-    rows         what a step computes (`step_rows.Row`), so that it can be lowered anew
-    holds        what its calls hold of the device beside the arena
-    read_back    parameters that a backward reads, and how they lay in their entries in forward
-    least_bytes  of an arena in which a call of either phase of its graph can be arranged
-    scratch_at     the address, beyond the arena, from which on the slots lie; 0, if they lie in it
-    traced_work  what the phase computed as it was traced: without what passes make again, or cut;
-                 None, if it was not traced
+    rows         updates of a step (`optimizer_step.Row`), so that it can be lowered anew
+    holds        bytes that its calls have live outside the arena
+    read_back    parameters that a backward reads, and their layouts in forward
+    least_bytes  of an arena in which a call of either phase of its graph can be scheduled
+    scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
+    traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
+                 it was not traced
     """
 
     phase: Phase
@@ -246,7 +254,7 @@ class Schedule:
 
     @property
     def call_kind(self) -> str:
-        """The value of its phase, but "inference" for a forward that no backward follows."""
+        """Value of the phase, but "inference" for a forward that no backward follows."""
         infers = self.phase is Phase.FORWARD and not self.trains
         return "inference" if infers else self.phase.value
 
@@ -255,24 +263,26 @@ class Schedule:
 
     @cached_property
     def lone_gradients(self) -> tuple[EntryIndex, ...]:
-        """The entries for which a call makes one gradient, and that whole."""
+        """Entries for which a call makes one gradient, and that whole."""
         made = [x for x in self.instructions if isinstance(x, Reduce)]
         times = Counter(reduce.entry for reduce in made)
         return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
 
     @cached_property
     def staying(self) -> frozenset[EntryIndex]:
-        """The entries whose gradients stay where compute makes them."""
+        """Entries whose gradients stay in the memory that compute makes them in."""
         return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
 
     @cached_property
     def level_at(self) -> Mapping[int, LiveBytes]:
-        """What is held around the instruction at an index, if it changes that and it is known."""
+        """Index of each instruction of `CHANGE_HOLDING` -> live bytes around it, where these are
+        known."""
         changes = (i for i, x in enumerate(self.instructions) if isinstance(x, CHANGE_HOLDING))
         return dict(zip(changes, self.holds.levels, strict=False))
 
     def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
-        """As it is if the gradients of these entries stay where compute makes them."""
+        """The schedule with the gradients of these entries left in the memory that compute makes
+        them in."""
         if not entries:
             return self
         rows = [
@@ -283,13 +293,14 @@ class Schedule:
 
     @cached_property
     def departing_bytes(self) -> int:
-        """That gradients of calls before may take on their way home when this one begins, and its
-        own where no `LiveBytes.departing` is known: one leaves while the next is made."""
+        """Upper bound, in bytes, on gradients in flight to their entries when a call of this
+        schedule begins, and during it where no `LiveBytes.departing` is known: one is in flight
+        while the next is made."""
         return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
 
     @cached_property
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:
-        """The copies in another dtype that it fetches."""
+        """Low-precision copies that it fetches."""
         return tuple(dict.fromkeys((f.entry, f.cast) for f in self.fetches() if f.cast))
 
 
@@ -302,7 +313,10 @@ class Literal:
 
 @dataclass(frozen=True)
 class GradientOf(Literal):
-    """The place of a gradient that went home: None to autograd, unless it is to have this one
-    itself, since hooks of the user may wait for it there (`runtime/gradients/gradients.py`)."""
+    """The place of a gradient that was sent to its entry.
+
+    None to autograd, unless hooks of the user wait there and need the gradient itself
+    (`runtime/gradients/gradients.py`).
+    """
 
     entry: EntryIndex

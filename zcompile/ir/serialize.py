@@ -1,4 +1,4 @@
-"""The run format: what a dump's files are called and what stands in them.
+"""Defines the run format: the files of a dump, the records in them, and their JSON.
 
     DIR/run-<n>/run.json                         RunRecord
     DIR/run-<n>/timeline.json                    TimelineRecord, of the last step that was written
@@ -9,16 +9,13 @@
     DIR/run-<n>/graph<k>/schedule-<phase>.json   list of InstructionRecord
     DIR/run-<n>/graph<k>/schedule-<phase>.txt    the same as text
 
-A schedule is the one that the last call walked. Calls whose parameters rest on different tiers
-walk different arrangements of one phase: the second stands in schedule-<phase>-2, and so on.
+A schedule is the one that the last call walked. Calls whose parameters rest on different tiers walk
+different arrangements of one phase: the second stands in schedule-<phase>-2, and so on.
 
 Step 0, `captured`, is the graph before the first pass. The records are the format: a writer fills
-them and calls `records.encode`, so that a key is spelled once. Sizes and addresses are bytes; names
-of nodes and parameters are for people. A reader ignores keys it does not know.
-
-Reading a dump back: runs, their graphs, and the records of `run_format`.
-
-Frozen dataclasses to JSON and back; the annotations of the fields are the format.
+them and calls `encode`, so that a key is spelled once; the annotations of their fields say how they
+are read back. Sizes and addresses are bytes; names of nodes and parameters are for people. A reader
+ignores keys it does not know.
 """
 
 import dataclasses
@@ -45,7 +42,7 @@ _GRAPH = re.compile(r"graph(\d+)\Z")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """run.json. `graphs`: a name per graph, the k-th is that of graph<k>."""
+    """run.json. graphs[k] is the name of graph<k>."""
 
     zcompile: str
     torch: str
@@ -55,7 +52,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did. `did`: op -> how many more of it there are; peaks as predicted, bytes."""
+    """One pass over one graph. did: op -> how many more of it there are; peaks as predicted."""
 
     step: int
     name: str
@@ -74,11 +71,10 @@ class NodeRecord:
     phase       one of PHASES
     args        each argument as printed; a node that is read is written "%name"
     shape       a symbolic size is its text; None, like dtype, if the value is not a tensor
-    nbytes      what the value itself takes; 0 for a view
-    live_bytes  what is alive on the device while this line runs
+    nbytes      of the value itself; 0 for a view
+    live_bytes  alive on the device while this line runs
     module      dotted name of the module it was traced in
-    param       dotted name of the parameter that this handle, gather, wait, release or reduction
-                is about
+    param       dotted name of the parameter behind this handle, gather, wait, release or reduction
     """
 
     name: str
@@ -96,7 +92,7 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """A parameter as the plan knows it. `handle`: its placeholder; `home`: where it rests."""
+    """A parameter as the plan knows it. handle: its placeholder; home: the tier it rests on."""
 
     handle: str
     name: str
@@ -108,7 +104,7 @@ class ParamRecord:
 
 @dataclass(frozen=True)
 class SlotRecord:
-    """Where a gathered value lies, and from which to which line of its phase."""
+    """The address of a gathered value, from its first to its last line of a phase."""
 
     node: str
     param: str | None
@@ -121,9 +117,11 @@ class SlotRecord:
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """What becomes of a value of forward that backward needs. `action`: "keep", "again", or the
-    tier that it waits on; `seconds` that this was expected to cost by itself: of compute that is
-    done again, or of the links."""
+    """What becomes of one value of forward that backward needs.
+
+    action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
+    seconds  that this was expected to cost by itself: of recomputing, or of the links
+    """
 
     node: str
     name: str
@@ -135,8 +133,12 @@ class ActivationRecord:
 
 @dataclass(frozen=True)
 class ActivationCostRecord:
-    """What becomes of all those values together, in seconds of a step: of compute that is done
-    again, of transfers beyond what compute hides, and the least that any choice could take."""
+    """Expected seconds of a step that saved values cost together.
+
+    again_s    of compute that is done again
+    exposed_s  of transfers, beyond what compute hides
+    least_s    lower bound of any choice
+    """
 
     again_s: float
     exposed_s: float
@@ -145,8 +147,11 @@ class ActivationCostRecord:
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """plan.json: what was decided for one graph. `memory`: what its values hold of the device, node
-    by node, if all that backward needs were kept and as it was chosen; None without a budget."""
+    """plan.json: the decisions about one graph.
+
+    memory  memory curves with everything saved that backward needs, and as it was chosen; None
+            without a budget
+    """
 
     name: str
     budget_bytes: int | None
@@ -163,7 +168,7 @@ class PlanRecord:
 
 @dataclass(frozen=True)
 class InstructionRecord:
-    """One instruction. `after`: tickets it waits for; `inputs`, `outputs`: registers."""
+    """One instruction. after: tickets it waits for; inputs, outputs: registers."""
 
     index: int
     stream: str
@@ -179,10 +184,10 @@ class InstructionRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step as it was, or as it was predicted. Seconds; bytes and busy seconds by link.
+    """A measured or predicted step. Seconds; bytes and busy seconds by link.
 
     step_s  from the end of one step to the end of the next
-    phases  what lies between two calls counts to the later one
+    phases  time between two calls counts to the later one
     """
 
     step_s: float
@@ -195,10 +200,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class MomentRecord:
-    """One instruction: where it stands, what it is, when it was and when it was predicted to be.
+    """One instruction of a step, with its measured and predicted times.
 
-    call  which of the step's calls; index  which of its instructions
-    Seconds from the beginning of the step. `stall_s`: of those, or right before, compute waited.
+    call     number of the call in the step
+    index    of the instruction in its schedule
+    stall_s  that compute waited during the instruction, or right before
+    Seconds from the beginning of the step.
     """
 
     call: int
@@ -216,7 +223,7 @@ class MomentRecord:
 
 @dataclass(frozen=True)
 class TimelineRecord:
-    """timeline.json. `step` counts from 1; `predicted` is None where no machine was known."""
+    """timeline.json. step: counts from 1; predicted: None where no machine was known."""
 
     step: int
     measured: StepRecord
@@ -253,7 +260,7 @@ def plan_file(graph: Path) -> Path:
 
 
 def schedule_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
-    """Of one phase; arrangements count from 1."""
+    """Path of one schedule of a phase; arrangements count from 1."""
     return graph / f"{_schedule_name(phase, arrangement)}.json"
 
 
@@ -262,7 +269,7 @@ def schedule_text_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
 
 
 def remove_schedules(graph: Path, phase: str) -> None:
-    """Remove what stands there of one phase: every arrangement."""
+    """Remove every arrangement of one phase."""
     arrangement = 1
     while schedule_file(graph, phase, arrangement).exists():
         schedule_file(graph, phase, arrangement).unlink()
@@ -336,7 +343,7 @@ def encode(record: object) -> str:
 
 
 def plain(record: object) -> Any:
-    """The lists, dicts, texts and numbers that `encode` writes."""
+    """The lists, dicts, texts and numbers of a record."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         return {f.name: plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
     if isinstance(record, Mapping):
@@ -347,8 +354,9 @@ def plain(record: object) -> Any:
 
 
 def decode(kind: type[R], value: object, where: str = "the top") -> R:
-    """`value`, as JSON gives it, as a `kind`: a record, tuple[X, ...], Mapping[str, X], X | Y.
+    """The record of type `kind` that JSON `value` stands for.
 
+    kind    a record, tuple[X, ...], Mapping[str, X], X | Y
     raises  ValueError, which says where in the text something else was found
     """
     return cast(R, _decode(kind, value, where))
@@ -389,7 +397,7 @@ def _record(kind: type, value: object, where: str) -> object:
 
 @functools.cache
 def _hints(kind: type) -> Mapping[str, Any]:
-    """Of the fields; to look them up takes longer than to read a record."""
+    """Types of the fields of a record; looking them up takes longer than reading a record."""
     return get_type_hints(kind)
 
 
@@ -448,8 +456,11 @@ class Graph:
         return tuple(phase for phase in PHASES if schedule_file(self.path, phase).exists())
 
     def arrangements(self, phase: str) -> tuple[int, ...]:
-        """Numbers of the schedules of a phase, from 1; several under a plan that keeps the
-        parameters of some calls on the device, and of others not."""
+        """Numbers of the schedules of a phase, from 1.
+
+        There are several under a plan that keeps the parameters of some calls on the device, and of
+        others not.
+        """
         numbers = itertools.count(1)
         there = itertools.takewhile(lambda n: schedule_file(self.path, phase, n).exists(), numbers)
         return tuple(there)
@@ -464,14 +475,17 @@ class Graph:
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory and the graphs one asked about."""
+    """A run directory, its record, and the graphs that were asked for."""
 
     path: Path
     record: RunRecord
     graphs: tuple[Graph, ...]
 
     def timeline(self) -> TimelineRecord:
-        """The last step that was written. raises  RunUnreadable, if none was"""
+        """The last step that was written.
+
+        raises  RunUnreadable, if none was
+        """
         path = timeline_file(self.path)
         if not path.exists():
             raise RunUnreadable(

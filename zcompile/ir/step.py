@@ -1,8 +1,8 @@
-"""A training step as it was seen: which schedules ran, in order, on which entries.
+"""Describes a training step: the schedules it ran on which entries (`StepTrace`), and when
+(`Timeline`).
 
-Pure data, recorded in a real step or in one of a dry run; all planning of a whole step starts here.
-
-When everything of a step happens: what the simulator predicts and the executor records.
+Pure data. A trace is recorded in a real step or in one of a dry run, and all planning of a whole
+step starts from it. A timeline is what the simulator predicts and the executor records.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -103,13 +103,15 @@ class StepTrace:
 
     @cached_property
     def serials(self) -> frozenset[int]:
-        """Of the schedules that its calls walk."""
+        """Serials of the schedules that its calls walk."""
         return frozenset(call.schedule.serial for call in self.calls)
 
 
 def joined(before: StepTrace, step: StepTrace) -> StepTrace:
-    """`step`, with those planned for before if it does not replace them: a generator and its
-    discriminator take turns, and each must find its own on the device."""
+    """`step` and the calls of `before`, unless `step` replaces these.
+
+    A generator and its discriminator take turns, and the entries of each must be planned for.
+    """
     if lasting(before) <= step.facts.keys():
         return step
     facts = {**before.facts, **step.facts}
@@ -119,7 +121,8 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
 
 
 def of_the_living(step: StepTrace, alive: set[int]) -> StepTrace:
-    """Without the calls that use what is gone by now, as the states of an optimizer made anew."""
+    """The step without the calls that use entries which are gone, such as states of an optimizer
+    made anew."""
     gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}
     calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
     facts = {k: f for k, f in step.facts.items() if k not in gone and -k not in gone}
@@ -127,17 +130,18 @@ def of_the_living(step: StepTrace, alive: set[int]) -> StepTrace:
 
 
 def lasting(step: StepTrace) -> set[int]:
-    """Keys of what outlives the step."""
+    """Keys of the entries that outlive the step."""
     return {key for key, fact in step.facts.items() if fact.kind.lasting}
 
 
 class Moment(NamedTuple):
-    """One instruction, the `number`-th of a call. Seconds from the beginning of the step; before it
-    they are negative.
+    """One instruction of a step: `number`-th of call `call`, with its times.
 
-    begin_s, end_s       of compute, or of the host for what it only starts
-    stall_s              what compute, or the host before it goes on, waited before `begin_s`
-    sent_s, arrived_s    of the transfer it starts, if it does
+    Seconds from the beginning of the step; negative before it.
+
+    begin_s, end_s     of compute, or of the host for an instruction that it only starts
+    stall_s            that compute, or the host before it goes on, waited before `begin_s`
+    sent_s, arrived_s  of the transfer it starts, if it does
     """
 
     call: int
@@ -157,16 +161,16 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of many alike.
+    """Times and bytes of one step of many alike.
 
     step_s          from the end of one step to the end of the next
     compute_s       in regions
     stall_s         that compute waited for transfers
-    phases          seconds by phase, what lies between two calls counted to the later one
+    phases          seconds by phase; time between two calls counts to the later one
     nbytes, busy_s  over each link: bytes, and seconds in which it was in use
-    peak_bytes      of what rests on the device, and of slots
-    held_bytes      of the device, at most, by values between ops, which lie beside the arena
-    together_bytes  of both, at most at once
+    peak_bytes      of entries that rest on the device, and of slots
+    held_bytes      peak of values between ops, which lie outside the arena
+    together_bytes  peak of both
     """
 
     step_s: float
@@ -182,5 +186,5 @@ class Timeline:
 
     @property
     def least_s(self) -> float:
-        """No step of this plan is shorter: compute, or a link that is never idle."""
+        """Lower bound, in seconds, on a step of this plan: compute, or a link that is never idle"""
         return max(self.compute_s, *self.busy_s.values()) if self.busy_s else self.compute_s

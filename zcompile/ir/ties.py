@@ -1,4 +1,4 @@
-"""How the death of an object is told: by C code alone, to whoever looks next.
+"""Reports the death of objects by C code alone, to whoever looks next.
 
 A callback written in Python may be struck by Ctrl-C, and what is raised within a finalizer is
 printed and lost: the interrupt never reaches the program, and what the finalizer was to give back
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 Watch = Callable[[object], None]
-"""Told of an object: its death is the end of something."""
+"""A function that is told of an object whose death ends something, such as the life of an entry."""
 
 
 class Tie(weakref.ref[Any]):
-    """When its object dies, the tie itself goes to `died`, and says by `mark` who that was.
+    """A weak reference that is appended to `died` when its object dies, and says by `mark` who that
+    was.
 
-    Whoever is to be told keeps the tie; once that is gone, nobody is.
+    The reference works only as long as somebody keeps it.
     """
 
     __slots__ = ("mark",)
@@ -31,4 +32,4 @@ class Tie(weakref.ref[Any]):
         return made
 
     def __init__(self, watched: object, died: "deque[Any]", mark: Any) -> None:
-        """All is done: a weak reference would refuse three arguments."""
+        """Does nothing: `weakref.ref.__init__` would refuse three arguments."""

@@ -1,4 +1,4 @@
-"""Every private torch API that zcompile relies on, in one place, each with a contract test.
+"""Wraps every private torch API that zcompile relies on, in one place, each with a contract test.
 
 What stands here may change between torch releases without notice; `tests/ir/test_torch_compat.py`
 says for each name what we rely on. The tested range is `TESTED`.
@@ -48,23 +48,6 @@ from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 from zcompile.errors import TorchUnsupported
 from zcompile.ir.types import CheckpointPolicy
-
-
-class Listed(list[Any]):
-    """A list; what `+` makes of it and others knows what it holds, as long as nobody changes it."""
-
-    def __add__(self, other: Iterable[Any]) -> "Listed":
-        return _Sum([*self, *other])
-
-
-class _Sum(Listed):
-    def __init__(self, values: Iterable[Any]) -> None:
-        super().__init__(values)
-        self._held = frozenset(self)
-
-    def __contains__(self, value: object) -> bool:
-        return value in self._held
-
 
 TESTED = ((2, 11), (2, 13))
 """First and last torch minor release under test; the CPU suite runs on the last one."""
@@ -173,7 +156,7 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 def handle_input(node: fx.Node) -> int | None:
-    """If a placeholder is the handle inside a tiered input: that input's position, else None."""
+    """Position of the tiered input whose handle a placeholder is; None for other placeholders."""
     desc = node.meta.get("desc")
     if isinstance(desc, SubclassGetAttrAOTInput) and isinstance(desc.base, PlainAOTInput):
         return desc.base.idx
@@ -181,7 +164,7 @@ def handle_input(node: fx.Node) -> int | None:
 
 
 def gradient_of(desc: object) -> int | None:
-    """If an output is the gradient of a plain input: that input's position, else None."""
+    """Position of the plain input whose gradient an output is; None for any other output."""
     if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
         return desc.grad_of.idx
     return None
@@ -190,6 +173,26 @@ def gradient_of(desc: object) -> int | None:
 def pin_phase(node: fx.Node, backward: bool) -> None:
     """Tell torch's extraction on which side of the cut a node belongs."""
     node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+class SetBackedList(list[Any]):
+    """A list whose sum with other lists knows its members, as long as nobody changes it.
+
+    For torch's partitioner, which asks of every node of a graph whether it is in a sum of lists:
+    without a set that walks over thousands of nodes each time.
+    """
+
+    def __add__(self, other: Iterable[Any]) -> "SetBackedList":
+        return _Sum([*self, *other])
+
+
+class _Sum(SetBackedList):
+    def __init__(self, values: Iterable[Any]) -> None:
+        super().__init__(values)
+        self._held = frozenset(self)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._held
 
 
 def cut(
@@ -201,7 +204,7 @@ def cut(
     """
     # Each node is looked for in the sum of these and others, which begins with the symbols.
     forward, backward = _extract_fwd_bwd_modules(
-        joint, Listed(saved), Listed(saved_symbols), num_fwd_outputs=forward_outputs
+        joint, SetBackedList(saved), SetBackedList(saved_symbols), num_fwd_outputs=forward_outputs
     )
     return forward, backward
 
@@ -239,7 +242,7 @@ def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def mutated_positions(graph: fx.Graph) -> frozenset[int]:
-    """Of those that are plain inputs of the traced function: which ones."""
+    """Positions of the mutated inputs among the plain inputs of the traced function."""
     descs = (node.meta.get("desc") for node in mutated_inputs(graph))
     return frozenset(desc.idx for desc in descs if isinstance(desc, PlainAOTInput))
 
@@ -247,7 +250,7 @@ def mutated_positions(graph: fx.Graph) -> frozenset[int]:
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers, or may give other bits when it is called again.
 
-    Attention is marked as random for its dropout, also where it drops nothing.
+    Attention is marked as random for its dropout, also where its dropout is 0.
     """
     assert isinstance(node.target, Dispatched)
     if getattr(torch.Tag, "nondeterministic_bitwise", None) in node.target.tags:
@@ -264,7 +267,8 @@ def is_random(node: fx.Node) -> bool:
 
 
 def save_unchecked(node: fx.Node) -> None:
-    """A saved value whose later in-place changes do not matter to backward."""
+    """Let autograd save a value without a check for later in-place changes, which do not matter to
+    backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
@@ -289,7 +293,7 @@ def is_applied_by_a_module() -> bool:
 
 @contextmanager
 def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
-    """Recurrent modules do not refer to their parameters weakly; afterwards they do again."""
+    """Within the context, recurrent modules hold no weak references to their parameters."""
     recurrent = [m for m in model.modules() if isinstance(m, torch.nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -303,8 +307,10 @@ def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
 
 
 def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
-    """What a parametrization does to the value of a tensor of `cls` that it is registered on, or
-    that it is the original of, is `put(tensor, value)`. Torch swaps the two tensors otherwise."""
+    """Let a parametrization call `put(tensor, value)` instead of swapping tensors of `cls`.
+
+    `tensor` is one that a parametrization is registered on, or the original of one.
+    """
     torchs: Any = parametrize
     stock = torchs._maybe_set
 
@@ -323,7 +329,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """A placeholder that carries a gradient into the backward half."""
+    """Whether a placeholder carries a gradient into the backward half."""
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
@@ -336,20 +342,20 @@ def hint(value: int | torch.SymInt) -> int:
 
 
 def symbols_of(value: int | torch.SymInt) -> frozenset[str]:
-    """The dynamic sizes that a size is computed from, by name. Adds no guard."""
+    """Names of the dynamic sizes that a size is computed from. Adds no guard."""
     if not isinstance(value, torch.SymInt):
         return frozenset()
     return frozenset(symbol.name for symbol in value.node.expr.free_symbols)
 
 
 def is_bare(value: int | torch.SymInt) -> bool:
-    """Whether a size is a dynamic one itself, and not computed from such."""
+    """Whether a size is one dynamic size itself, and not computed from such."""
     return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
 
 
 def size_at(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """A size as an int, where the dynamic ones are what `sizes` says; others count as `hint` has
-    them. Adds no guard."""
+    """A size as an int, with `sizes` for the dynamic sizes, by name; others count as in `hint`.
+    Adds no guard."""
     if not isinstance(value, torch.SymInt):
         return int(value)
     term = value.node.expr
@@ -376,7 +382,8 @@ def set_grad(tensor: Tensor, grad: Tensor | None) -> None:
 
 
 def next_sequence_number() -> int:
-    """Of the next autograd node that this thread makes; those made before have smaller ones."""
+    """Sequence number of the next autograd node that this thread makes; earlier nodes have smaller
+    ones."""
     number: int = _sequence_number()
     return number
 
@@ -384,7 +391,7 @@ def next_sequence_number() -> int:
 def node_of_call(values: Sequence[Any], since: int) -> Any | None:
     """The node by which autograd will run the backward of a compiled call; None without one.
 
-    values  what the call gave, or was called with and wrote
+    values  results of the call, and the inputs it wrote
     since   `next_sequence_number()` before the call: older nodes are those of its inputs
     """
     seen = [grad_fn_of(value) for value in values if isinstance(value, Tensor)]
@@ -400,8 +407,10 @@ def node_of_call(values: Sequence[Any], since: int) -> Any | None:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward pass that is running now comes to `node`, or has been there. Of the one
-    node that a pass begins with torch knows it only while it runs."""
+    """Whether the backward pass that is running now comes to `node`, or has been there.
+
+    Of the one node that a pass begins with torch knows it only while it runs.
+    """
     if node is torch._C._current_autograd_node():
         return True
     return torch._C._will_engine_execute_node(node)
@@ -416,7 +425,7 @@ def will_accumulate(param: Tensor) -> bool:
 
 
 def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those of `params` whose AccumulateGrad node is kept, as it must be for hooks on it."""
+    """Those of `params` whose AccumulateGrad node somebody keeps, as hooks on it need."""
     held: list[Any] = [*params]
     held = [param for param in held if param._use_count() > 1]  # a graph, or a node
     if not held:
@@ -427,48 +436,59 @@ def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether the memory of `tensor` does not hold its values: those of a lazy conjugate or a lazy
-    negative, or of a zero that autograd made without memory."""
+    """Whether the memory of `tensor` does not hold its values.
+
+    True of a lazy conjugate, a lazy negative, and a zero that autograd made without memory.
+    """
     return torch._is_zerotensor(tensor) or tensor.is_conj() or tensor.is_neg()
 
 
 def materialised(tensor: Tensor) -> Tensor:
-    """`tensor`, or one with the same values in memory, if it is lazy."""
+    """`tensor`, or a tensor with the same values in memory, if it is lazy."""
     if torch._is_zerotensor(tensor):
         return torch.zeros(tensor.size(), dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
 
 
 def counted_with(other: Tensor, value: Tensor) -> Tensor:
-    """A tensor over the memory of `value` whose writes are counted together with those of `other`:
-    autograd refuses a backward that saved either, if one of them was written since."""
+    """A tensor over the memory of `value` that shares the version counter of `other`.
+
+    Autograd refuses a backward that saved either, if one of them was written since.
+    """
     made = other.detach()
     made.data = value  # which leaves the count as it is
     return made
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """`tensor.untyped_storage()`, past what a subclass makes of that: of a wrapper it has no bytes,
-    and says only which tensors share it."""
+    """`tensor.untyped_storage()`, past what a subclass makes of that.
+
+    The storage of a wrapper has no bytes, and says only which tensors share it.
+    """
     return torch.Tensor.untyped_storage(tensor)
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Names the memory of `tensor` among all that live."""
+    """A key that names the memory of `tensor` among all that live."""
     key: int = storage_of(tensor)._cdata
     return key
 
 
 def is_asked_by_tracing() -> bool:
-    """Whether torch's tracing, or what it puts around a traced graph, called who calls this. It
-    asks tensors for their storage to see which of them share one, and never for bytes."""
+    """Whether torch's tracing called the function that calls this one.
+
+    Tracing, and what it puts around a traced graph, asks tensors for their storage to see which of
+    them share one, and never for bytes.
+    """
     caller = sys._getframe(2).f_globals.get("__name__", "")
     return str(caller).startswith(("torch._dynamo.", "torch._functorch.", "torch._subclasses."))
 
 
 def holders_of_memory(tensor: Tensor) -> int:
-    """How many tensors hold the memory of `tensor`, this one included; and one more, if somebody
-    holds the storage itself (`tensor.untyped_storage()`)."""
+    """How many tensors hold the memory of `tensor`, this one included.
+
+    Counts one more, if somebody holds the storage itself (`tensor.untyped_storage()`).
+    """
     named = _references_to_storage(tensor) > _references_to_own_storage()
     storage = tensor.untyped_storage()  # which counts too
     uses: int = torch._C._storage_Use_Count(storage._cdata)
@@ -486,10 +506,10 @@ def _references_to_own_storage() -> int:
 
 
 def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
-    """Whether nothing else holds a tensor that is an attribute of `owner`: no name, no list, no
-    graph that waits for its backward.
+    """Whether only an attribute of `owner` holds a tensor: no name, no list, no graph that waits
+    for its backward.
 
-    memory_holders  of its memory, if it is so
+    memory_holders  how many tensors hold its memory then
     """
     if _references_to_attribute(owner, name) > _references_to_own_attribute():
         return False
@@ -509,15 +529,18 @@ def _references_to_own_attribute() -> int:
 
 
 def others_hold_gradient(param: Tensor) -> bool:
-    """Whether somebody else holds the gradient of `param`, or memory of it: who gave it, the
-    gradient of another parameter, or autograd, as long as it runs."""
+    """Whether somebody else holds the gradient of `param`, or its memory.
+
+    That is who gave the gradient, the gradient of another parameter, or autograd, as long as it
+    runs.
+    """
     if is_gradient_named(param):  # asked first: a name here would count
         return True
     return holders_of_memory(param.grad) > 1  # type: ignore[arg-type]  # there is one
 
 
 def is_gradient_named(param: Tensor) -> bool:
-    """Whether somebody has the tensor that is the gradient of `param` by another name."""
+    """Whether the gradient of `param` has another name in Python."""
     return _references_to_gradient(param) > _references_to_own_gradient()
 
 
@@ -534,22 +557,25 @@ def _references_to_own_gradient() -> int:
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether its memory is torch's own, and not that of an array, a file, a Python buffer or other
-    processes."""
+    """Whether torch allocated the memory of `tensor`.
+
+    False for memory of an array, a file, a Python buffer or other processes.
+    """
     return tensor.untyped_storage().resizable() and not is_shared_between_processes(tensor)
 
 
 def is_shared_between_processes(tensor: Tensor) -> bool:
-    """Whether it lies in memory that other processes map, or a file."""
+    """Whether `tensor` is in memory that other processes map, or in a file."""
     return tensor.is_cpu and tensor.is_shared()  # of CUDA tensors torch always says so
 
 
 def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each, whether somebody holds its memory otherwise than by a tensor of Python and its
-    views: a graph, or another library that got it by DLPack and may write it unseen.
+    """For each tensor, whether somebody other than Python's tensors and their views holds its
+    memory.
 
-    Looks at all objects that Python knows, which takes a tenth of a second; where it cannot tell
-    (`gc.freeze` hides objects), it says so.
+    That is a graph, or another library that got the memory by DLPack and may write it unseen. Looks
+    at all objects that Python knows, which takes a tenth of a second; where it cannot tell
+    (`gc.freeze` hides objects), it says yes.
     """
     found: dict[int, dict[int, Tensor]] = {memory_of(tensor): {} for tensor in tensors}
     with torch._C.DisableTorchFunctionSubclass():
@@ -568,7 +594,7 @@ def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _is_held_beside(tensor: Tensor, known: Mapping[int, Any]) -> bool:
-    """Whether more holds the memory of `tensor` than the tensors `known`, by their ids."""
+    """Whether the memory of `tensor` has more holders than the tensors `known`, by their ids."""
     storage = tensor.untyped_storage()  # which counts too
     if torch._C._storage_Use_Count(storage._cdata) - 1 > len(known):
         return True
@@ -577,11 +603,12 @@ def _is_held_beside(tensor: Tensor, known: Mapping[int, Any]) -> bool:
 
 
 def watch_memory(tensor: Tensor) -> bool:
-    """From here on `is_untouched(tensor)` says whether the memory of `tensor` was written, through
-    any tensor or storage. Whether torch can tell: not of memory of an array, a file or a buffer.
+    """Let `is_untouched(tensor)` say from here on whether the memory of `tensor` was written.
 
-    The memory is marked as one that a lazy clone shares (copy on write), and that clone is dropped:
-    who writes it next, or asks for its address, takes the mark away, and copies nothing.
+    Returns whether torch can tell: not of memory of an array, a file or a buffer. The memory is
+    marked as one that a lazy clone shares (copy on write), and that clone is dropped: who writes it
+    next, through any tensor or storage, or asks for its address, takes the mark away, and copies
+    nothing.
     """
     if not owns_memory(tensor) or not tensor.untyped_storage().nbytes():
         return False
@@ -594,14 +621,17 @@ def watch_memory(tensor: Tensor) -> bool:
 
 
 def is_untouched(tensor: Tensor) -> bool:
-    """Of memory that is watched: whether nobody has written it, or was given its address."""
+    """Whether nobody has written watched memory, or was given its address."""
     untouched: bool = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]  # private
     return untouched
 
 
 def raw_bytes(tensor: Tensor) -> Any:
-    """A buffer over the bytes of a contiguous tensor on the CPU, to be read only. As `numpy()`, but
-    torch takes note of nothing: the memory can still be resized, and counts as untouched."""
+    """A buffer over the bytes of a contiguous tensor on the CPU, to be read only.
+
+    As `numpy()`, but torch takes note of nothing: the memory can still be resized, and counts as
+    untouched.
+    """
     begin = int(tensor.storage_offset()) * tensor.element_size()
     nbytes = tensor.numel() * tensor.element_size()
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]  # of its storage
@@ -609,8 +639,10 @@ def raw_bytes(tensor: Tensor) -> Any:
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
-    """As `tensor.data = value` of plain tensors, past what a subclass makes of that: `tensor` takes
-    over size, strides, offset, and whether it is lazy."""
+    """`tensor.data = value` as for plain tensors, past what a subclass makes of that.
+
+    `tensor` takes over size, strides, offset, and whether it is lazy.
+    """
     torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]  # torch's own
     lazy = value.is_conj(), value.is_neg()
     if lazy != (tensor.is_conj(), tensor.is_neg()):
@@ -622,10 +654,11 @@ _ASKED_FIRST = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 def refuse_as_data(cls: type[Tensor], refuse: Callable[[Tensor, Tensor], None]) -> None:
-    """`x.data = value` with a `value` of `cls` and an x of another class calls `refuse(x, value)`.
+    """Let `x.data = value`, with a `value` of `cls` and an x of another class, call `refuse(x,
+    value)`.
 
-    Torch takes a wrapper for any tensor of its device there: x would point to memory that there is
-    not, and the next read of it end the process. Called once for the process.
+    Torch takes a wrapper for any tensor of its device there: x would point to memory that does not
+    exist, and its next read would end the process. Called once for the process.
     """
 
     def fits(x: Tensor, value: Tensor) -> bool:
@@ -638,7 +671,7 @@ def refuse_as_data(cls: type[Tensor], refuse: Callable[[Tensor, Tensor], None]) 
 
 
 def is_symbol(node: fx.Node) -> bool:
-    """A node whose value is a dynamic size or a flag of one, not a tensor."""
+    """Whether the value of a node is a dynamic size or a flag of one, not a tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
@@ -648,7 +681,7 @@ def is_compiling_now() -> bool:
 
 
 def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.FrameSummary]]:
-    """The error behind what a compiled call raised, and where the traced code was then."""
+    """The error behind a failed compiled call, and the stack of the traced code."""
     if isinstance(error, BackendFailed):
         inner: BaseException = error.inner_exception
         return inner, traceback.extract_tb(inner.__traceback__)
@@ -662,13 +695,14 @@ def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.
 
 
 def says_not_resizable(error: RuntimeError) -> bool:
-    """Whether an op failed because it would have to resize a tensor over memory of others."""
+    """Whether an op failed because it would have to resize a tensor over foreign memory."""
     return "resize storage that is not resizable" in str(error)
 
 
 @contextmanager
 def muted_tracing() -> Iterator[None]:
-    """Tracing does not log the traceback of an op that cannot be, for a caller that tells it."""
+    """Within the context, tracing does not log the traceback of a failing op, which the caller
+    reports."""
     log = logging.getLogger(FakeTensor.__module__)
     was, log.disabled = log.disabled, True
     try:
@@ -678,8 +712,8 @@ def muted_tracing() -> Iterator[None]:
 
 
 def without_recompile_limit() -> Any:
-    """A context in which code may be compiled however often it was before, and no garbage is looked
-    for afterwards."""
+    """Within the context, code may be compiled any number of times, and compiling does not collect
+    garbage."""
     return torch._dynamo.config.patch(
         recompile_limit=_MANY, accumulated_recompile_limit=_MANY, run_gc_after_compile=False
     )

@@ -19,14 +19,14 @@ ParamName = NewType("ParamName", str)
 NodeName = NewType("NodeName", str)
 """Name of an fx node; unique in its graph, so it serves as a key. Never parsed."""
 SMALL_BYTES = 64 * KiB
-"""An entry of up to so many is small: at 10 GB/s it travels in 6 us, and starting its transfer
-costs several times that. So small ones rest near, even in room that is kept for others."""
+"""Largest size of a small entry. At 10 GB/s it travels in 6 us, and starting its transfer costs
+several times that, so small entries rest on the device, even in room that is kept for others."""
 ALIGNMENT = 512
 """Bytes. What CUDA's own allocator aligns to; enough for every vector width."""
 HELD = "held"
-"""Where a gradient rests that stays in the memory that compute made it in, beside the arena."""
+"""Tier of a gradient that stays in the memory that compute made it in, outside the arena."""
 ON_DEVICE = frozenset({"device", HELD})
-"""Where entries rest that compute uses as they are."""
+"""Tiers whose entries compute uses in place."""
 
 
 def aligned(nbytes: int) -> int:
@@ -35,7 +35,7 @@ def aligned(nbytes: int) -> int:
 
 
 def row_major(size: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a tensor of this size that lies without gaps, last dimension last.
+    """Strides, in elements, of a tensor of this size without gaps, last dimension last.
 
     As `torch.empty(size)` has them: a dimension of 0 counts as 1.
     """
@@ -47,7 +47,7 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class EntryKind(enum.Enum):
-    """What an entry of the store is, which decides where it would best rest."""
+    """The kind of an entry of the store, which decides where it would best rest."""
 
     PARAM = "parameter"
     GRAD = "gradient"
@@ -88,12 +88,12 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies in the bytes of its entry.
+    """The layout of a tensor in the bytes of its entry.
 
-    size, stride, offset    in elements, as torch has them; offset from the entry's first byte
-    dtype                   torch dtype
-    conj, neg               it reads as the conjugate, as the negative, of what the bytes hold, as
-                            views do that `conj()` and `.imag` of a complex tensor give
+    size, stride, offset  in elements, as torch has them; offset from the entry's first byte
+    dtype                 torch dtype
+    conj, neg             it reads as the conjugate, or the negative, of the elements in the bytes,
+                          as views do that `conj()` and `.imag` of a complex tensor give
     """
 
     size: tuple[int, ...]
@@ -147,11 +147,12 @@ class Layout:
 
     @property
     def lazy(self) -> bool:
-        """Whether the elements are not what the bytes hold, but are made of it where it is read."""
+        """Whether the elements are computed from the bytes where they are read."""
         return self.conj or self.neg
 
     def marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of `tensor`, whose elements are the bytes, that shows those of this layout."""
+        """The view of `tensor`, which has the elements in the bytes, that shows those of this
+        layout."""
         if self.conj:
             tensor = torch.ops.aten._conj.default(tensor)
         return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
@@ -189,19 +190,19 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """The same object for the same layout: gradients lie alike in each step."""
+    """One object for equal layouts: gradients have the same ones in each step."""
     return Layout(size, stride, 0, dtype)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A handle of a graph: what the compiler may know of the parameter, or activation, behind it.
+    """What the compiler may know of the parameter, or activation, behind a handle of a graph.
 
-    name    of the first call's parameter, for people; identity is a run-time fact
-    layout  how this tensor lies in its entry
-    nbytes  bytes of the whole entry, which is what a gather brings
-    sink    its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
-    home    the tier it rested on when the graph was compiled, for people
+    name        of the first call's parameter, for people; identity is a run-time fact
+    layout      of this tensor in its entry
+    nbytes      bytes of the whole entry, which is what a gather brings
+    sink        its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
+    home        the tier it rested on when the graph was compiled, for people
     activation  a value that forward offloads and backward fetches, new in every call
     """
 
@@ -215,7 +216,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Work:
-    """What a region does, counted and not measured; a dynamic size as it was when traced.
+    """The work of a region, counted and not measured; a dynamic size as it was when traced.
 
     flops         of its matrix products, convolutions and attention
     dense_nbytes  read and written by those
@@ -238,12 +239,12 @@ NO_WORK = Work()
 class Region:
     """Compute between our ops, compiled once per structure.
 
-    key   digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
-    text  its ops, for people
-    call  values in, a tuple of values out
-    work  what it computes and touches, from which its seconds can be predicted
-    like  names those that take as long per byte touched; "": none do
-    owns  the values come in one list, which `call` empties, so that they can die inside
+    key     digest of the structure: ops, arguments, wiring, shapes, strides, dtypes
+    text    its ops, for people
+    call    values in, a tuple of values out
+    work    what it computes and touches, from which its seconds can be predicted
+    like    name of the regions that take as long per byte touched; "": there are none
+    owns    the values come in one list, which `call` empties, so that they can die inside
     placed  outputs that `call_into` makes in the tensors of a second list, in this order
     """
 
@@ -258,11 +259,17 @@ class Region:
 
 
 class LiveBytes(NamedTuple):
-    """Bytes of values that a call holds: before an instruction, at most while it is carried out,
-    and after it. `departing`: of gradients, that may be under way once this one has left. `alone`:
-    this one is a storage of its own, which lies as its parameter does and which nobody reads
-    later. `carried`: of the whole storages that are free once this one has arrived: it may be a
-    part of a larger one, and the last of several in one. None: as many as travel."""
+    """Bytes of values that a call has live around one instruction.
+
+    before     when it begins
+    peak       at most, while it is carried out
+    after      when it is over
+    departing  upper bound on gradients in flight once this one, a gradient, is sent; 0: not known
+    alone      the gradient is a storage of its own with its parameter's layout, which nobody reads
+               later
+    carried    bytes of whole storages that are free once this gradient has arrived: it may be a
+               part of a larger storage, and the last of several in one; None: as many as travel
+    """
 
     before: int = 0
     peak: int = 0
@@ -274,16 +281,16 @@ class LiveBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What the calls of a schedule hold of the device beside the arena (`memory/footprint.py`).
+    """Bytes that the calls of a schedule have live outside the arena (`memory/footprint.py`).
 
-    levels      of the instructions that compute or let something leave, in their order
-    registers   whose values count; `given`: those that a call begins with
-    kept        results that are kept for backward
-    left_bytes  of gradients that are still under way when a call has ended
-    end_bytes   of values when it has, those of `left_bytes` included
-    kept_bytes  that a forward leaves for its backward; `saved_bytes`: that a backward finds
-    ahead_bytes of a forward that a backward follows: the most that both hold
-    sizes       the dynamic sizes that all this was counted at; none, as the graph was traced
+    levels       of the instructions that compute or send something off the device, in their order
+    registers    whose values count; `given`: those that a call begins with
+    kept         registers of results that are saved for backward
+    left_bytes   of gradients that are in flight when a call has ended
+    end_bytes    of values when it has ended, those of `left_bytes` included
+    kept_bytes   that a forward saves for its backward; `saved_bytes`: that a backward finds
+    ahead_bytes  of a forward that a backward follows: peak of both
+    sizes        the dynamic sizes that all this was counted at; none, as the graph was traced
     """
 
     levels: tuple[LiveBytes, ...] = ()
@@ -303,8 +310,10 @@ class MemoryProfile:
 
     @property
     def needed_bytes(self) -> int:
-        """What a call must find room for: a forward for its backward too, or that would be refused
-        once buffers were changed."""
+        """Bytes that a call must find room for.
+
+        A forward needs room for its backward too: that would be refused once buffers were changed.
+        """
         return max(self.peak_bytes, self.ahead_bytes)
 
 

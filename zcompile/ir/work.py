@@ -1,7 +1,7 @@
-"""The work of a region, counted from its nodes: FLOPs, bytes and kernels.
+"""Counts the work of a region from its nodes: FLOPs, bytes and kernels.
 
-Formulas of matrix products, convolutions and attention are torch's own. What else computes counts
-by the bytes that it reads and writes, and a view costs nothing.
+Formulas of matrix products, convolutions and attention are torch's own. Every other op counts by
+the bytes that it reads and writes; a view costs nothing.
 """
 
 from collections import Counter
@@ -19,13 +19,14 @@ from zcompile.ir.types import Phase, Work
 
 aten = torch.ops.aten
 BY_SIZE = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
-"""Ops whose formulas read sizes, and need no tensors that have them: there are many of these."""
+"""Ops whose FLOP formulas read sizes only; there are many of them, and making tensors for each
+would be slow."""
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-"""Of the CPU, and its backward: torch counts those of the other devices."""
+"""Attention on the CPU; torch has formulas for it on other devices only."""
 
 
 def work_of(nodes: Sequence[fx.Node]) -> Work:
-    """What a region of these nodes does; each has `meta["val"]`, as tracing leaves it."""
+    """The work of a region of these nodes; each has `meta["val"]`, as tracing leaves it."""
     flops = Counter[str]()
     dense_nbytes = nbytes = ops = 0
     for node in nodes:
@@ -43,7 +44,7 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
 
 
 def work_by_phase(graph: fx.Graph) -> dict[Phase, Work]:
-    """What forward and backward of a graph compute, whose phases are assigned."""
+    """The work of forward and of backward of a graph with assigned phases."""
     nodes: dict[Phase, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_compute(node):
@@ -52,7 +53,7 @@ def work_by_phase(graph: fx.Graph) -> dict[Phase, Work]:
 
 
 def flops_of(node: fx.Node) -> int | None:
-    """Multiplications and additions of a dense op; None for an op that is not one."""
+    """Multiplications and additions of a dense op; None for any other op."""
     packet = getattr(node.target, "overloadpacket", None)
     formulas = cast(Mapping[Any, Any], flop_registry)
     name = getattr(node.target, "__name__", "").partition(".")[0]
@@ -69,11 +70,12 @@ def flops_of(node: fx.Node) -> int | None:
 
 
 def touched_bytes(node: fx.Node) -> int:
-    """Bytes of what an op reads and makes; an operand that is expanded counts once."""
+    """Bytes of the operands and results of an op; an expanded operand counts once."""
     return sum(_nbytes(n) for n in (*node.all_input_nodes, node))
 
 
 def _computes(node: fx.Node) -> bool:
+    """Whether a node does work: it returns tensors, and is no view."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, list | tuple) else (value,)
     name = getattr(node.target, "__name__", "")
@@ -94,16 +96,18 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _touched(value: torch.Tensor) -> int:
+    """Bytes of a tensor, without repetition along dimensions of stride 0."""
     pairs = zip(value.size(), value.stride(), strict=True)
     return prod(hint(n) for n, stride in pairs if hint(stride)) * value.dtype.itemsize
 
 
 def _shaped(node: fx.Node) -> Any:
-    """Values with the sizes they had when traced, for formulas that read nothing else."""
+    """The value of a node as a meta tensor, for FLOP formulas that read nothing but its sizes."""
     return _sized(node.meta.get("val"))
 
 
 def _size(node: fx.Node) -> Any:
+    """The sizes of a node's value, for the formulas of `BY_SIZE`."""
     value = node.meta.get("val")
     return tuple(hint(n) for n in value.size()) if isinstance(value, torch.Tensor) else value
 

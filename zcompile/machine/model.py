@@ -155,7 +155,7 @@ class Machine:
     def nodes(self) -> int:
         return self.ranks // self.ranks_per_node
 
-    def told(self, lane: str) -> str:
+    def describe(self, lane: str) -> str:
         """A lane for people: links that take turns by both names."""
         link = self.links.get(lane)
         return lane if link is None or link.shares is None else f"{lane} and {link.shares}"

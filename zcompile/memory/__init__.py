@@ -1,1 +1,1 @@
-"""Bytes that are alive, and static addresses for them."""
+"""Counts live bytes of the device, and assigns addresses."""

@@ -1,34 +1,24 @@
-"""Addresses from live ranges: which buffer lies where, so that nothing alive overlaps.
+"""Assigns addresses to blocks with lifetimes, so that no two that are alive together overlap.
 
 Sizes are rounded up to `ALIGNMENT`; times are closed intervals of ints. Pure: same blocks, same
 addresses, on every machine. The problem (dynamic storage allocation) is NP-hard, and now and then
-nothing fits into the largest live sum; so several ways are tried, cheapest first, until one needs
-no more than that: the orders of `first_fit`, best fit, what stuck out placed first (squeaky wheel
-optimization, Joslin and Clements, JAIR 1999), and a beam search through time (`time_sweep`).
+nothing fits into the largest live sum. So `pack` tries several methods, cheapest first, until one
+needs no more than that:
 
-Packings made block by block in a fixed order; the order is what tells them apart.
-
-`first_fit` puts each block of an order at the lowest address that is free while it lives. `ORDERS`
-are those worth trying: by size and by area as TensorFlow Lite's planners do (Pisarchyk and Lee,
-arXiv 2001.03288), by lifetime (exact where lives are nested, as in backpropagation), by birth
-(exact for streams of equal sizes), and by how full the fullest moment of a life is. `best_fit`
-goes the other way round and picks the block for the lowest free place (Sekiyama et al., arXiv
-1804.10001).
-
-Live ranges in canonical form: when blocks are alive, without the clock they were told in.
-
-Times matter to a packing only in so far as they say who is alive together. A section is a stretch
-of time in which blocks begin to live and none ends; every block lives from one section to
-another. Two tellings of the same story (positions of nodes, numbers of regions) have the same
-sections, so that they are packed alike. MiniMalloc (Moffitt, ASPLOS 2023) cuts time in this way.
-
-A packing into so many bytes, found by walking through time with several drafts at once.
+    first fit   in the orders of `ORDERS`: by size and by area as TensorFlow Lite's planners do
+                (Pisarchyk and Lee, arXiv 2001.03288), by lifetime (exact where lives are nested, as
+                in backpropagation), by birth (exact for streams of equal sizes), by the peak during
+                a life
+    best fit    picks the block for the lowest free place (Sekiyama et al., arXiv 1804.10001)
+    repair      blocks that stuck out are placed first (squeaky wheel optimization, Joslin and
+                Clements, JAIR 1999)
+    time sweep  beam search through time: blocks get their addresses as they are born, at one end of
+                a free range, and the most promising drafts go on
 
 Where weights stream through a full arena, every moment is a puzzle of its own, and no order of
-blocks solves all of them. So blocks get their addresses as they are born, at one end of a free
-range, and the `width` most promising drafts go on (beam search). A draft promises much where
-neighbours die together: what it leaves are few holes, for a short time. Work is counted in
-candidates, not in seconds, so that the same blocks get the same addresses everywhere.
+blocks solves all of them; that is what the time sweep is for. A draft is promising where neighbours
+die together: it leaves few holes, for a short time. Work is counted in candidates, not in seconds,
+so that the same blocks get the same addresses everywhere.
 """
 
 from bisect import insort
@@ -46,11 +36,16 @@ from zcompile.ir.types import ALIGNMENT, aligned
 
 @dataclass(frozen=True)
 class Sections:
-    """Blocks over sections; the lists are in the order of the blocks.
+    """Lifetimes of blocks in canonical form: from section to section, without the clock.
 
-    first, last  the closed interval of sections a block lives in
+    A section is a stretch of time in which blocks begin to live and none ends. Times matter to a
+    packing only in so far as they say who is alive together, so the same lifetimes on two clocks
+    (positions of nodes, numbers of regions) have the same sections and are packed alike. MiniMalloc
+    (Moffitt, ASPLOS 2023) cuts time in this way. The lists are in the order of the blocks.
+
+    first, last  closed interval of sections that a block lives in
     sizes        in bytes, as packed
-    alive        bytes alive, section by section
+    alive        bytes alive in each section
     """
 
     first: tuple[int, ...]
@@ -63,11 +58,12 @@ class Sections:
 
     @property
     def peak(self) -> int:
+        """Largest live sum, in bytes."""
         return max(self.alive, default=0)
 
     @property
     def pairs(self) -> int:
-        """How many (block, section) there are: the area of all live ranges."""
+        """Number of (block, section) pairs: the area of all lifetimes."""
         return sum(b - a + 1 for a, b in zip(self.first, self.last, strict=True))
 
     def top(self, addresses: Sequence[int]) -> int:
@@ -86,7 +82,7 @@ class Sections:
 
 
 def sections(intervals: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Sections:
-    """From closed intervals of times, one for each size."""
+    """The sections of blocks with these closed intervals of times and these sizes."""
     assert all(first <= last for first, last in intervals), "a block ends before it begins"
     events = sorted(
         [(first, 0, i) for i, (first, _) in enumerate(intervals)]
@@ -114,28 +110,31 @@ Key = Callable[[Sections, int], tuple[int, ...]]
 Ints = npt.NDArray[np.int64]
 
 MANY = 600
-"""Blocks from which on arrays are faster than lists (by timing, on one core)."""
+"""Number of blocks from which on arrays are faster than lists (by timing, on one core)."""
 
 
 def _area(s: Sections, i: int) -> int:
+    """Bytes times sections of block `i`."""
     return s.sizes[i] * (s.last[i] - s.first[i] + 1)
 
 
-def _fullest(s: Sections, i: int) -> int:
+def _peak_during(s: Sections, i: int) -> int:
+    """Largest live sum, in bytes, during the life of block `i`."""
     return max(s.alive[s.first[i] : s.last[i] + 1])
 
 
 ORDERS: tuple[Key, ...] = (
     lambda s, i: (-s.sizes[i], s.first[i], i),
     lambda s, i: (-_area(s, i), s.first[i], i),
-    lambda s, i: (-_fullest(s, i), -_area(s, i), s.first[i], i),
+    lambda s, i: (-_peak_during(s, i), -_area(s, i), s.first[i], i),
     lambda s, i: (s.first[i] - s.last[i], -s.sizes[i], i),
     lambda s, i: (s.first[i], -s.last[i], i),
     lambda s, i: (s.first[i], -s.sizes[i], i),
     lambda s, i: (-s.last[i], -s.sizes[i], i),
-    lambda s, i: (-_fullest(s, i), s.first[i] - s.last[i], s.first[i], i),
+    lambda s, i: (-_peak_during(s, i), s.first[i] - s.last[i], s.first[i], i),
 )
-"""What blocks are sorted by, least first. The first is the one that has to be beaten."""
+"""Sort keys of blocks for first fit, smallest first. The first order is the one that has to be
+beaten."""
 
 
 def ordered(s: Sections, key: Key) -> list[int]:
@@ -143,7 +142,7 @@ def ordered(s: Sections, key: Key) -> list[int]:
 
 
 def first_fit(s: Sections, order: Sequence[int]) -> list[int]:
-    """The address of each block, placed in this order, each as low as it can be."""
+    """The address of each block, placed in this order, each at the lowest free address."""
     return _over_lists(s, order) if len(s) < MANY else _over_arrays(s, order)
 
 
@@ -179,7 +178,8 @@ def _over_arrays(s: Sections, order: Sequence[int]) -> list[int]:
 
 
 def _lowest(begins: Ints, ends: Ints, size: int) -> int:
-    """The lowest address with `size` free bytes between these ranges, which begin in order."""
+    """The lowest address with `size` free bytes between ranges [begins[i], ends[i]), sorted by
+    begin."""
     if not len(begins) or begins[0] >= size:
         return 0
     tops = np.maximum.accumulate(ends)
@@ -189,10 +189,10 @@ def _lowest(begins: Ints, ends: Ints, size: int) -> int:
 
 
 def best_fit(s: Sections) -> list[int]:
-    """The address of each block: the longest-lived that fits goes onto the lowest place.
+    """The address of each block: the longest-lived block that fits goes onto the lowest place.
 
-    A place is a stretch of sections with one height, as wide as it can be. Where nothing fits it
-    is raised to its lower neighbour.
+    A place is a stretch of sections with one height, as wide as it can be. Where no block fits, the
+    place is raised to its lower neighbour.
     """
     addresses = [0] * len(s)
     left = np.array(ordered(s, lambda s, i: (s.first[i] - s.last[i], -s.sizes[i], i)), np.int64)
@@ -222,7 +222,7 @@ def best_fit(s: Sections) -> list[int]:
 
 
 def _replace(places: list[tuple[int, int, int]], at: int, new: list[tuple[int, int, int]]) -> None:
-    """Put `new` in the place of one; neighbours of one height become one."""
+    """Replace place `at` by `new`; neighbours of one height become one."""
     low, high = max(0, at - 1), min(len(places), at + 2)
     merged: list[tuple[int, int, int]] = []
     for begin, end, height in (*places[low:at], *new, *places[at + 1 : high]):
@@ -233,7 +233,7 @@ def _replace(places: list[tuple[int, int, int]], at: int, new: list[tuple[int, i
 
 
 class Placed(NamedTuple):
-    """A block that lives: bytes [address, end), until section `last`."""
+    """A block that is alive: bytes [address, end), until section `last`."""
 
     address: int
     end: int
@@ -242,15 +242,18 @@ class Placed(NamedTuple):
 
 @dataclass
 class Work:
-    """What may still be tried, in candidates looked at."""
+    """The rest of a search budget, in candidates."""
 
     left: int
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Addresses given so far: `taken` in order of addresses, between two walls, and `choice`
-    the last one, (block, address, the choice before)."""
+    """Addresses given so far.
+
+    taken   blocks alive, in order of addresses, between two walls
+    choice  the last address given: (block, address, the choice before)
+    """
 
     taken: tuple[Placed, ...]
     choice: tuple[int, int, object] | None
@@ -258,7 +261,7 @@ class Draft:
 
 
 Candidate = tuple[int, int, int, int]
-"""Cost, number of the draft, place in its `taken` before which to insert, address."""
+"""(cost, number of the draft, place in its `taken` before which to insert, address)."""
 
 
 def time_sweep(
@@ -267,7 +270,8 @@ def time_sweep(
     """The address of each block with all ends at most `capacity`; None if none was found.
 
     width          drafts that are kept; the more, the better and the slower
-    longest_first  of those born together, rather than the largest first
+    longest_first  whether, of blocks born together, the longest-lived is placed first, not the
+                   largest
     """
     newborn: list[list[int]] = [[] for _ in s.alive]
     for block, section in enumerate(s.first):
@@ -292,7 +296,7 @@ def _in_turn(s: Sections, blocks: Iterable[int], longest_first: bool) -> list[in
 
 
 def _aged(drafts: Iterable[Draft], section: int) -> list[Draft]:
-    """The drafts at this section, without the dead; of those that now look alike, the first."""
+    """The drafts at this section, without blocks that are dead; of equal drafts, the first."""
     alike: dict[tuple[Placed, ...], Draft] = {}
     for draft in drafts:
         taken = tuple([p for p in draft.taken if p.last >= section])
@@ -303,14 +307,14 @@ def _aged(drafts: Iterable[Draft], section: int) -> list[Draft]:
 
 
 def _cost(below: Placed, above: Placed, section: int) -> int:
-    """How long, from now on, a hole has its end between the two."""
+    """How many sections, from `section` on, a hole has its end between two neighbours."""
     if below.end == above.address:
         return abs(below.last - above.last)
     return below.last + above.last - 2 * section + 2
 
 
 def _candidates(drafts: Sequence[Draft], size: int, last: int, section: int) -> list[Candidate]:
-    """Every way to put a block at an end of a hole, in every draft."""
+    """Every address for a block at an end of a hole, in every draft."""
     found: list[Candidate] = []
     lasting = last - section + 1
     for number, draft in enumerate(drafts):
@@ -334,7 +338,7 @@ def _candidates(drafts: Sequence[Draft], size: int, last: int, section: int) -> 
 def _kept(
     drafts: Sequence[Draft], found: list[Candidate], block: int, s: Sections, width: int
 ) -> list[Draft]:
-    """The best drafts with the block, all different."""
+    """The `width` best drafts with the block, all different."""
     kept: dict[tuple[Placed, ...], Draft] = {}
     for cost, number, at, address in sorted(found, key=itemgetter(0)):
         draft = drafts[number]
@@ -357,21 +361,24 @@ def _addresses(draft: Draft, count: int) -> list[int]:
 
 
 NEAR = 1.005
-"""Of the largest live sum: so close, a packing is not worth another search through time."""
+"""Ratio to the largest live sum from which on a packing is good enough to skip another time
+sweep."""
 WIDTHS = (8, 64, 512)
-"""Drafts of the search through time, round by round, as long as there is work left."""
+"""Drafts of the time sweep, round by round, as long as there is work left."""
 SWEEP_WORK = 1_000_000
-"""Candidates of all searches through time in one `pack`: under a second on one core."""
+"""Candidates of all time sweeps in one `pack`: under a second on one core."""
 ORDER_WORK = 450_000_000
 """Pairs of blocks compared by all orders in one `pack`: a few seconds with 10,000 blocks."""
 REPAIRS = 8
-"""How often what stuck out is placed first."""
+"""Most rounds of repair."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """first, last  the closed interval of times the bytes are taken
-    nbytes          size before rounding
+    """A block of memory with a lifetime.
+
+    first, last  closed interval of times that its bytes are taken
+    nbytes       size before rounding
     """
 
     first: int
@@ -380,7 +387,7 @@ class Block:
 
 
 def live_peak(blocks: Sequence[Block]) -> int:
-    """The largest sum of bytes alive at one time: no packing can need less."""
+    """Largest sum of bytes alive at one time: lower bound of any packing."""
     return _sections(blocks).peak
 
 
@@ -397,7 +404,7 @@ def pack(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def pack_quickly(blocks: Sequence[Block]) -> tuple[int, ...]:
-    """As `pack`, without any search: for a caller that asks again and again."""
+    """As `pack`, without any search: for a caller that asks often."""
     s = _sections(blocks)
     best = _Best(s)
     best.offer(first_fit(s, ordered(s, ORDERS[0])))
@@ -407,9 +414,9 @@ def pack_quickly(blocks: Sequence[Block]) -> tuple[int, ...]:
 
 
 def fits(blocks: Sequence[Block], budget_bytes: int) -> tuple[int, ...] | None:
-    """Addresses with which the blocks fit the budget, or None if none were found.
+    """Addresses with which the blocks fit the budget; None if none were found.
 
-    Quick where the answer is easy. Never None for what `pack` needs, or more.
+    Quick where the answer is easy. Never None for a budget of what `pack` needs, or more.
     """
     s = _sections(blocks)
     if s.peak > budget_bytes:
@@ -451,7 +458,7 @@ class _Best:
 def _ordered_attempts(s: Sections) -> Iterator[Sequence[int]]:
     """Packings made in one go: first fit by size, best fit, other orders, repairs of the best.
 
-    How many depends on the blocks alone, and their addresses on nothing else.
+    How many there are depends on the blocks alone, and their addresses on nothing else.
     """
     most = max(1, ORDER_WORK // max(1, len(s) ** 2))
     best = _Best(s)
@@ -470,11 +477,11 @@ def _ordered_attempts(s: Sections) -> Iterator[Sequence[int]]:
 
 
 def _search(best: _Best, enough: int, work: Work) -> None:
-    """Lower the best packing by searches through time, until `enough` or out of work.
+    """Lower the best packing by time sweeps, until its top is `enough` or out of work.
 
-    First into the largest live sum itself, then, by bisection, into what lies between that and
-    the best so far, with more and more drafts. What is tried does not depend on `enough`, so that
-    `fits` finds whatever `pack` does.
+    First into the largest live sum itself, then, by bisection, into capacities between that and the
+    best so far, with more and more drafts. The capacities do not depend on `enough`, so that `fits`
+    finds whatever `pack` does.
     """
     s = best.sections
     ways = [(way, longest) for longest in (False, True) for way in (s, s.mirrored())]
@@ -494,7 +501,8 @@ def _search(best: _Best, enough: int, work: Work) -> None:
 def _first_found(
     ways: Sequence[tuple[Sections, bool]], capacity: int, width: int, work: Work
 ) -> list[int] | None:
-    """Of searches forwards and backwards, the largest first and the longest-lived first."""
+    """The first packing that fits `capacity`: time forwards and backwards, largest and
+    longest-lived first."""
     for way, longest in ways:
         addresses = time_sweep(way, capacity, width, work, longest)
         if addresses is not None or work.left < 0:

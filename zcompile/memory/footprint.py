@@ -1,56 +1,40 @@
-"""What the calls of a graph hold of the compute device beside the arena: bytes, node by node.
+"""Counts the bytes that calls of a graph have live outside the arena, node by node.
 
-A value takes bytes from the node that makes it to its last reader, views of it included, as the
-executor does: a region that reads a value last owns it, and lets go of it right after that reader.
-The storages count, not the tensors: views, in-place results and the parts of a tuple share one.
-While a node runs, what it reads, what it makes and all that is read later are held at once.
+A value takes bytes from the node that makes it to its last reader, views of it included, as in the
+executor: a region that reads a value last owns it, and drops it right after that reader. Storages
+count, not tensors: views, in-place results and the parts of a tuple share one. While a node runs,
+its operands, its results and all values that are read later are live at once.
 
     %a = aten.mm(%x, %w)       a                        x: the caller's, w: a slot of the arena
     %b = aten.relu(%a)         a b
     %c = aten.neg(%b)            b c                    %a died in %b
     return (%c)                    c
 
-A graph holds what it makes itself, and the gradients that backward is called with. Not counted:
-inputs of the model, buffers and constants, slots of the arena, what lies on another device than
-gathered parameters do, and what a kernel takes for itself while it runs. A value that forward makes
-and backward reads is held in between; what forward returns to its caller and backward does not read
-is the caller's once forward has ended.
+Counted are values that the graph makes, and the gradients that backward is called with. Not counted
+are inputs of the model, buffers and constants, slots of the arena, tensors on another device than
+gathered parameters, and the workspace of a kernel. A value that forward makes and backward reads is
+live in between; a value that forward returns and backward does not read is the caller's once
+forward has ended.
 
-A gradient that goes home is held until its departure is joined, which happens at a planned point
-and not when the transfer happens to end (`footprint.py`): before one leaves, the oldest are joined
-until all that are under way take no more than `Footprint.departing` says together. What is still
-under way at the end is held by what comes next.
+A gradient that is sent to its entry is live until its transfer is joined (waited for). That happens
+at a planned point, not when the transfer happens to end: before a gradient is sent, the oldest are
+joined until all in flight take no more than `Footprint.departing` bytes. Gradients in flight at the
+end belong to the footprint of the step (`step_footprint.py`).
 
 Times are node indices, sizes are bytes; a dynamic size counts as it was when the graph was traced,
 or as `size` says: a call is counted at its own sizes before it is carried out (`sized.py`).
+Aliasing is read from the schemas of ops, bytes from the fake tensors of tracing.
 
-To ask what a decision would change, give `Footprint.curve` what it takes away or adds:
+To ask what a decision would change, give `Footprint.curve` the bytes that it takes away or adds:
 
     held = footprint(graph, plan.params)
     value = max(held.saved, key=lambda v: v.nbytes)
     held.peak                                              # bytes
-    max(held.curve([value.absent(held.boundary)]))         # were it not kept for backward
+    max(held.curve([value.absent(held.boundary)]))         # were it not saved for backward
 
-Who holds which storage, from where to where in a graph: the walk that `footprint.py` stands on.
-
-Aliasing is read from the schemas of ops, bytes from the stand-ins of tracing.
-
-What a schedule's calls hold beside the arena, instruction by instruction.
-
-A footprint speaks of nodes, a schedule of instructions: only those that compute or let something
-leave change what is held. They keep their order however a schedule is arranged, so each has its
-level by its number among them.
-
-Gradients on their way home: which are waited for before another leaves. Pure.
-
-A gradient that has left is held until it is joined, and that happens when another leaves: the
-oldest are joined until all that are under way take no more than was planned for that moment. Twice
-the largest of them always may, so that one leaves while the next is made. More may where a call
-holds less than it does at its peak: what is held is highest where backward begins, and falls as it
-goes on, so that a slow link may fall behind compute ever further, and compute need not wait for it.
-
-    held beside them   9 8 6 4 2      of a peak of 11, at the nodes after each gradient
-    may be under way   2 3 5 7 9
+The file has four parts: when gradients in flight are joined (`plan_joins`), who keeps which storage
+alive (`StorageWalk`), the footprint of a graph, and the live bytes of a schedule, instruction by
+instruction (`memory_profile`).
 """
 
 from collections import Counter, deque
@@ -82,12 +66,13 @@ from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Pha
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A gradient leaves.
+class Departure:
+    """A gradient that is sent to its entry.
 
-    at      index of the node with which it does
+    at      index of the node that sends it
     nbytes  that travel
-    holds   storages that it holds: key -> bytes, index of the last node that holds them anyway
+    holds   storages that it keeps alive: key -> (bytes, index of the last node that needs them
+            anyway)
     """
 
     at: int
@@ -96,10 +81,12 @@ class Leaving:
 
 
 @dataclass(frozen=True)
-class Joins:
-    """most  per gradient, bytes that may be under way once it has left, its own included
-    until    storage -> index of the node before which it is joined, or of the last of all
-    left     storages that are under way when the last node is over
+class JoinPlan:
+    """The planned points at which gradients in flight are joined.
+
+    most   per gradient, bytes that may be in flight once it is sent, its own included
+    until  storage -> index of the node before which it is joined, or of the last of all
+    left   storages that are in flight when the last node is over
     """
 
     most: tuple[int, ...]
@@ -107,9 +94,20 @@ class Joins:
     left: frozenset[Hashable]
 
 
-def plan_joins(leaving: Sequence[Leaving], held: Sequence[int], fills: bool) -> Joins:
-    """held   bytes per node, without what is only held since it is under way
-    fills  whether as much may be under way as has room below the peak
+def plan_joins(leaving: Sequence[Departure], held: Sequence[int], fills: bool) -> JoinPlan:
+    """When gradients in flight are joined. Pure.
+
+    Before a gradient is sent, the oldest in flight are joined until the bytes in flight are within
+    the plan. Twice the largest gradient is always within: one is in flight while the next is made.
+    More is where a call has fewer bytes live than at its peak: live bytes are highest where
+    backward begins, and fall as it goes on, so that a slow link may fall behind compute ever
+    further.
+
+        live beside them    9 8 6 4 2      of a peak of 11, at the nodes after each gradient
+        may be in flight    2 3 5 7 9
+
+    held   bytes per node, without storages that only a gradient in flight keeps alive
+    fills  whether the room below the peak may be filled
     """
     end = len(held) - 1
     nexts = [*(gradient.at for gradient in leaving), end][1:]
@@ -125,16 +123,20 @@ def plan_joins(leaving: Sequence[Leaving], held: Sequence[int], fills: bool) -> 
 
 
 def _joined(
-    leaving: Sequence[Leaving],
+    leaving: Sequence[Departure],
     allowed: Sequence[int] | None,
     nexts: Sequence[int],
     room: Sequence[int],
     end: int,
-) -> Joins:
-    """allowed  bytes under way with each gradient, wherever; None: twice the largest of them
-    room     beside what is held anyway, from each gradient to the next
+) -> JoinPlan:
+    """Simulate sending and joining.
+
+    allowed  per gradient, bytes that may be in flight in any case; None: twice the largest in
+             flight
+    nexts    per gradient, index of the node that sends the next, or of the last node
+    room     per gradient, bytes free until the next is sent
     """
-    under_way: deque[Leaving] = deque()
+    under_way: deque[Departure] = deque()
     most: list[int] = []
     until: dict[Hashable, int] = {}
     largest, joined = 2 * max((g.nbytes for g in leaving), default=0), False
@@ -151,19 +153,19 @@ def _joined(
         # As long as none had to be joined, what is left of calls before may be under way as well.
         most.append(sum(sizes) if joined else max(sum(sizes), largest))
     left = frozenset(key for gradient in under_way for key in gradient.holds)
-    return Joins(tuple(most), until | dict.fromkeys(left, end), left)
+    return JoinPlan(tuple(most), until | dict.fromkeys(left, end), left)
 
 
-def _only_held_by(under_way: Iterable[Leaving], then: int) -> int:
-    """Bytes of storages that nothing else holds until node `then`."""
+def _only_held_by(under_way: Iterable[Departure], then: int) -> int:
+    """Bytes of storages that only gradients in flight keep alive at node `then`."""
     held = {key: row for gradient in under_way for key, row in gradient.holds.items()}
     return sum(nbytes for nbytes, last in held.values() if last < then)
 
 
 def _with(
-    held: Sequence[int], leaving: Sequence[Leaving], until: Mapping[Hashable, int]
+    held: Sequence[int], leaving: Sequence[Departure], until: Mapping[Hashable, int]
 ) -> list[int]:
-    """Bytes per node, with what is under way."""
+    """Bytes per node, with storages that gradients in flight keep alive."""
     change = [0] * (len(held) + 1)
     for key, (nbytes, last) in {k: row for g in leaving for k, row in g.holds.items()}.items():
         if until[key] > last:
@@ -173,19 +175,20 @@ def _with(
 
 
 DEPARTURES = ops.SINKS
-"""Ops whose first argument leaves for the home of the parameter behind the second."""
+"""Ops that send their first argument to the entry of the parameter behind the second."""
 
 
 Given = Mapping[NodeName, tuple[tuple[str, int], ...]]
-"""Placeholder of a backward graph -> the storages it holds: a key for each, and its bytes."""
+"""Placeholder of a backward graph -> the storages of its value: a key for each, and its bytes."""
 
 Size = Callable[[int | torch.SymInt], int]
-"""A size as an int: `hint`, as it was when the graph was traced, or as it is in a call."""
+"""Evaluates a size as an int: `hint`, as it was when the graph was traced, or as it is in a
+call."""
 
 
 @dataclass
 class Storage:
-    """As `footprint.Held`, while it is being found."""
+    """A `LiveStorage` while its lifetime is being found."""
 
     maker: fx.Node
     part: int
@@ -196,7 +199,12 @@ class Storage:
 
 
 class StorageWalk:
-    """The nodes of a graph, one after the other; who holds which storage."""
+    """Finds the lifetimes of the storages of a graph, node after node.
+
+    boundary  index of the first node of backward that computes; number of nodes, if there is one
+              phase
+    parts     node -> storages of each of its results
+    """
 
     def __init__(
         self,
@@ -228,8 +236,12 @@ class StorageWalk:
     def walk(
         self,
     ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
-        """Per departure the bytes that may be under way with it, those that are held at the end,
-        the departures that are `LiveBytes.alone`, and per departure its `LiveBytes.carried`."""
+        """Find the lifetimes.
+
+        Returns, per departure, the bytes that may be in flight once it is sent; the bytes in flight
+        at the end; the departures that are `LiveBytes.alone`; and, per departure, its
+        `LiveBytes.carried`.
+        """
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
@@ -240,7 +252,7 @@ class StorageWalk:
         return self._depart()
 
     def _placed(self, index: int, node: fx.Node) -> list[Storage]:
-        """What a call is given and holds alone."""
+        """Storages of a placeholder that only the call keeps alive."""
         if is_tangent(node):
             joint = self.boundary < len(self.nodes)
             return self._fresh(self.boundary if joint else 0, node, 0, node.meta.get("val"))
@@ -253,7 +265,8 @@ class StorageWalk:
         return found
 
     def _made(self, index: int, node: fx.Node) -> list[list[Storage]]:
-        """The storages of each part of a result: fresh ones, or those of what it is a view of."""
+        """Storages of each result of a call: fresh ones, or those of the arguments that it is a
+        view of."""
         if node.target is getitem:
             parent, part = node.args
             parts = self.parts.get(parent, [[]]) if isinstance(parent, fx.Node) else [[]]
@@ -270,6 +283,7 @@ class StorageWalk:
         return made
 
     def _fresh(self, index: int, node: fx.Node, part: int, value: object) -> list[Storage]:
+        """The new storage of one result; none for an empty value, or one on another device."""
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return []
         size = self.size
@@ -285,7 +299,8 @@ class StorageWalk:
         return [self.storages[-1]]
 
     def _read(self, node: fx.Node) -> None:
-        """Every reader of a node holds what the node holds; a result is held until the end."""
+        """Prolong the storages of a node to its readers; those of a result to the end of its
+        phase."""
         held = unique(self.parts[node])
         if not held:
             return
@@ -298,19 +313,22 @@ class StorageWalk:
             storage.last = max(storage.last, last, *readers, storage.first)
 
     def _ends_last(self, node: fx.Node) -> bool:
-        """Whether what is returned with `node` is returned at the very end."""
+        """Whether `node`, a result, is returned at the very end, and not at the end of forward."""
         joint = self.boundary < len(self.nodes)
         return not joint or phase_of(node) is Phase.BACKWARD or node.op == "placeholder"
 
     def _depart(
         self,
     ) -> tuple[dict[fx.Node, int], int, frozenset[fx.Node], dict[fx.Node, int]]:
-        """Gradients on their way are held until they are joined. In a joint graph, in which it is
-        still to be chosen what is held, no more are than must be."""
+        """Prolong storages of gradients to the nodes before which they are joined.
+
+        In a joint graph, in which saved values are still to be chosen, no more are in flight than
+        must be.
+        """
         nodes = [n for n in self.nodes if n.op == "call_function" and n.target in DEPARTURES]
         carried = [self._carried(node) for node in nodes]
         leaving = [
-            Leaving(
+            Departure(
                 self.where[node],
                 departing_bytes(node, self.params),
                 {id(s): (s.nbytes, s.last) for s in storages},
@@ -331,8 +349,8 @@ class StorageWalk:
     def _alone(
         self, nodes: Sequence[fx.Node], carried: Sequence[Sequence[Storage]]
     ) -> frozenset[fx.Node]:
-        """The whole gradients that are one storage each, as large as they are, made by compute and
-        held by nobody once they have left."""
+        """The whole gradients that are one storage of just their size, made by compute and not
+        needed once sent."""
         times = Counter(id(s) for storages in carried for s in storages)
         return frozenset(
             node
@@ -347,7 +365,8 @@ class StorageWalk:
         )
 
     def _curve(self) -> list[int]:
-        """Bytes held while each node runs, without what is only on its way."""
+        """Bytes live while each node runs, without storages that only a gradient in flight keeps
+        alive."""
         change = [0] * (len(self.nodes) + 1)
         for storage in self.storages:
             change[storage.first] += storage.nbytes
@@ -355,7 +374,8 @@ class StorageWalk:
         return list(accumulate(change[:-1]))
 
     def _carried(self, node: fx.Node) -> list[Storage]:
-        """What a departure holds: the gradient, or a copy of it that lies as the parameter does."""
+        """Storages that a departure keeps alive: the gradient's, or that of a copy in the
+        parameter's layout."""
         grad, handle = node.args[0], node.args[1]
         assert isinstance(grad, fx.Node)
         assert isinstance(handle, fx.Node)
@@ -372,8 +392,10 @@ class StorageWalk:
 
 
 def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
-    """That count for a departure as long as it is under way: of a whole gradient what its parameter
-    takes, gaps included; of a tile its own."""
+    """Bytes that a departure counts for while it is in flight.
+
+    Of a whole gradient as many as its parameter takes, gaps included; of a tile its own.
+    """
     grad, handle, *tile = node.args
     assert isinstance(grad, fx.Node)
     assert isinstance(handle, fx.Node)
@@ -384,21 +406,22 @@ def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
 
 
 def _dense_bytes(value: Tensor) -> int:
-    """Of its elements, without gaps."""
+    """Bytes of the elements of a tensor, without gaps."""
     return hint(value.numel()) * value.dtype.itemsize
 
 
 def unique(parts: Iterable[Sequence[Storage]]) -> list[Storage]:
+    """The storages of `parts`, each once."""
     return list({id(s): s for part in parts for s in part}.values())
 
 
 MOST_HOLDERS = 8
-"""That a curve names at its peak."""
+"""Most values that a curve names at its peak."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """`nbytes` more (or, if negative, fewer) are held while the nodes `first` to `last` run."""
+    """`nbytes` more (or, if negative, fewer) are live while the nodes `first` to `last` run."""
 
     first: int
     last: int
@@ -406,11 +429,11 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A storage that the calls of a graph hold.
+class LiveStorage:
+    """The lifetime of a storage.
 
-    maker    the node that makes it; of what a call is given, its placeholder
-    part     which result of a node that has several
+    maker    the node that makes it; its placeholder, if a call is given it
+    part     number of the result, of a node that has several
     nbytes   of the whole storage
     first    index of the maker
     last     index of the last node that it is alive in, that one included
@@ -425,7 +448,8 @@ class Held:
     readers: tuple[int, ...]
 
     def absent(self, boundary: int) -> Change:
-        """Were it not kept from its last reader in forward to its first one in backward."""
+        """The change of live bytes, were it not saved from its last reader in forward to its first
+        in backward."""
         before = max((r for r in self.readers if r < boundary), default=self.first)
         after = min((r for r in self.readers if r >= boundary), default=self.last + 1)
         return Change(before + 1, after - 1, -self.nbytes)
@@ -433,27 +457,30 @@ class Held:
 
 @dataclass(frozen=True)
 class Footprint:
-    """nodes          of the graph, in order
-    boundary         index of the first node of backward that computes; of a graph of one phase,
-                     the number of its nodes
-    values           what is held, in the order of `first`
-    departing        gradient that leaves -> bytes that may be under way with it
-    left_bytes       of gradients that are still under way when the graph has ended
-    alone            the departures that are `LiveBytes.alone`
-    carried          departure -> `LiveBytes.carried`
+    """Bytes that calls of a graph have live outside the arena.
+
+    nodes       of the graph, in order
+    boundary    index of the first node of backward that computes; of a graph of one phase, the
+                number of its nodes
+    values      lifetimes of storages, by `first`
+    of          node -> its storages
+    departing   gradient that is sent -> bytes that may be in flight once it is
+    left_bytes  of gradients in flight when the graph has ended
+    alone       the departures that are `LiveBytes.alone`
+    carried     departure -> `LiveBytes.carried`
     """
 
     nodes: tuple[fx.Node, ...]
     boundary: int
-    values: tuple[Held, ...]
-    of: Mapping[fx.Node, tuple[Held, ...]]
+    values: tuple[LiveStorage, ...]
+    of: Mapping[fx.Node, tuple[LiveStorage, ...]]
     departing: Mapping[fx.Node, int] = field(default_factory=dict)
     left_bytes: int = 0
     alone: frozenset[fx.Node] = frozenset()
     carried: Mapping[fx.Node, int] = field(default_factory=dict)
 
     def curve(self, changes: Iterable[Change] = ()) -> list[int]:
-        """Bytes held while each node runs, were it not for `changes`."""
+        """Bytes live while each node runs, with `changes`."""
         change = [0] * (len(self.nodes) + 1)
         own = (Change(v.first, v.last, v.nbytes) for v in self.values)
         for c in (*own, *changes):
@@ -464,17 +491,17 @@ class Footprint:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes held at once."""
+        """Largest number of bytes live at one node."""
         return max(self.curve(), default=0)
 
     @cached_property
     def peak_at(self) -> int:
-        """Index of the first node at which the most is held."""
+        """Index of the first node at the peak."""
         return self.curve().index(self.peak)
 
     @cached_property
-    def saved(self) -> tuple[Held, ...]:
-        """Made in forward and read in backward."""
+    def saved(self) -> tuple[LiveStorage, ...]:
+        """Storages made in forward and read in backward."""
         return tuple(
             v for v in self.values if v.first < self.boundary <= v.last and not is_tangent(v.maker)
         )
@@ -483,13 +510,13 @@ class Footprint:
     def saved_bytes(self) -> int:
         return sum(v.nbytes for v in self.saved)
 
-    def holders(self, index: int) -> list[Held]:
-        """Who holds what while node `index` runs, the largest first."""
+    def holders(self, index: int) -> list[LiveStorage]:
+        """Storages alive while node `index` runs, the largest first."""
         alive = [v for v in self.values if v.first <= index <= v.last]
         return sorted(alive, key=lambda v: -v.nbytes)
 
-    def told(self, index: int) -> list[tuple[str, int]]:
-        """The holders of node `index` for people: name with its module, bytes."""
+    def describe(self, index: int) -> list[tuple[str, int]]:
+        """Storages alive at node `index`, for people: name with module, bytes."""
         return [
             (
                 f"{v.maker.name} ({module})" if (module := module_of(v.maker)) else v.maker.name,
@@ -500,22 +527,23 @@ class Footprint:
 
     @property
     def where(self) -> str:
-        """Where the most is held, for people."""
+        """Place of the peak, for people."""
         node = self.nodes[self.peak_at]
         return f"{phase_of(node).value} pass of {module_of(node) or 'the model'}"
 
     def as_curve(self) -> MemoryCurve:
-        """What is held, as data that outlives the graph."""
+        """The curve as data that outlives the graph."""
         return MemoryCurve(
             tuple(node.name for node in self.nodes),
             self.boundary,
             tuple(self.curve()),
             self.where,
-            dict(self.told(self.peak_at)[:MOST_HOLDERS]),
+            dict(self.describe(self.peak_at)[:MOST_HOLDERS]),
         )
 
     def handed_over(self, names: Iterable[str]) -> Given:
-        """What a graph that has these nodes as placeholders is given; for `footprint` of it."""
+        """Storages behind nodes that another graph has as placeholders; `given` of its
+        `footprint`."""
         wanted = set(names)
         return {
             NodeName(node.name): tuple((f"{v.maker.name}.{v.part}", v.nbytes) for v in held)
@@ -530,16 +558,16 @@ def footprint(
     given: Given | None = None,
     size: Size = hint,
 ) -> Footprint:
-    """What the calls of a graph hold: of a joint graph, or of one phase of it.
+    """The footprint of a joint graph, or of one phase of it.
 
-    params  handle placeholder -> what kind of parameter is behind it
-    given   of a backward graph: what its forward kept for it (`Footprint.handed_over`)
-    size    what a dynamic size counts as
+    params  handle placeholder -> the parameter behind it
+    given   of a backward graph: what its forward saved for it (`Footprint.handed_over`)
+    size    evaluates dynamic sizes
     """
     walk = StorageWalk(graph, params, given or {}, size)
     departing, left, alone, carried = walk.walk()
     kept = {
-        id(s): Held(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
+        id(s): LiveStorage(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
         for s in walk.storages
     }
     of = {
@@ -554,10 +582,16 @@ def footprint(
 NOTHING_KEPT: Given = MappingProxyType({})
 
 
-def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) -> MemoryProfile:
-    """What the calls of `schedule` hold, from the footprint of the graph it was lowered from.
+def memory_profile(
+    schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT
+) -> MemoryProfile:
+    """Live bytes of calls of `schedule`, instruction by instruction, from the footprint of its
+    graph.
 
-    kept  of a forward: what it keeps for its backward
+    Only instructions of `CHANGE_HOLDING` change them. These keep their order in every arrangement
+    of the schedule, so each finds its level by its number among them.
+
+    kept  of a forward: what it saves for its backward
     """
     levels = tuple(_levels(held))
     counted = [x for x in schedule.instructions if isinstance(x, CHANGE_HOLDING)]
@@ -584,8 +618,8 @@ def holds_of(schedule: Schedule, held: Footprint, kept: Given = NOTHING_KEPT) ->
 
 
 def _levels(held: Footprint) -> Iterator[LiveBytes]:
-    """One for each run of compute nodes of one region, each gradient that leaves, and each value
-    that has left."""
+    """One level for each region, each gradient that is sent, and each value whose offload is waited
+    for."""
     curve = held.curve()
     after = [0] * len(curve)
     for value in held.values:
@@ -616,4 +650,5 @@ def _levels(held: Footprint) -> Iterator[LiveBytes]:
 
 
 def _lets_go(node: fx.Node) -> bool:
+    """Whether a node sends a gradient, or ends the life of an offloaded value."""
     return node.op == "call_function" and (node.target in DEPARTURES or node.target is ops.left)

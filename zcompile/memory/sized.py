@@ -1,10 +1,11 @@
-"""Schedules of graphs whose sizes are dynamic: what a call holds, at the sizes of this very call.
+"""Counts the live bytes of calls whose sizes are dynamic, at the sizes of each call.
 
-What is held beside the arena is counted on the graph (`footprint.py`), with a number for each size.
-The first call with certain sizes counts anew with those; calls with the same sizes look it up.
+Live bytes outside the arena are counted on the graph (`footprint.py`), with a number for each size.
+The first call with certain sizes counts anew with those; calls with the same sizes look the count
+up.
 
     schedule       as the graph was traced           inputs      s0   tokens [s0, 64]
-    .at([4, ...])  what it holds with s0 = 4         s0 = 4      read off the inputs of a call
+    .at([4, ...])  its live bytes with s0 = 4        s0 = 4      read off the inputs of a call
 """
 
 from collections import OrderedDict
@@ -21,21 +22,21 @@ from zcompile.ir.types import MemoryProfile
 from zcompile.memory.footprint import Size
 
 MOST_SIZES = 256
-"""Of one graph, that are remembered; those that no call had for longest are counted anew."""
+"""Most sizes of one graph that are remembered; those that no call had for longest are dropped."""
 
 Sizes = Mapping[str, int]
-"""Dynamic sizes by the names of their symbols."""
+"""Name of the symbol of a dynamic size -> the size."""
 
 
 def sizes_as(sizes: Sizes) -> Size:
-    """What a size is where the dynamic ones are these."""
+    """The function that evaluates a size with these dynamic sizes."""
     return lambda value: value if isinstance(value, int) else size_at(value, sizes)
 
 
 class SizeReader:
     """Reads dynamic sizes off the inputs of a call.
 
-    names  of the symbols that the inputs say, in the order in which `read` gives their sizes
+    names  of the symbols that the inputs give, in the order in which `read` returns their sizes
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -52,7 +53,7 @@ class SizeReader:
 
 
 def _said(value: object) -> Iterator[tuple[str, int | None]]:
-    """The symbols that an input is, or has as a size of a dimension."""
+    """The symbols that an input is, or has as a size of a dimension: (name, dimension or None)."""
     dims: Sequence[object] = value.size() if isinstance(value, torch.Tensor) else ()
     for dim, size in ((None, value), *enumerate(dims)):
         if isinstance(size, torch.SymInt) and is_bare(size):
@@ -61,9 +62,9 @@ def _said(value: object) -> Iterator[tuple[str, int | None]]:
 
 
 class SizedSchedule:
-    """A schedule, and what its calls hold at their sizes.
+    """A schedule whose live bytes are counted at the sizes of each call.
 
-    count  what they hold where dynamic sizes are these
+    count  dynamic sizes -> live bytes of a call
     """
 
     def __init__(

@@ -1,22 +1,20 @@
-"""What is held beside the arena from call to call: kept for backward, or still on its way home.
+"""Counts the bytes that the calls of a step have live outside the arena, from call to call.
 
-Within a call the levels of its schedule say what is held; this adds what other calls hold then. The
-runtime measures the same (`runtime/live_memory.py`, `runtime/live_memory.py`).
+Within a call the levels of its schedule say what is live; `StepFootprint` adds values saved for
+backward and gradients in flight of other calls. The runtime measures the same
+(`runtime/live_memory.py`).
 
-Which gradients stay where backward makes them, until the optimizer has read them. Pure.
+`staying` chooses the gradients that stay where backward makes them until the optimizer has read
+them. Live bytes fall as backward goes on, and in the room that activations leave, gradients may
+rest that need not travel to their entry and back: neither over a bus nor to a disk. The last
+gradients stay, since the first ones are made while the device is still full.
 
-What graphs hold falls as backward goes on. In what activations leave behind, gradients may rest
-that need not travel home and back then: neither over a bus nor to a disk. The last ones do, since
-those that are made first find the device still full.
-
-    held beside them      9 8 6 4 2      of 11, after each of five gradients of 2
+    live beside them      9 8 6 4 2      of 11, after each of five gradients of 2
     if all of them stay  11 12 12 12 12  too much
     if the last four do   9 10 10 10 10
 
 A gradient is the user's until it is set to None, so this is for steps after which it is: the next
 forward needs the room again.
-
-The most of a device that a schedule takes: slots of the arena, and values beside it.
 """
 
 import sys
@@ -31,18 +29,22 @@ from zcompile.ir.types import LiveBytes, Phase
 
 
 def most_inherited(schedule: Schedule) -> int:
-    """Bytes of gradients that may be under way still when a call of `schedule` begins. A step of an
-    optimizer holds nothing of its own beside the arena, so that all may that were at the end."""
+    """Upper bound, in bytes, on gradients of earlier calls in flight when a call of `schedule`
+    begins.
+
+    There is no bound in the step of an optimizer, which has nothing of its own live outside the
+    arena.
+    """
     if schedule.phase is Phase.STEP:
         return sys.maxsize
     return schedule.departing_bytes if schedule.phase is Phase.BACKWARD else 0
 
 
 class StepFootprint:
-    """Walks the calls of a step, in order, and may do so again and again.
+    """Walks the calls of a step, in order, any number of times, and counts live bytes.
 
-    others  bytes that are not of the call at hand
-    now     all bytes held, after the last instruction
+    others  bytes of other calls than the current one
+    now     all live bytes, after the last instruction
     """
 
     def __init__(self) -> None:
@@ -56,8 +58,11 @@ class StepFootprint:
         return self._kept + self._stayed + self._inherited.held_bytes
 
     def begin(self, schedule: Schedule) -> int:
-        """A call begins; how many departures are joined before. What stayed is gone when a forward
-        begins: nothing is told to stay where that is not so (`step_footprint.py`)."""
+        """Begin a call; returns how many gradients in flight are joined before.
+
+        Gradients that stayed are gone when a forward begins: none is told to stay where that is not
+        so.
+        """
         self._schedule = schedule
         joined, most = 0, most_inherited(schedule)
         while self._inherited.rows and (not most or self._inherited.nbytes > most):
@@ -72,14 +77,14 @@ class StepFootprint:
         return joined
 
     def rise(self) -> int:
-        """The most held while the next instruction is carried out that changes what is held."""
+        """Peak of live bytes during the next instruction of `CHANGE_HOLDING`."""
         level = self._level = next(self._levels, LiveBytes())
         most = self.others + level.peak
         self.now = self.others + level.after
         return most
 
     def leave(self, reduce: Reduce) -> int:
-        """A gradient leaves: the oldest on their way are joined until it fits; how many."""
+        """Send a gradient: join the oldest in flight until it fits; returns how many."""
         joined, most = 0, self._level.departing or self._schedule.departing_bytes
         for row in (self._inherited, self._own):
             while row.rows and self._under_way + reduce.nbytes > most:
@@ -91,13 +96,14 @@ class StepFootprint:
         return joined
 
     def _join(self, row: "_Row") -> None:
-        """The oldest of these is under way no more; held it still is, if it stays."""
+        """End the flight of the oldest gradient of `row`; it stays live if it stays on the
+        device."""
         reduce, held_bytes = row.popleft()
         if reduce.stays:
             self._stayed += held_bytes
 
     def through(self, schedule: Schedule) -> int:
-        """From the beginning of a call to its end; the most that is held meanwhile."""
+        """Walk a call from its beginning to its end; returns the peak of live bytes."""
         most = self.now
         for x in schedule.instructions:
             if isinstance(x, CHANGE_HOLDING):
@@ -107,8 +113,11 @@ class StepFootprint:
         return max(most, self.now)
 
     def end(self, then: Phase) -> int:
-        """The call is over, and one of `then` follows; how many departures are joined now. After
-        an optimizer's step, which may be several calls, nothing is on its way any more."""
+        """End a call, which one of phase `then` follows; returns how many gradients in flight are
+        joined.
+
+        After an optimizer's step, which may be several calls, nothing is in flight any more.
+        """
         self._kept += self._schedule.holds.kept_bytes
         while self._own.rows:
             self._inherited.append(*self._own.popleft())
@@ -125,9 +134,9 @@ class StepFootprint:
 
 
 class _Row:
-    """Gradients under way, the oldest first, each with the bytes of what it holds as the last.
+    """Gradients in flight, the oldest first, each with the bytes that are free once it has arrived.
 
-    nbytes      that travel, which decides how many may be under way
+    nbytes      that travel, which decides how many may be in flight
     held_bytes  of whole storages, which is what the device lacks
     """
 
@@ -148,7 +157,7 @@ class _Row:
 
 
 def held_peak(schedule: Schedule) -> int:
-    """The most that a call of `schedule` holds, with its own gradients that stay."""
+    """Peak of the live bytes of a call of `schedule`, with its own gradients that stay."""
     walk = StepFootprint()
     walk.begin(schedule)
     kept = walk.others  # what a forward would have left
@@ -156,9 +165,11 @@ def held_peak(schedule: Schedule) -> int:
 
 
 def held_in_steps(calls: Sequence[StepCall]) -> int:
-    """The most that is held beside the arena when an optimizer goes on; `calls` come again and
-    again. That is gradients on their way, or that stay, and what a backward that never came would
-    need."""
+    """Peak of live bytes outside the arena when an optimizer goes on, if `calls` come again and
+    again.
+
+    These are gradients in flight, or that stay, and values saved for a backward that never came.
+    """
     walk, most = StepFootprint(), 0
     for number in range(-len(calls), len(calls)):
         call, after = calls[number], calls[(number + 1) % len(calls)]
@@ -171,17 +182,20 @@ def held_in_steps(calls: Sequence[StepCall]) -> int:
 
 
 PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
-"""Of a step: with more than one backward pass, gradients are added to."""
+"""Phases of a step in which gradients may stay: with more than one backward pass, they are added
+to."""
 
 
 def staying(
     step: StepTrace, room_bytes: int, scratch_bytes: int = 0, kept: frozenset[int] = frozenset()
 ) -> frozenset[int]:
-    """Keys of the gradients that stay: of those that come once, whole, and in memory of their own
-    as many of the last as leave no more than `room_bytes` held at any time, and while the optimizer
-    goes on `scratch_bytes` less; or no more than is held anyway, by those on their way.
+    """Keys of the gradients that stay on the device until the optimizer has read them.
 
-    kept  those that are not gone when the next forward begins, none of which stays
+    Candidates come once, whole, and in memory of their own. Of them as many of the last stay as
+    leave at most `room_bytes` live at any time, and `scratch_bytes` less while the optimizer goes
+    on; or no more than is live anyway, by gradients in flight.
+
+    kept  keys of gradients that are not gone when the next forward begins, none of which stays
     """
     if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
         return frozenset()
@@ -200,7 +214,7 @@ def staying(
 
 
 def staying_bytes(step: StepTrace, keys: frozenset[int]) -> int:
-    """Of these gradients."""
+    """Bytes of these gradients."""
     return sum(step.facts[key].nbytes for key in keys)
 
 
@@ -222,8 +236,11 @@ def _whole_and_alone(schedule: Schedule, index: int, reduce: Reduce) -> bool:
 
 
 def _held(step: StepTrace, keys: frozenset[int]) -> tuple[int, int]:
-    """The most that is held from backward on, and while the optimizer goes on, if these stay. When
-    a call begins, all that others hold then is counted beside its own peak, as a run does."""
+    """Peak of live bytes from backward on, and while the optimizer goes on, if these gradients
+    stay.
+
+    When a call begins, all live bytes of others are counted beside its own peak, as a run does.
+    """
     walk, most, in_steps = StepFootprint(), 0, 0
     calls = [call.with_staying(keys) for call in step.calls]
     for call, after in zip(calls, [*calls[1:], calls[0]], strict=True):
@@ -241,7 +258,7 @@ NOTHING_STARTS: Mapping[int, Sequence[Fetch]] = MappingProxyType({})
 
 
 def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTHING_STARTS) -> int:
-    """The most bytes of the device taken at once by slots and values of a call.
+    """Peak of bytes of the device that slots and values of a call take together.
 
     starts  instruction -> fetches of the next schedule that start after it
     """
@@ -263,7 +280,7 @@ def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTH
 
 
 def peak_of(instructions: Sequence[Instruction]) -> int:
-    """The largest sum of slots taken at once, in bytes."""
+    """Largest sum of slots taken at once, in bytes."""
     now = peak = 0
     for instruction in instructions:
         if isinstance(instruction, Fetch):

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, positions
-from zcompile.ir.plan import GraphPlan, fetched
+from zcompile.ir.plan import GraphPlan, layout_of_fetch
 from zcompile.ir.schedule import Slot
 from zcompile.ir.types import NodeName, Phase, aligned
 from zcompile.memory.allocator import Block, pack, packed_bytes
@@ -45,7 +45,7 @@ def _slots(graph: fx.Graph, plan: GraphPlan, phase: Phase) -> Mapping[NodeName, 
     for fetch in fetches:
         (wait,) = fetch.users
         (release,) = [user for user in wait.users if user.target is ops.release]
-        blocks.append(Block(where[fetch], where[release], fetched(fetch).nbytes))
+        blocks.append(Block(where[fetch], where[release], layout_of_fetch(fetch).nbytes))
     addresses = pack(blocks)
     needed = packed_bytes(blocks, addresses)
     if plan.budget_bytes is not None and needed > plan.budget_bytes:

@@ -8,7 +8,6 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import (
-    CASTS,
     aliases_of,
     bases_of,
     find,
@@ -16,9 +15,11 @@ from zcompile.ir.graph import (
     output_of,
     phase_of,
     set_phase,
+    sink,
     use_of,
 )
 from zcompile.ir.plan import GraphPlan
+from zcompile.ir.saved_values import family_of
 from zcompile.ir.types import Phase
 from zcompile.passes.base import Fact, Pass
 
@@ -47,7 +48,9 @@ class GatherParams(Pass):
         for gather in find(graph, ops.gather):
             _gather_again_in_backward(graph, gather)
         for gather in find(graph, ops.gather):
-            _sink_views(graph, gather)
+            for view in reversed(list(aliases_of(gather))):  # elsewhere they would split a region
+                if view is not gather:
+                    sink(view)
         for gather in find(graph, ops.gather):
             _split(graph, gather, plan)
         for wait in find(graph, ops.wait):
@@ -66,19 +69,9 @@ def _merge_equal(graph: fx.Graph) -> None:
             graph.erase_node(gather)
 
 
-def _family(gather: fx.Node) -> list[fx.Node]:
-    """The gather, its views, and casts of those: what backward makes again."""
-    family = list(aliases_of(gather))
-    for member in family:
-        for user in member.users:
-            if user.target in CASTS and user not in family:
-                family.extend(n for n in aliases_of(user) if n not in family)
-    return family
-
-
 def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
     copies: dict[fx.Node, fx.Node] = {}
-    family = set(_family(gather))
+    family = set(family_of(gather))
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
         if node not in family or phase_of(node) is Phase.BACKWARD:
@@ -100,14 +93,6 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
     for reader in sorted(readers):
         for member in [n for n in reader.all_input_nodes if n in family]:
             reader.replace_input_with(member, again(member, reader))
-
-
-def _sink_views(graph: fx.Graph, gather: fx.Node) -> None:
-    """Views of a gather stand right before their first reader, so that they split no region."""
-    for view in reversed(list(aliases_of(gather))):
-        readers = [user for user in view.users if user.op != "output"]
-        if view is not gather and readers:
-            min(readers).prepend(view)
 
 
 def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:

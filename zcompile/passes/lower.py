@@ -27,8 +27,8 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import is_compute, output_of, positions, region_of
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
-from zcompile.ir.plan import GraphPlan, fetched
-from zcompile.ir.program import Stages, Value, take_apart
+from zcompile.ir.plan import GraphPlan, layout_of_fetch
+from zcompile.ir.program import RegionProgram, Value, program_of
 from zcompile.ir.regions import Compiled, compile_region, inputs_of, is_product, outputs_of
 from zcompile.ir.schedule import (
     SERIALS,
@@ -226,7 +226,7 @@ class _Lowering:
                 Wait(
                     started.ticket,
                     started.slot,
-                    replace(fetched(fetch), offset=0),
+                    replace(layout_of_fetch(fetch), offset=0),
                     self._register(node),
                     started.name,
                 )
@@ -295,7 +295,7 @@ class _Lowering:
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
         slot = self.plan.slots[NodeName(node.name)]
-        brings = fetched(node)
+        brings = layout_of_fetch(node)
         marks = [mark for old, mark in self.freed if old.overlaps(slot) and mark is not None]
         fetch = Fetch(
             self.handles[handle],
@@ -348,7 +348,7 @@ def arrange(
     max_lead      runs that a fetch may start ahead of its first reader
     raises  BudgetExceeded, if what one run reads does not fit
     """
-    stages = take_apart(schedule.with_staying(stay))
+    stages = program_of(schedule.with_staying(stay))
     moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
     needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
     starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
@@ -444,7 +444,7 @@ def _rests(column: Column, home: str, still: frozenset[str]) -> Column:
 
 def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:
     """Bytes of the arena in which each fetch of a graph could start `lead` runs ahead."""
-    moved = [v for v in take_apart(schedule).values if v.fetch.entry not in resident]
+    moved = [v for v in program_of(schedule).values if v.fetch.entry not in resident]
     return live_peak([Block(max(0, v.first - lead), v.last, v.fetch.nbytes) for v in moved])
 
 
@@ -462,7 +462,7 @@ class _Assembly:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: RegionProgram,
         moved: Sequence[Value],
         starts: Sequence[int],
         still: Sequence[Value],

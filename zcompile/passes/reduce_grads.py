@@ -1,6 +1,6 @@
 """A gradient goes home as soon as it is made; the graph returns nothing in its place."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import TURNS, insert, output_of, phase_of, root_of
+from zcompile.ir.graph import TRANSPOSES, erase_unread, insert, output_of, phase_of, root_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import Layout, NodeName, Phase
@@ -24,10 +24,10 @@ class ReduceGrads(Pass):
         return (%y, %dw)                          ...
                                                   return (%y, %s)
 
-    One that was turned and turned back goes as the product that it is, so that both are in one
-    region. A gradient whose bytes somebody outside the call holds too is copied first. The sink
-    stays an output until the graph is cut, so that autograd keeps the parameter in its books;
-    backward then returns None in its place.
+    A gradient that is transposed twice is sent as the product that it was, so that product and
+    transfer are in one region. A gradient whose bytes somebody outside the call holds too is copied
+    first. The sink stays an output until the graph is cut, so that autograd keeps the parameter in
+    its books; backward then returns None in its place.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -44,16 +44,16 @@ class ReduceGrads(Pass):
             for result, desc in zip(results, descs, strict=False)
             if isinstance(result, fx.Node) and gradient_of(desc) not in handles
         }
-        turned: list[fx.Node] = []
+        transposed: list[fx.Node] = []
         for position, desc in enumerate(descs):
             source = gradient_of(desc)
             grad = results[position]
             if source in handles and isinstance(grad, fx.Node) and grad.target not in ops.SINKS:
-                turned.append(grad)
-                grad = _own(graph, _unturned(grad), kept)
+                transposed.append(grad)
+                grad = _own(graph, _transposed_back(grad), kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
-        _erase_unread(turned)
+        erase_unread(graph, *transposed)
         return plan
 
 
@@ -66,24 +66,14 @@ def sinks(graph: fx.Graph, plan: GraphPlan) -> Mapping[int | None, fx.Node]:
     }
 
 
-def _unturned(grad: fx.Node) -> fx.Node:
+def _transposed_back(grad: fx.Node) -> fx.Node:
     """What `grad` is a transpose of a transpose of, if it lies as that does."""
     node = grad
-    while node.target in TURNS:
+    while node.target in TRANSPOSES:
         (node,) = node.all_input_nodes
         if Layout.of(node.meta["val"]) == Layout.of(grad.meta["val"]):
             return node
     return grad
-
-
-def _erase_unread(turned: Iterable[fx.Node]) -> None:
-    """What only undid what is undone by now; two gradients may be the same node."""
-    left = dict.fromkeys(turned)
-    while left:
-        node, _ = left.popitem()
-        if not node.users and node.target in TURNS:
-            left.update(dict.fromkeys(node.all_input_nodes))
-            node.graph.erase_node(node)
 
 
 def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:

@@ -9,7 +9,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, region_of
-from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, fetched
+from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, layout_of_fetch
 from zcompile.ir.types import Phase, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.passes.base import Fact, Pass
@@ -182,7 +182,7 @@ def _need(fetch: fx.Node, plan: GraphPlan) -> Need:
         region = region_of(node)
         inside += [region] if region is not None else []
         node = node.next
-    return Need(plan.spec_of(fetch).name, min(inside), max(inside), fetched(fetch).nbytes)
+    return Need(plan.spec_of(fetch).name, min(inside), max(inside), layout_of_fetch(fetch).nbytes)
 
 
 def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:

@@ -35,7 +35,7 @@ class SplitBudget(Pass):
         most, where = plan.beside.nbytes, "graphs compiled before"
         rows = [(f"values of {where}", most)]
         if held.peak > most:
-            most, rows, where = held.peak, held.told(held.peak_at), held.where
+            most, rows, where = held.peak, held.describe(held.peak_at), held.where
         if most > plan.budget_bytes and not find(graph, ops.fetch):
             raise BudgetExceeded(
                 "device",

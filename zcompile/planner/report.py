@@ -180,11 +180,11 @@ class Report:
             compute_seconds=timeline.compute_s,
             idle_seconds=max(0.0, timeline.step_s - timeline.compute_s),
             phase_seconds={phase.value: s for phase, s in timeline.phases.items()},
-            bottleneck=terms.machine.told(bottleneck_of(found)),
+            bottleneck=terms.machine.describe(bottleneck_of(found)),
             bound_seconds=least.seconds,
-            bound_by=terms.machine.told(least.binding),
+            bound_by=terms.machine.describe(least.binding),
             floor_seconds=found.floor.seconds,
-            floor_by=terms.machine.told(found.floor.binding),
+            floor_by=terms.machine.describe(found.floor.binding),
             links=tuple(
                 LinkRow(
                     name,
@@ -293,7 +293,7 @@ def _lines(report: Report) -> Iterator[str]:
             "no graph holds then"
         )
     if report.fullest is not None:
-        yield f"  graphs hold {report.fullest.told()}"
+        yield f"  graphs hold {report.fullest.describe()}"
     yield ""
     yield from _times(report)
     if report.links:

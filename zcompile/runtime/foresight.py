@@ -23,7 +23,7 @@ from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.verify.happens_before import Copies
-from zcompile.verify.schedule import Called, verify_handover
+from zcompile.verify.schedule import ScheduleCall, verify_handover
 
 MEMORY = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
@@ -50,14 +50,14 @@ class Call:
         return self.schedule.serial, tuple(lasting)
 
     @property
-    def called(self) -> Called:
+    def called(self) -> ScheduleCall:
         """For the proof of what is handed over."""
         copies: Copies = {
             (entry.key, narrow): copy.key
             for entry in self.entries
             for narrow, (copy, _) in entry.copies.items()
         }
-        return Called(self.schedule, [entry.key for entry in self.entries], copies)
+        return ScheduleCall(self.schedule, [entry.key for entry in self.entries], copies)
 
     def written_in(self, before: "Call") -> Mapping[int, int]:
         """Ticket of a fetch of this call -> the instruction of `before` after which what it brings

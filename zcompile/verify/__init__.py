@@ -1,1 +1,1 @@
-"""What must hold of a graph between two passes, and the proof that a schedule is safe."""
+"""States what must hold of a graph, and proves schedules safe."""

@@ -1,6 +1,6 @@
-"""What must hold of a graph between any two passes.
+"""Checks what must hold of a graph between any two passes.
 
-One function per rule, each of which yields the sentence it would raise. The rules a pass has not
+One function per rule, each of which yields the sentence it would raise. Rules that a pass has not
 yet established are named by the facts that establish them.
 """
 
@@ -20,7 +20,10 @@ Rule = Callable[[fx.Graph, GraphPlan], Iterator[Finding]]
 
 
 def verify(graph: fx.Graph, plan: GraphPlan, *, after: str, facts: frozenset[str]) -> None:
-    """raises  GraphInvalid with the sentence and the lines around it, on the first broken rule"""
+    """Check the rules whose facts are established.
+
+    raises  GraphInvalid with the sentence and the lines around it, on the first broken rule
+    """
     for fact, rule in RULES:
         if fact is None or fact in facts:
             for node, why in rule(graph, plan):

@@ -1,4 +1,4 @@
-"""What surely happens before what, while a schedule runs.
+"""Orders moments of compute and transfers of a schedule, and tracks what is known of byte ranges.
 
 Compute acts in order, so a moment of compute is a number. A transfer has a start and an end. An
 order between the two is given by what both devices guarantee, and by nothing else:
@@ -11,15 +11,8 @@ That an instruction stands above another orders compute with compute alone: the 
 the device, copies of one link may overtake each other on their way through the disk, and links run
 beside each other.
 
-What is known of each byte of a block: disjoint ranges in order, each with a value.
-
-Reading or writing a range costs the logarithm of how many there are, and what it touches.
-
-Bytes of entries at home: whether what is computed with is what earlier computes left there.
-
-Transfers of the same bytes take effect in the order of their submission, so nothing races here.
-But a fetch that is submitted before the store of what an earlier compute writes brings what was
-there before. The order that is meant is that of the computes.
+The file has three parts: that order (`Transfer`), values of byte ranges of a block (`ByteRanges`),
+and reads and writes of the bytes of entries (`HomeBytes`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,17 +25,19 @@ import torch
 from zcompile.ir.schedule import Borrow, Fetch, Schedule, Store
 
 NEVER = -2
-"""Before every moment: of a transfer that waits for no compute at all."""
+"""The moment before every other: of a transfer that waits for no compute at all."""
 BEGUN = -1
-"""The moment that a call begins: all compute that was submitted before it."""
+"""The moment that a call begins: after all compute that was submitted before."""
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """passed  the last moment of compute that surely lies before its start
-    after      transfers that surely end before its start, but for those that compute had seen by
-               `passed`, so that a chain of transfers stays as long as what is under way
-    seen       the moment from which on compute surely comes after its end; None: not yet
+    """A transfer, and what surely happens before it starts and after it ends.
+
+    passed  the last moment of compute that surely lies before its start
+    after   transfers that surely end before its start, but for those that compute had seen by
+            `passed`, so that a chain of transfers stays as long as what is in flight
+    seen    the moment from which on compute surely comes after its end; None: not yet
     """
 
     passed: int
@@ -60,14 +55,14 @@ class Transfer:
         return self.seen is not None and self.seen <= moment
 
     def wait_at(self, moment: int) -> None:
-        """Compute waits for it here."""
+        """Let compute at `moment` wait for it."""
         for transfer in (self, *self.after):
             if transfer.seen is None:
                 transfer.seen = moment
 
 
 def start(moments: Iterable[int], transfers: Iterable[Transfer]) -> Transfer:
-    """A transfer that is told to wait for these moments of compute and these transfers."""
+    """The transfer that is told to wait for these moments of compute and these transfers."""
     before = set[Transfer]()
     passed = max(moments, default=NEVER)
     for transfer in transfers:
@@ -80,7 +75,10 @@ T = TypeVar("T")
 
 
 class ByteRanges(Generic[T]):
-    """Nothing is known at first."""
+    """Values of disjoint ranges of bytes, in order; empty at first.
+
+    Reading or writing a range costs the logarithm of the number of ranges, and what it touches.
+    """
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -95,7 +93,7 @@ class ByteRanges(Generic[T]):
         return [value for _, value in self._rows[low:high]]
 
     def put(self, begin: int, end: int, value: T) -> None:
-        """From here on this is what is known of [begin, end)."""
+        """Set the value of [begin, end)."""
         if begin >= end:
             return
         low, high = self._touched(begin, end)
@@ -113,7 +111,7 @@ class ByteRanges(Generic[T]):
         self._rows[low:high] = rows
 
     def _touched(self, begin: int, end: int) -> tuple[int, int]:
-        """Which ranges share a byte with [begin, end): from the first to one past the last."""
+        """Indices [low, high) of the ranges that share a byte with [begin, end)."""
         low = bisect_right(self._begins, begin)
         if low and self._rows[low - 1][0] > begin:
             low -= 1
@@ -122,7 +120,7 @@ class ByteRanges(Generic[T]):
 
 U = TypeVar("U")
 Copies = Mapping[tuple[Hashable, torch.dtype], Hashable]
-"""(entry, dtype) -> the entry that holds its copy in that dtype."""
+"""(entry, dtype) -> the entry of its low-precision copy."""
 
 
 class Span(NamedTuple):
@@ -134,7 +132,7 @@ class Span(NamedTuple):
 
 
 def span_of(access: Fetch | Store | Borrow, entries: Sequence[Hashable], copies: Copies) -> Span:
-    """The bytes at home that are read or written."""
+    """The bytes of an entry that an instruction reads or writes."""
     entry = entries[access.entry]
     if isinstance(access, Borrow):
         layout = access.layout
@@ -147,7 +145,7 @@ def span_of(access: Fetch | Store | Borrow, entries: Sequence[Hashable], copies:
 
 
 def moved_and_borrowed(schedule: Schedule, spans: Sequence[Span | None]) -> "set[Span]":
-    """Spans that compute has where they rest, while transfers move some of the same bytes."""
+    """Spans that compute uses in place, while transfers move some of the same bytes."""
     rows = list(zip(schedule.instructions, spans, strict=True))
     borrowed = {span for x, span in rows if isinstance(x, Borrow) and span is not None}
     entries = {span.entry for span in borrowed}
@@ -160,8 +158,10 @@ def moved_and_borrowed(schedule: Schedule, spans: Sequence[Span | None]) -> "set
 
 @dataclass(frozen=True)
 class _Write(Generic[U]):
-    """submitted  when: of a store, or the compute itself, if it wrote in place
-    by            the use of a slot that was stored; None: in place
+    """The last write of a range.
+
+    submitted  moment of the store, or of the compute that wrote in place
+    by         the use of a slot that was stored; None: in place
     """
 
     submitted: int
@@ -169,20 +169,27 @@ class _Write(Generic[U]):
 
 
 class HomeBytes(Generic[U]):
-    """Who last wrote and read which bytes at home; of entries that are written at all."""
+    """Checks that compute reads what earlier compute wrote to entries.
+
+    Transfers of the same bytes take effect in the order of their submission, so nothing races here.
+    But a fetch that is submitted before the store of what an earlier compute writes brings the
+    bytes from before. The order that is meant is that of the computes. Only entries that are
+    written are tracked.
+    """
 
     def __init__(self) -> None:
         self._written: dict[Hashable, ByteRanges[_Write[U]]] = {}
         self._read: dict[Hashable, ByteRanges[tuple[int, U]]] = {}
 
     def watch(self, entries: Iterable[Hashable]) -> None:
-        """These will be written."""
+        """Track these entries, which will be written."""
         for entry in entries:
             self._written.setdefault(entry, ByteRanges())
             self._read.setdefault(entry, ByteRanges())
 
     def read(self, span: Span, by: U, fetched: int, now: int) -> bool:
-        """Compute reads what `by` brought. False, if it was written after it was fetched."""
+        """Compute reads bytes that `by` brought. False, if they were written after they were
+        fetched."""
         if span.entry not in self._written:
             return True
         written = self._written[span.entry].over(span.begin, span.end)
@@ -190,12 +197,14 @@ class HomeBytes(Generic[U]):
         return all(w.by is by or w.submitted < fetched for w in written)
 
     def store(self, span: Span, by: U, made: int, now: int) -> bool:
-        """What compute made of `by` until `made` goes home. False, if others read it since, who
-        were to see it."""
+        """Store what compute made of `by` until moment `made`.
+
+        False, if compute has read the bytes by another use since, and was to see the new ones.
+        """
         read = self._read[span.entry].over(span.begin, span.end)
         self._written[span.entry].put(span.begin, span.end, _Write(now, by))
         return all(other is by or moment <= made for moment, other in read)
 
     def write_in_place(self, span: Span, now: int) -> None:
-        """Compute writes them where they rest."""
+        """Compute writes the bytes where they rest."""
         self._written[span.entry].put(span.begin, span.end, _Write(now, None))

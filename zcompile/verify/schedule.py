@@ -1,14 +1,10 @@
 """Proves schedules safe, without a device: each by itself, and one that hands over to the next.
 
-The rules are in `schedule.py`, the order of events in `happens_before.py`.
-
-The rules that a safe schedule keeps, applied to one instruction after the other.
-
 Every access of every byte can be read off the list: a fetch writes a slot, compute touches it at
 the runs that read its register, and through views at any run until it is given back; a store or a
 gradient reads it; a borrow touches an entry where it rests. Two accesses of the same bytes, one of
-them writing, must be ordered by `happens_before`, the way that was meant. What the runtime promises
-beyond the list:
+them writing, must be ordered by `happens_before.py`, the way that was meant. What the runtime
+promises beyond the list:
 
     a fetch comes after all compute that was submitted before its walk began
     a fetch comes after what earlier walks still move out of the bytes it will lie in, and after
@@ -17,9 +13,10 @@ beyond the list:
     and a borrow waits for those before it
 
 That the memory of a gradient that stays is its own is read off its level (`memory/footprint.py`);
-the runtime looks once more at its bytes and strides, before it keeps it.
+the runtime checks its bytes and strides once more before it keeps it.
 
-One walk of a schedule as the proof sees it: registers, tickets, the slots that are taken.
+`Walk` is the state of one walk of a schedule; `Proof` applies the rules, instruction after
+instruction.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -62,11 +59,11 @@ from zcompile.verify.happens_before import (
 
 
 @dataclass(frozen=True)
-class Called:
-    """A schedule and what its call is about.
+class ScheduleCall:
+    """A schedule and the entries of its call.
 
-    entries  what stands for the entry behind each index, the same in every call; empty: the index
-    copies   the entries that hold copies in other dtypes
+    entries  key of the entry behind each index, the same in every call; empty: the index
+    copies   (entry, dtype) -> entry of its copy
     """
 
     schedule: Schedule
@@ -74,7 +71,7 @@ class Called:
     copies: Copies = field(default_factory=dict)
 
     def spans(self) -> list[Span | None]:
-        """Per instruction, the bytes at home that it reads or writes."""
+        """Per instruction, the bytes of an entry that it reads or writes."""
         rows = self.schedule.instructions
         most = max((int(x.entry) for x in rows if isinstance(x, Fetch | Store | Borrow)), default=0)
         entries = self.entries or range(most + 1)
@@ -85,15 +82,15 @@ class Called:
 
 
 @dataclass(eq=False)
-class Use:
-    """A slot, from the fetch that takes it to its release.
+class SlotUse:
+    """The use of a slot, from the fetch that takes it to its release.
 
     walk     number of the walk that it belongs to
-    span     the bytes at home that it brings
-    at       when the fetch was submitted
-    brought  the fetch itself
-    touched  the last moment of compute that may have read or written it
-    stores   transfers home that read it
+    span     bytes of the entry that it brings
+    at       moment at which the fetch was submitted
+    brought  the transfer of the fetch
+    touched  the last moment of compute that may have read or written the slot
+    stores   transfers to the entry that read the slot
     """
 
     walk: int
@@ -107,7 +104,7 @@ class Use:
 
 
 class _Tiles:
-    """What left of one contribution to a gradient of `nbytes`."""
+    """The tiles of one contribution to a gradient of `nbytes` that were sent."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = self.missing = nbytes
@@ -115,13 +112,16 @@ class _Tiles:
 
 
 class Walk:
-    """number  tells it from those before it
+    """State of one walk of a schedule: registers, tickets, slots that are taken.
+
+    number  tells it from the walks before it
     begun   the moment it began
-    given   fetches of it that were under way by then
+    given   its fetches that were in flight by then
+    torn    spans that compute uses in place and transfers move as well
     """
 
     def __init__(
-        self, called: Called, number: int, begun: int, given: Mapping[Ticket, Use]
+        self, called: ScheduleCall, number: int, begun: int, given: Mapping[Ticket, SlotUse]
     ) -> None:
         self.schedule = schedule = called.schedule
         self.number = number
@@ -139,29 +139,30 @@ class Walk:
         self.taken = {use.fetch.slot: use for use in given.values()}
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= {register: begun for register, _ in schedule.constants}
-        self.bound: dict[Register, Use] = {}
+        self.bound: dict[Register, SlotUse] = {}
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
         self._leaving: dict[EntryIndex, _Tiles] = {}
 
     @property
     def span(self) -> Span:
-        """The bytes at home of the instruction at hand."""
+        """The bytes of an entry that the current instruction reads or writes."""
         span = self.spans[self.index]
         assert span is not None
         return span
 
     def written(self) -> list[Hashable]:
-        """The entries whose bytes at home it writes."""
+        """The entries whose bytes it writes."""
         rows = zip(self.schedule.instructions, self.spans, strict=True)
         return [s.entry for x, s in rows if s is not None and _writes(x)]
 
     def new(self, ticket: Ticket) -> None:
+        """Check that a ticket is new."""
         if ticket in self.transfers or ticket in self.moments:
             raise self.fail(f"ticket {ticket} is given out twice")
 
     def after(self, tickets: Sequence[Ticket]) -> tuple[list[int], list[Transfer]]:
-        """The moments of compute and the transfers that these stand for."""
+        """The moments of compute and the transfers that these tickets stand for."""
         for ticket in tickets:
             if ticket not in self.transfers and ticket not in self.moments:
                 raise self.fail(f"it waits for ticket {ticket}, which nothing before it gives out")
@@ -170,24 +171,27 @@ class Walk:
             [self.transfers[t] for t in tickets if t in self.transfers],
         )
 
-    def use_of(self, slot: Slot, name: str) -> Use:
+    def use_of(self, slot: Slot, name: str) -> SlotUse:
+        """The use that a slot has now."""
         if slot not in self.taken:
             raise self.fail(f"{name!r} has no slot {slot} that is taken here")
         return self.taken[slot]
 
     def forget(self, register: Register) -> None:
-        """It is not to be read any more."""
+        """Drop a register: it must not be read any more."""
         self.made_at.pop(register, None)
         self.bound.pop(register, None)
         self.borrowed.pop(register, None)
         self.written_in_place.pop(register, None)
 
     def define(self, register: Register, moment: int) -> None:
+        """Give a register a new value, made at `moment`."""
         self.forget(register)
         self.made_at[register] = moment
 
     def tile_leaves(self, reduce: Reduce) -> None:
-        """A tile of a gradient: none of its bytes left before in the same contribution."""
+        """Check a tile of a gradient: none of its bytes was sent before in the same
+        contribution."""
         begin, end = reduce.begin, reduce.begin + reduce.nbytes
         tiles = self._leaving.setdefault(reduce.entry, _Tiles(reduce.of_nbytes))
         if not reduce.nbytes or end > reduce.of_nbytes or tiles.nbytes != reduce.of_nbytes:
@@ -206,6 +210,7 @@ class Walk:
             del self._leaving[reduce.entry]
 
     def all_tiles_left(self) -> None:
+        """Check that every contribution is whole."""
         for entry, tiles in self._leaving.items():
             raise self.fail(
                 f"{tiles.missing} bytes of the gradient of {self.schedule.names.get(entry)!r} "
@@ -213,7 +218,7 @@ class Walk:
             )
 
     def fail(self, why: str) -> ScheduleInvalid:
-        """The sentence, and the instructions around the one it is about."""
+        """The error: the sentence, and the instructions around the one it is about."""
         rows = self.schedule.instructions
         first = max(0, self.index - 3)
         shown = [
@@ -229,21 +234,22 @@ def _writes(x: Instruction) -> bool:
 
 
 class Proof:
-    """Of one walk, or of several that follow each other.
+    """Proves one walk, or several that follow each other.
 
     now    counts what is submitted; a moment of compute is the count of its instruction
     taken  bytes of the slots that are taken
-    peak   the most of them in the walk at hand
+    peak   largest sum of those in the current walk
     """
 
     def __init__(self) -> None:
         self.now = BEGUN
         self.taken = self.peak = 0
         self._walks = 0
-        self._arena: ByteRanges[Use] = ByteRanges()
-        self._homes: HomeBytes[Use] = HomeBytes()
+        self._arena: ByteRanges[SlotUse] = ByteRanges()
+        self._homes: HomeBytes[SlotUse] = HomeBytes()
 
-    def begin(self, called: Called, given: Mapping[Ticket, Use]) -> Walk:
+    def begin(self, called: ScheduleCall, given: Mapping[Ticket, SlotUse]) -> Walk:
+        """Begin a walk; `given` are its fetches that were started before."""
         self._walks += 1
         self.peak = self.taken
         walk = Walk(called, self._walks, self.now, given)
@@ -251,7 +257,10 @@ class Proof:
         return walk
 
     def step(self, walk: Walk, index: int) -> None:
-        """The next instruction of `walk`. raises  ScheduleInvalid"""
+        """Check the next instruction of `walk`.
+
+        raises  ScheduleInvalid
+        """
         walk.index = index
         self.now += 1
         match walk.schedule.instructions[index]:
@@ -275,7 +284,10 @@ class Proof:
                 _left(walk, left, self.now)
 
     def end(self, walk: Walk) -> None:
-        """All of `walk` was stepped through. raises  ScheduleInvalid"""
+        """Check what must hold once all of `walk` was stepped through.
+
+        raises  ScheduleInvalid
+        """
         for use in walk.taken.values():
             raise walk.fail(f"{use.fetch.name!r} is never given back")
         for offload in walk.leaving.values():
@@ -287,11 +299,14 @@ class Proof:
             if result in walk.borrowed:
                 raise walk.fail(f"register {result} is returned, and lies in an entry's own bytes")
 
-    def hand(self, walk: Walk, fetch: Fetch, span: Span) -> Use:
-        """`fetch`, which is of the walk after `walk`, starts here. raises  ScheduleInvalid"""
+    def hand(self, walk: Walk, fetch: Fetch, span: Span) -> SlotUse:
+        """Start `fetch`, which is of the walk after `walk`, here.
+
+        raises  ScheduleInvalid
+        """
         moment = self.now
         self.now += 1
-        use = Use(walk.number + 1, fetch, span, self.now, start([moment], ()))
+        use = SlotUse(walk.number + 1, fetch, span, self.now, start([moment], ()))
         self._take(walk, use)
         return use
 
@@ -302,13 +317,13 @@ class Proof:
             walk.transfers[fetch.ticket] = walk.given[fetch.ticket].brought
             return
         brought = start([walk.begun, *moments], transfers)
-        use = Use(walk.number, fetch, walk.span, self.now, brought)
+        use = SlotUse(walk.number, fetch, walk.span, self.now, brought)
         self._take(walk, use)
         walk.transfers[fetch.ticket] = brought
         walk.taken[fetch.slot] = use
 
-    def _take(self, walk: Walk, use: Use) -> None:
-        """The bytes of a fetch's slot are its own from here on, if nothing else is at them."""
+    def _take(self, walk: Walk, use: SlotUse) -> None:
+        """Give the bytes of a fetch's slot to it, if nothing else uses them."""
         fetch, slot = use.fetch, use.fetch.slot
         # A read from disk may fill whole granules, so that it reaches into the padding.
         if fetch.nbytes and aligned(fetch.nbytes) > slot.nbytes:
@@ -331,7 +346,8 @@ class Proof:
         if budget is not None and self.taken > budget:
             raise walk.fail(f"{self.taken} bytes are taken at once, the budget is {budget}")
 
-    def _may_overwrite(self, walk: Walk, use: Use, old: Use) -> None:
+    def _may_overwrite(self, walk: Walk, use: SlotUse, old: SlotUse) -> None:
+        """Check that the use `old` of the same bytes is over when the fetch of `use` starts."""
         new, name = use.fetch.name, old.fetch.name
         if not old.freed:
             raise walk.fail(f"{new!r} lies over {name!r}, which is taken")
@@ -383,7 +399,7 @@ class Proof:
             walk.new(run.ticket)
             walk.moments[run.ticket] = self.now
 
-    def _touch(self, walk: Walk, use: Use) -> None:
+    def _touch(self, walk: Walk, use: SlotUse) -> None:
         """Compute reads and, in an optimizer's step, writes a slot."""
         name = use.fetch.name
         if not all(store.ended_by(self.now) for store in use.stores):
@@ -466,8 +482,10 @@ class Proof:
 
 
 def _stays(walk: Walk, reduce: Reduce) -> None:
-    """It becomes an entry as it is: all that comes for one, which the call reads no more, and in
-    memory of its own."""
+    """Check a gradient that becomes an entry in place.
+
+    It must be all that comes for the entry, in memory of its own, and the call reads it no more.
+    """
     if reduce.entry not in walk.schedule.lone_gradients:
         raise walk.fail(f"the gradient of {reduce.name!r} stays, and is not all that comes for it")
     if not reduce.drop:
@@ -477,7 +495,7 @@ def _stays(walk: Walk, reduce: Reduce) -> None:
 
 
 def _left(walk: Walk, left: Left, now: int) -> None:
-    """The memory of a value that was offloaded is given back."""
+    """Give the memory of an offloaded value back."""
     offload = walk.leaving.pop(left.ticket, None)
     if offload is None or offload.value != left.register:
         raise walk.fail(f"register {left.register} does not leave with ticket {left.ticket}")
@@ -488,12 +506,13 @@ def _left(walk: Walk, left: Left, now: int) -> None:
 
 
 def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> None:
-    """entries  what stands for the entry behind each index; empty: all are different
+    """Prove one schedule safe by itself.
 
-    raises  ScheduleInvalid with the sentence and the instruction, on the first unsafe one
+    entries  key of the entry behind each index; empty: all are different
+    raises   ScheduleInvalid with the sentence and the instruction, on the first unsafe one
     """
     proof = Proof()
-    walk = proof.begin(Called(schedule, entries), {})
+    walk = proof.begin(ScheduleCall(schedule, entries), {})
     for index in range(len(schedule.instructions)):
         proof.step(walk, index)
     proof.end(walk)
@@ -501,10 +520,11 @@ def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> Non
     _gradients_are_placed_alone(walk)
 
 
-def verify_handover(now: Called, then: Called, handover: Handover) -> None:
-    """`then`, walked right after `now`, with the fetches that are handed over under way by then.
+def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -> None:
+    """Prove `then` safe right after `now`, with the fetches that are handed over in flight by then.
 
     Both are safe by themselves. What one writes and the other fetches is known by their entries.
+
     raises  ScheduleInvalid, which shows the schedule that is not safe beside the other
     """
     proof = Proof()
@@ -514,7 +534,7 @@ def verify_handover(now: Called, then: Called, handover: Handover) -> None:
             raise first.fail(f"fetches are handed over after instruction {index}, which it has not")
     if handover.starts and then.schedule.scratch_at:
         raise first.fail("fetches are handed over into memory that graphs hold until then")
-    given: dict[Ticket, Use] = {}
+    given: dict[Ticket, SlotUse] = {}
     fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}
     spans = then.spans()
     for index in range(len(now.schedule.instructions)):
@@ -534,8 +554,9 @@ def verify_handover(now: Called, then: Called, handover: Handover) -> None:
 
 
 def _may_be_handed(
-    walk: Walk, fetch: Fetch, fetches: Mapping[Fetch, int], given: Mapping[Ticket, Use]
+    walk: Walk, fetch: Fetch, fetches: Mapping[Fetch, int], given: Mapping[Ticket, SlotUse]
 ) -> None:
+    """Check that `fetch` is one of the next schedule, handed over once, and can be foreseen."""
     if fetch not in fetches:
         raise walk.fail(f"the fetch of {fetch.name!r} is handed over, which the next has not")
     if fetch.ticket in given:
@@ -545,7 +566,7 @@ def _may_be_handed(
 
 
 def _account(walk: Walk, peak: int) -> None:
-    """What a schedule says of its bytes is true, to the byte."""
+    """Check that a schedule's own numbers of bytes are true, to the byte."""
     schedule = walk.schedule
     end = max((fetch.slot.end for fetch in schedule.fetches()), default=0)
     if end != schedule.arena_bytes:
@@ -557,8 +578,10 @@ def _account(walk: Walk, peak: int) -> None:
 
 
 def _gradients_are_placed_alone(walk: Walk) -> None:
-    """What a region makes where a gradient rests goes home as that gradient, and is read by nobody
-    else: from then on it may change."""
+    """Check outputs that a region makes in the memory of a gradient's entry.
+
+    Each is sent as that gradient, and nobody else reads it: from then on it may change.
+    """
     schedule, readers = walk.schedule, _readers(walk.schedule)
     for run in schedule.instructions:
         if not isinstance(run, Run) or not (run.into or run.region.placed):
@@ -575,7 +598,7 @@ def _gradients_are_placed_alone(walk: Walk) -> None:
 
 
 def _readers(schedule: Schedule) -> Mapping[Register, list[object]]:
-    """Of each register, in order; that a result is not dropped is proven elsewhere."""
+    """Readers of each register, in order; that a result is not dropped is proven elsewhere."""
     found: dict[Register, list[object]] = {}
     for x in schedule.instructions:
         match x:

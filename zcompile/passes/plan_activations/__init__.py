@@ -143,7 +143,7 @@ class PlanActivations(Pass):
         self, graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice
     ) -> tuple[int, int]:
         """Bytes of device that a choice needs: those that are held, and the smallest window."""
-        copy, mapping = copied(graph)
+        copy, mapping = copy_graph(graph)
         roots = tuple(mapping[root] for root in found.roots)
         trial = replace(plan, budget_bytes=None)
         trial = _written(copy, trial, replace(found, roots=roots), choice)
@@ -152,7 +152,7 @@ class PlanActivations(Pass):
 
     def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
         """What would be held if nothing were given up."""
-        _, held = self._counted(copied(graph)[0], replace(plan, budget_bytes=None))
+        _, held = self._counted(copy_graph(graph)[0], replace(plan, budget_bytes=None))
         return held.as_curve()
 
     def _counted(self, copy: fx.Graph, trial: GraphPlan) -> tuple[GraphPlan, Footprint]:

@@ -17,6 +17,7 @@ from zcompile.ir.graph import (
     positions,
     readers_of,
     set_phase,
+    sink,
 )
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, layout_of
@@ -140,11 +141,10 @@ class Rewriting:
 def sink_views(graph: fx.Graph) -> None:
     """Views that backward takes of what forward made stand right before their first reader: tracing
     leaves some at the head of backward, where they would keep their base alive."""
+    output = output_of(graph)
     for node in reversed(list(graph.nodes)):
-        if SavedValues.is_backward(node) and bases_of(node):
-            readers = [user for user in node.users if user.op != "output"]
-            if readers and len(readers) == len(node.users):
-                min(readers).prepend(node)
+        if SavedValues.is_backward(node) and bases_of(node) and output not in node.users:
+            sink(node)
 
 
 def name_of(root: fx.Node) -> str:

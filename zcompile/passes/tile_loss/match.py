@@ -11,15 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile.ir.graph import CASTS, TURNS, aliases_of, output_of, positions, root_of
+from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, aliases_of, output_of, positions, root_of
 
 aten = torch.ops.aten
 
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 PICKS = frozenset({aten.slice.Tensor, aten.select.int})
 """Some of the tokens; never of the classes."""
 UNPICKS = frozenset({aten.slice_backward.default, aten.select_backward.default})
-ALIKE = VIEWS | {aten.clone.default} | CASTS
+ALIKE = RESHAPES | {aten.clone.default} | CASTS
 LIKELIHOOD = aten.nll_loss_forward.default
 LIKELIHOOD_BACKWARD = aten.nll_loss_backward.default
 SOFTMAX = aten._log_softmax.default
@@ -144,7 +143,7 @@ def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
         if product.kwargs or bias.meta["val"].dim() != 1:
             raise NoMatch(f"%{product.name} is more than a product plus a bias")
     rows, turned = (_node(argument) for argument in product.args[-2:])
-    if turned.target not in TURNS:
+    if turned.target not in TRANSPOSES:
         raise NoMatch(f"the weight (%{turned.name}) has one column per class, not one row")
     return rows, _node(turned.args[0]), bias
 
@@ -226,7 +225,7 @@ def _terms(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
     if node.target is aten.add.Tensor and not node.kwargs:
         for argument in node.args:
             yield from _terms(_node(argument), node)
-    elif node.target in VIEWS and _treats_rows_alike(node, frozenset()):
+    elif node.target in RESHAPES and _treats_rows_alike(node, frozenset()):
         yield from _terms(_node(node.args[0]), node)
     else:
         yield node
@@ -244,7 +243,7 @@ def _ends(end: fx.Node, weight: fx.Node, rows: fx.Node) -> Iterator[tuple[str, f
             yield "rows", user
         elif user.target is aten.sum.dim_IntList and tuple(user.args[1:]) == ([0], True):
             yield "bias", user
-        elif user.target in TURNS and len(user.users) == 1:
+        elif user.target in TRANSPOSES and len(user.users) == 1:
             (product,) = user.users
             if product.target is not aten.mm.default or product.args[0] is not user:
                 raise NoMatch(f"%{product.name} reads the gradient of the logits")

@@ -27,7 +27,7 @@ Where the gradient of a tiled loss's weight goes: home, tile by tile, or into on
 The tiles of one loss are one contribution. If the weight has other uses (an embedding that is tied
 to the head), what those give is another one, and the sum is formed at home.
 
-What both halves of a tiled loss are written with: a pen, tiles of the weight, slices of tokens.
+What both halves of a tiled loss are written with: a build, tiles of the weight, slices of tokens.
 
 Rows are numbered as the targets are. Where the model takes some of the tokens' logits only, it is
 those tokens' rows that are taken instead, before the product.
@@ -44,11 +44,11 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, TURNS, output_of, phase_of
-from zcompile.ir.rewrite import Pen
+from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, output_of, phase_of
+from zcompile.ir.rewrite import GraphBuilder
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, ParamSpec
-from zcompile.passes.tile_loss.match import PICKS, UNPICKS, VIEWS, Gradients, Loss, picks
+from zcompile.passes.tile_loss.match import PICKS, UNPICKS, Gradients, Loss, picks
 
 ALIGNED = 64
 """Tiles are multiples of so many classes where they can be: whole vectors of every kernel, and
@@ -130,12 +130,12 @@ class Tiles:
             return [(0, torch.iinfo(torch.int64).max)]
         return _bounds(count, self.cut.tokens)
 
-    def weight(self, pen: Pen, a: int, b: int) -> fx.Node:
+    def weight(self, build: GraphBuilder, a: int, b: int) -> fx.Node:
         """Rows of the weight, [b - a, width]."""
-        return pen.rows(self.loss.weight, a, b)
+        return build.rows(self.loss.weight, a, b)
 
-    def bias(self, pen: Pen, a: int, b: int) -> fx.Node | None:
-        return None if self.loss.bias is None else pen.rows(self.loss.bias, a, b)
+    def bias(self, build: GraphBuilder, a: int, b: int) -> fx.Node | None:
+        return None if self.loss.bias is None else build.rows(self.loss.bias, a, b)
 
 
 def gather_of(weight: fx.Node) -> fx.Node | None:
@@ -152,52 +152,52 @@ def _bounds(count: int, step: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, count)) for a in range(0, count, step)] or [(0, count)]
 
 
-def product(pen: Pen, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
+def product(build: GraphBuilder, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
     """A tile of logits."""
-    turned = pen(aten.t.default, weight)
+    turned = build(aten.t.default, weight)
     if bias is None:
-        return pen(aten.mm.default, rows, turned)
-    return pen(aten.addmm.default, bias, rows, turned)
+        return build(aten.mm.default, rows, turned)
+    return build(aten.addmm.default, bias, rows, turned)
 
 
-def one_hot(pen: Pen, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
+def one_hot(build: GraphBuilder, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
     """A class of this tile for every token, and whether its target is another one.
 
     target  less the classes that the tiles before had, so that equal tiles are equal code
     """
-    index = pen(aten.clamp.default, target, 0, classes - 1)
-    return index, pen(aten.ne.Tensor, index, target)
+    index = build(aten.clamp.default, target, 0, classes - 1)
+    return index, build(aten.ne.Tensor, index, target)
 
 
-def rows_of_targets(pen: Pen, loss: Loss) -> fx.Node:
+def rows_of_targets(build: GraphBuilder, loss: Loss) -> fx.Node:
     """The product's left factor with one row per target: [tokens, width]."""
     if not picks(loss.chain):
         return loss.rows
-    rows = again(pen, loss.chain, pen.row_major(loss.rows), loss.width)
+    rows = again(build, loss.chain, build.contiguous(loss.rows), loss.width)
     if rows.meta["val"].dim() != 2:
-        rows = pen(aten.view.default, pen.row_major(rows), [-1, loss.width])
+        rows = build(aten.view.default, build.contiguous(rows), [-1, loss.width])
     return rows
 
 
-def again(pen: Pen, chain: Sequence[fx.Node], source: fx.Node, width: int) -> fx.Node:
+def again(build: GraphBuilder, chain: Sequence[fx.Node], source: fx.Node, width: int) -> fx.Node:
     """What `chain` does to rows of logits, done to rows of another width."""
     for node in chain:
-        source = _once_more(pen, node, source, width)
+        source = _once_more(build, node, source, width)
     return source
 
 
-def _once_more(pen: Pen, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
+def _once_more(build: GraphBuilder, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
     if node.target in CASTS:
         return source
     if node.target is aten.clone.default:
-        return pen.row_major(source)
+        return build.contiguous(source)
     _, *rest = node.args
-    if node.target in VIEWS | UNPICKS:
+    if node.target in RESHAPES | UNPICKS:
         rest[0] = [*rest[0][:-1], width]  # type: ignore[index,misc]  # sizes
-    if node.target in VIEWS:
-        return pen(aten.view.default, pen.row_major(source), *rest)
+    if node.target in RESHAPES:
+        return build(aten.view.default, build.contiguous(source), *rest)
     assert node.target in PICKS | UNPICKS, node
-    return pen(node.target, source, *rest)
+    return build(node.target, source, *rest)
 
 
 class Taker(Protocol):
@@ -253,8 +253,8 @@ def _last_of_its_own(gradient: fx.Node) -> fx.Node:
     """Behind casts, and pairs of transpositions, that only this gradient goes through."""
     node = last = gradient
     turned = False
-    while (user := _only_user(node)) is not None and user.target in TURNS | CASTS:
-        node, turned = user, turned ^ (user.target in TURNS)
+    while (user := _only_user(node)) is not None and user.target in TRANSPOSES | CASTS:
+        node, turned = user, turned ^ (user.target in TRANSPOSES)
         last = last if turned else node
     return last
 
@@ -278,20 +278,20 @@ def _is_sum(node: fx.Node) -> bool:
 class Leaving:
     """Tiles go home one by one; the last takes the gradient's place among the results."""
 
-    def __init__(self, pen: Pen, way: Way) -> None:
-        self._pen, self._way = pen, way
+    def __init__(self, build: GraphBuilder, way: Way) -> None:
+        self._build, self._way = build, way
         self._offset = 0
         self._sent: fx.Node | None = None
 
     def take(self, tile: fx.Node) -> None:
         """The next tile."""
-        tile = self._pen.cast(tile, self._way.last.meta["val"].dtype)
-        self._sent = self._pen(ops.reduce_tile, tile, self._way.handle, self._offset)
+        tile = self._build.cast(tile, self._way.last.meta["val"].dtype)
+        self._sent = self._build(ops.reduce_tile, tile, self._way.handle, self._offset)
         self._offset += tile.meta["val"].numel()
 
     def finish(self) -> None:
         """What other uses of the weight give, if there are any, leaves by itself."""
-        way, output = self._way, output_of(self._pen.graph)
+        way, output = self._way, output_of(self._build.graph)
         if way.total is not None:
             (rest,) = [a for a in way.total.args if a is not way.last]
             assert isinstance(rest, fx.Node), "a term of a sum of gradients"
@@ -308,24 +308,26 @@ class Whole:
     Every write reads what the one before returns, so that no pass can take one from the other.
     """
 
-    def __init__(self, pen: Pen, old: fx.Node, tiles: Tiles) -> None:
-        self._pen, self._old = pen, old
+    def __init__(self, build: GraphBuilder, old: fx.Node, tiles: Tiles) -> None:
+        self._build, self._old = build, old
         self._alone = len(tiles.classes) == 1
         if self._alone:
             return
         val, (_, first) = old.meta["val"], tiles.classes[0]
-        self._made = pen(aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype)
-        ones = pen(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
-        self._index = pen(aten.sub.Tensor, pen(aten.cumsum.default, ones, 0), 1)
+        self._made = build(
+            aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype
+        )
+        ones = build(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
+        self._index = build(aten.sub.Tensor, build(aten.cumsum.default, ones, 0), 1)
 
     def take(self, tile: fx.Node) -> None:
         """The next tile."""
         if self._alone:
             self._made = tile
             return
-        pen, index = self._pen, self._pen.rows(self._index, 0, tile.meta["val"].shape[0])
-        self._made = pen(aten.index_copy_.default, self._made, 0, index, tile)
-        self._index = pen(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
+        build, index = self._build, self._build.rows(self._index, 0, tile.meta["val"].shape[0])
+        self._made = build(aten.index_copy_.default, self._made, 0, index, tile)
+        self._index = build(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
 
     def finish(self) -> None:
         self._old.replace_all_uses_with(self._made)
@@ -369,62 +371,64 @@ class _BackwardSlice:
 
 
 def write_backward(
-    pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts, way: Way | None
+    build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts, way: Way | None
 ) -> None:
     """Gradients of rows and bias take the places of the old ones, and so does that of the weight,
     unless there is a way home."""
-    slices = _slices(pen, tiles, gradients, facts)
-    of_weight: Taker | None = Leaving(pen, way) if way is not None else None
+    slices = _slices(build, tiles, gradients, facts)
+    of_weight: Taker | None = Leaving(build, way) if way is not None else None
     if of_weight is None and gradients.weight is not None:
-        of_weight = Whole(pen, gradients.weight, tiles)
+        of_weight = Whole(build, gradients.weight, tiles)
     of_bias = []
     for a, b in tiles.classes:
-        weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)
-        tile = [_gradient(pen, tiles, piece, weight, bias, b - a) for piece in slices]
+        weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
+        tile = [_gradient(build, tiles, piece, weight, bias, b - a) for piece in slices]
         if gradients.rows is not None:
             for piece, gradient in zip(slices, tile, strict=True):
-                piece.gradient = _plus(pen, tiles, piece.gradient, gradient, weight)
+                piece.gradient = _plus(build, tiles, piece.gradient, gradient, weight)
         if of_weight is not None:
-            of_weight.take(_of_weight(pen, tiles, tile, slices))
+            of_weight.take(_of_weight(build, tiles, tile, slices))
         if gradients.bias is not None:
-            of_bias.append(_of_bias(pen, tiles, tile))
+            of_bias.append(_of_bias(build, tiles, tile))
     if gradients.rows is not None:
         parts = [piece.gradient for piece in slices if piece.gradient is not None]
-        _finish_rows(pen, gradients, gradients.rows, pen.joined(parts))
+        _finish_rows(build, gradients, gradients.rows, build.join_rows(parts))
     if of_weight is not None:
         of_weight.finish()
     if gradients.bias is not None:
-        gradients.bias.replace_all_uses_with(pen(aten.cat.default, of_bias, 1))
+        gradients.bias.replace_all_uses_with(build(aten.cat.default, of_bias, 1))
 
 
-def _slices(pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts) -> list[_BackwardSlice]:
-    picked, spread, loses = _starts(pen, tiles, gradients, facts)
+def _slices(
+    build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts
+) -> list[_BackwardSlice]:
+    picked, spread, loses = _starts(build, tiles, gradients, facts)
 
     def part(node: fx.Node | None, a: int, b: int) -> fx.Node | None:
-        return None if node is None else pen.rows(node, a, b)
+        return None if node is None else build.rows(node, a, b)
 
     return [
         _BackwardSlice(
-            pen.rows(facts.rows, a, b),
-            pen.rows(facts.column, a, b),
-            pen.rows(facts.log_norm, a, b),
+            build.rows(facts.rows, a, b),
+            build.rows(facts.column, a, b),
+            build.rows(facts.log_norm, a, b),
             part(picked, a, b),
             part(spread, a, b),
-            pen.rows(loses, a, b),
+            build.rows(loses, a, b),
         )
         for a, b in tiles.tokens
     ]
 
 
 def _starts(
-    pen: Pen, tiles: Tiles, gradients: Gradients, facts: Facts
+    build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts
 ) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
     """`picked`, `spread` and -`total`, [tokens, 1] each."""
     picked = spread = None
     if (likelihood := gradients.likelihood) is not None:
         start, _, _, weight, reduction, _, weights = likelihood.args
-        picked = pen(
-            likelihood.target,  # type: ignore[arg-type]  # an op
+        picked = build(
+            likelihood.target,
             start,
             facts.log_prob,
             facts.targets,
@@ -433,20 +437,20 @@ def _starts(
             IGNORED,
             weights,
         )
-        picked = pen.cast(picked, tiles.dtype)
+        picked = build.cast(picked, tiles.dtype)
     for more in gradients.spreads:
-        more = pen.cast(more, tiles.dtype)
-        spread = more if spread is None else pen(aten.add.Tensor, spread, more)
-    loses = None if picked is None else pen(aten.neg.default, picked)
+        more = build.cast(more, tiles.dtype)
+        spread = more if spread is None else build(aten.add.Tensor, spread, more)
+    loses = None if picked is None else build(aten.neg.default, picked)
     if spread is not None:
-        all_classes = pen(aten.mul.Scalar, spread, -tiles.loss.classes)
-        loses = all_classes if loses is None else pen(aten.add.Tensor, loses, all_classes)
+        all_classes = build(aten.mul.Scalar, spread, -tiles.loss.classes)
+        loses = all_classes if loses is None else build(aten.add.Tensor, loses, all_classes)
     assert loses is not None, "a gradient begins somewhere"
     return picked, spread, loses
 
 
 def _gradient(
-    pen: Pen,
+    build: GraphBuilder,
     tiles: Tiles,
     piece: _BackwardSlice,
     weight: fx.Node,
@@ -454,55 +458,59 @@ def _gradient(
     classes: int,
 ) -> fx.Node:
     """Gradient of one tile of logits, in the place of its exponentials."""
-    logits = product(pen, piece.rows, weight, bias)
-    made = pen(aten.sub_.Tensor, pen.cast(logits, tiles.dtype), piece.log_norm)
-    made = pen(aten.mul_.Tensor, pen(aten.exp_.default, made), piece.loses)
+    logits = product(build, piece.rows, weight, bias)
+    made = build(aten.sub_.Tensor, build.cast(logits, tiles.dtype), piece.log_norm)
+    made = build(aten.mul_.Tensor, build(aten.exp_.default, made), piece.loses)
     if piece.spread is not None:
-        made = pen(aten.add_.Tensor, made, piece.spread)
+        made = build(aten.add_.Tensor, made, piece.spread)
     if piece.picked is not None:
-        index, other = one_hot(pen, piece.target, classes)
-        added = pen(aten.masked_fill.Scalar, piece.picked, other, 0)
-        made = pen(aten.scatter_add_.default, made, 1, index, added)
-        piece.target = pen(aten.sub.Tensor, piece.target, classes)
-    return pen.cast(made, logits.meta["val"].dtype)
+        index, other = one_hot(build, piece.target, classes)
+        added = build(aten.masked_fill.Scalar, piece.picked, other, 0)
+        made = build(aten.scatter_add_.default, made, 1, index, added)
+        piece.target = build(aten.sub.Tensor, piece.target, classes)
+    return build.cast(made, logits.meta["val"].dtype)
 
 
 def _of_weight(
-    pen: Pen, tiles: Tiles, tile: list[fx.Node], slices: list[_BackwardSlice]
+    build: GraphBuilder, tiles: Tiles, tile: list[fx.Node], slices: list[_BackwardSlice]
 ) -> fx.Node:
     made = None
     for gradient, piece in zip(tile, slices, strict=True):
-        made = _plus(pen, tiles, made, pen(aten.t.default, gradient), piece.rows)
+        made = _plus(build, tiles, made, build(aten.t.default, gradient), piece.rows)
     assert made is not None, "there are tokens"
-    return pen.cast(made, tile[0].meta["val"].dtype)
+    return build.cast(made, tile[0].meta["val"].dtype)
 
 
-def _of_bias(pen: Pen, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
-    first, *others = (pen(aten.sum.dim_IntList, gradient, [0], True) for gradient in tile)
+def _of_bias(build: GraphBuilder, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
+    first, *others = (build(aten.sum.dim_IntList, gradient, [0], True) for gradient in tile)
     for other in others:
-        sums = (pen.cast(part, tiles.dtype) for part in (first, other))
-        first = pen(aten.add.Tensor, *sums)
-    return pen.cast(first, tile[0].meta["val"].dtype)
+        sums = (build.cast(part, tiles.dtype) for part in (first, other))
+        first = build(aten.add.Tensor, *sums)
+    return build.cast(first, tile[0].meta["val"].dtype)
 
 
-def _plus(pen: Pen, tiles: Tiles, so_far: fx.Node | None, left: fx.Node, right: fx.Node) -> fx.Node:
+def _plus(
+    build: GraphBuilder, tiles: Tiles, so_far: fx.Node | None, left: fx.Node, right: fx.Node
+) -> fx.Node:
     """so_far + left @ right; sums of several are kept in the dtype of the tiles."""
     if so_far is None:
-        return pen(aten.mm.default, left, right)
+        return build(aten.mm.default, left, right)
     if left.meta["val"].dtype is tiles.dtype:
-        return pen(aten.addmm.default, so_far, left, right)
-    more = pen.cast(pen(aten.mm.default, left, right), tiles.dtype)
-    return pen(aten.add.Tensor, pen.cast(so_far, tiles.dtype), more)
+        return build(aten.addmm.default, so_far, left, right)
+    more = build.cast(build(aten.mm.default, left, right), tiles.dtype)
+    return build(aten.add.Tensor, build.cast(so_far, tiles.dtype), more)
 
 
-def _finish_rows(pen: Pen, gradients: Gradients, old: fx.Node, gradient: fx.Node) -> None:
+def _finish_rows(
+    build: GraphBuilder, gradients: Gradients, old: fx.Node, gradient: fx.Node
+) -> None:
     """Gradients of the targets' rows become those of all rows of the product."""
-    gradient = pen.cast(gradient, old.meta["val"].dtype)
+    gradient = build.cast(gradient, old.meta["val"].dtype)
     if picks(gradients.chain):
         width, sizes = old.meta["val"].shape[1], gradients.top.meta["val"].shape
         if len(sizes) != 2:
-            gradient = pen(aten.view.default, gradient, [*sizes[:-1], width])
-        gradient = again(pen, gradients.chain, gradient, width)
+            gradient = build(aten.view.default, gradient, [*sizes[:-1], width])
+        gradient = again(build, gradients.chain, gradient, width)
     old.replace_all_uses_with(gradient)
 
 
@@ -515,17 +523,15 @@ def rewrite_loss(
     """
     loss = tiles.loss
     first = min((loss.likelihood, *loss.sums))
-    pen = Pen(graph, phase_of(first), loss.softmax)
-    with graph.inserting_before(first):
-        rows = rows_of_targets(pen, loss)
-        column = pen(aten.unsqueeze.default, loss.likelihood.args[1], 1)
-        facts = _forward(pen, tiles, rows, column)
+    build = GraphBuilder(graph, first, loss.softmax, phase_of(first))
+    rows = rows_of_targets(build, loss)
+    column = build(aten.unsqueeze.default, loss.likelihood.args[1], 1)
+    facts = _forward(build, tiles, rows, column)
     _, _, weight, reduction, _ = loss.likelihood.args
     loss.likelihood.args = (facts.log_prob, facts.targets, weight, reduction, IGNORED)
     if (gradients := loss.gradients) is not None:
-        pen = Pen(graph, phase_of(gradients.top), gradients.top)
-        with graph.inserting_before(gradients.top):
-            write_backward(pen, tiles, gradients, facts, way_home(graph, params, loss))
+        build = GraphBuilder(graph, gradients.top, gradients.top, phase_of(gradients.top))
+        write_backward(build, tiles, gradients, facts, way_home(graph, params, loss))
     graph.eliminate_dead_code()
 
 
@@ -546,56 +552,58 @@ class _ForwardSlice:
     sum: fx.Node | None
 
 
-def _forward(pen: Pen, tiles: Tiles, rows: fx.Node, column: fx.Node) -> Facts:
+def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) -> Facts:
     loss, loss_dtype = tiles.loss, tiles.loss.softmax.meta["val"].dtype
-    slices = [_begin(pen, tiles, rows, column, *bounds) for bounds in tiles.tokens]
+    slices = [_begin(build, tiles, rows, column, *bounds) for bounds in tiles.tokens]
     for a, b in tiles.classes:
-        weight, bias = tiles.weight(pen, a, b), tiles.bias(pen, a, b)
+        weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
         for piece in slices:
-            logits = pen.cast(product(pen, piece.rows, weight, bias), tiles.dtype)
-            _forward_tile(pen, logits, piece, b - a)
-    norms = [pen(aten.add.Tensor, s.greatest, pen(aten.log.default, s.total)) for s in slices]
-    log_norm, picked = pen.joined(norms), pen.joined([s.picked for s in slices])
-    log_prob = pen.cast(pen(aten.sub.Tensor, picked, log_norm), loss_dtype)
+            logits = build.cast(product(build, piece.rows, weight, bias), tiles.dtype)
+            _forward_tile(build, logits, piece, b - a)
+    norms = [build(aten.add.Tensor, s.greatest, build(aten.log.default, s.total)) for s in slices]
+    log_norm, picked = build.join_rows(norms), build.join_rows([s.picked for s in slices])
+    log_prob = build.cast(build(aten.sub.Tensor, picked, log_norm), loss_dtype)
     for total in loss.sums:
-        logits_sum = pen.joined([s.sum for s in slices if s.sum is not None])
-        norm = pen(aten.mul.Scalar, log_norm, loss.classes)
-        summed = pen(aten.squeeze.dim, pen(aten.sub.Tensor, logits_sum, norm), 1)
-        total.replace_all_uses_with(pen.cast(summed, loss_dtype))
-    return Facts(rows, column, log_norm, log_prob, _one_class(pen, loss))
+        logits_sum = build.join_rows([s.sum for s in slices if s.sum is not None])
+        norm = build(aten.mul.Scalar, log_norm, loss.classes)
+        summed = build(aten.squeeze.dim, build(aten.sub.Tensor, logits_sum, norm), 1)
+        total.replace_all_uses_with(build.cast(summed, loss_dtype))
+    return Facts(rows, column, log_norm, log_prob, _one_class(build, loss))
 
 
-def _begin(pen: Pen, tiles: Tiles, rows: fx.Node, column: fx.Node, a: int, b: int) -> _ForwardSlice:
+def _begin(
+    build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node, a: int, b: int
+) -> _ForwardSlice:
     # The least finite number, not -inf: over a tile of -inf alone, -inf - -inf would be nan.
-    least, target = torch.finfo(tiles.dtype).min, pen.rows(column, a, b)
-    zero = pen(aten.zeros_like.default, target, dtype=tiles.dtype)
-    greatest = pen(aten.full_like.default, zero, least)
+    least, target = torch.finfo(tiles.dtype).min, build.rows(column, a, b)
+    zero = build(aten.zeros_like.default, target, dtype=tiles.dtype)
+    greatest = build(aten.full_like.default, zero, least)
     wanted = zero if tiles.loss.sums else None
-    return _ForwardSlice(pen.rows(rows, a, b), target, greatest, zero, zero, wanted)
+    return _ForwardSlice(build.rows(rows, a, b), target, greatest, zero, zero, wanted)
 
 
-def _forward_tile(pen: Pen, logits: fx.Node, piece: _ForwardSlice, classes: int) -> None:
+def _forward_tile(build: GraphBuilder, logits: fx.Node, piece: _ForwardSlice, classes: int) -> None:
     """One tile of logits, which its exponentials overwrite."""
-    tile_max = pen(aten.amax.default, logits, [1], True)
-    greatest = pen(aten.maximum.default, piece.greatest, tile_max)
-    index, other = one_hot(pen, piece.target, classes)
-    picked = pen(aten.gather.default, logits, 1, index)
+    tile_max = build(aten.amax.default, logits, [1], True)
+    greatest = build(aten.maximum.default, piece.greatest, tile_max)
+    index, other = one_hot(build, piece.target, classes)
+    picked = build(aten.gather.default, logits, 1, index)
     if piece.sum is not None:
-        tile_sum = pen(aten.sum.dim_IntList, logits, [1], True)
-        piece.sum = pen(aten.add.Tensor, piece.sum, tile_sum)
-    exponentials = pen(aten.exp_.default, pen(aten.sub_.Tensor, logits, greatest))
-    tile_total = pen(aten.sum.dim_IntList, exponentials, [1], True)
-    shrunk = pen(aten.exp.default, pen(aten.sub.Tensor, piece.greatest, greatest))
-    piece.total = pen(aten.addcmul.default, tile_total, piece.total, shrunk)
-    piece.picked = pen(aten.where.self, other, piece.picked, picked)
+        tile_sum = build(aten.sum.dim_IntList, logits, [1], True)
+        piece.sum = build(aten.add.Tensor, piece.sum, tile_sum)
+    exponentials = build(aten.exp_.default, build(aten.sub_.Tensor, logits, greatest))
+    tile_total = build(aten.sum.dim_IntList, exponentials, [1], True)
+    shrunk = build(aten.exp.default, build(aten.sub.Tensor, piece.greatest, greatest))
+    piece.total = build(aten.addcmul.default, tile_total, piece.total, shrunk)
+    piece.picked = build(aten.where.self, other, piece.picked, picked)
     piece.greatest = greatest
-    piece.target = pen(aten.sub.Tensor, piece.target, classes)
+    piece.target = build(aten.sub.Tensor, piece.target, classes)
 
 
-def _one_class(pen: Pen, loss: Loss) -> fx.Node:
+def _one_class(build: GraphBuilder, loss: Loss) -> fx.Node:
     """0 for a valid target, `IGNORED` for an ignored one; all others stay, and are out of range."""
     _, targets, _, _, ignored = loss.likelihood.args
-    low = pen(aten.ge.Scalar, targets, 0)
-    inside = pen(aten.logical_and.default, low, pen(aten.lt.Scalar, targets, loss.classes))
-    valid = pen(aten.masked_fill.Scalar, targets, inside, 0)
-    return pen(aten.masked_fill.Scalar, valid, pen(aten.eq.Scalar, targets, ignored), IGNORED)
+    low = build(aten.ge.Scalar, targets, 0)
+    inside = build(aten.logical_and.default, low, build(aten.lt.Scalar, targets, loss.classes))
+    valid = build(aten.masked_fill.Scalar, targets, inside, 0)
+    return build(aten.masked_fill.Scalar, valid, build(aten.eq.Scalar, targets, ignored), IGNORED)

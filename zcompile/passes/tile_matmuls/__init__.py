@@ -11,9 +11,9 @@ from torch import fx
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
-from zcompile.ir.graph import copied, output_of, phase_of, positions
-from zcompile.ir.plan import GraphPlan, Note, Rounding, fetched
-from zcompile.ir.rewrite import Writer, erase_unread, shape
+from zcompile.ir.graph import copy_graph, erase_unread, output_of, phase_of, positions
+from zcompile.ir.plan import GraphPlan, Note, Rounding, layout_of_fetch
+from zcompile.ir.rewrite import GraphBuilder, shape
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, Phase
 from zcompile.memory.footprint import footprint
@@ -148,7 +148,7 @@ class TileMatmuls(Pass):
     def _tried_out(
         self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
-        copy, _ = copied(graph)
+        copy, _ = copy_graph(graph)
         try:
             trial = self._cut(copy, plan, cuts)
             for pass_ in self.after:
@@ -191,7 +191,7 @@ def _rounding(weight: Weight, most: int) -> str:
 
 def _tiles_read(reader: Reader, most: int) -> tuple[int, ...]:
     """Rows of each tile of what a reader reads."""
-    row_nbytes = fetched(reader.gather).nbytes // shape(reader.gather)[0]
+    row_nbytes = layout_of_fetch(reader.gather).nbytes // shape(reader.gather)[0]
     return choose_tiles(reader.rows[1], row_nbytes, most)
 
 
@@ -213,8 +213,8 @@ def _cut(graph: fx.Graph, plan: GraphPlan, weight: Weight, most: int) -> Iterato
         yield from _gradient(graph, weight, tiles, known, unread)
     for node, parts in known.items():
         if node.users:
-            write = Writer(graph, min(node.users), node, phase_of(node))
-            whole = parts[0] if len(parts) == 1 else write.call(aten.cat.default, list(parts), 0)
+            build = GraphBuilder(graph, min(node.users), node, phase_of(node))
+            whole = parts[0] if len(parts) == 1 else build(aten.cat.default, list(parts), 0)
             node.replace_all_uses_with(whole)
     erase_unread(graph, *unread)
 
@@ -227,23 +227,23 @@ def _rewritten(
 ) -> bool:
     """Whether the tiles took the place of a use; values that are left in tiles become `known`."""
     node = reader.use.node
-    write = Writer(graph, node, node, phase_of(node))
+    build = GraphBuilder(graph, node, node, phase_of(node))
     first, _ = reader.rows
     if reader.row is not None:
-        operand = _operand(write, reader, first + reader.row, 1)
-        result = Result(write.call(aten.select.int, operand, reader.use.dim, 0))
+        operand = _operand(build, reader, first + reader.row, 1)
+        result = Result(build(aten.select.int, operand, reader.use.dim, 0))
     else:
         sizes = _tiles_read(reader, most)
         use = replace(reader.use, sizes=sizes)
         rule = rule_of(use)
         assert rule is not None
         begins = [first + sum(sizes[:n]) for n in range(len(sizes))]
-        made = rule(use, write, lambda n: _operand(write, reader, begins[n], sizes[n]))
+        made = rule(use, build, lambda n: _operand(build, reader, begins[n], sizes[n]))
         if made is None:
             return False
         result = made
     if not _takes_the_place(node, result):
-        write.undo()
+        build.undo()
         return False
     if result.value is not None:
         node.replace_all_uses_with(result.value)
@@ -259,10 +259,10 @@ def _rewritten(
     return True
 
 
-def _operand(write: Writer, reader: Reader, begin: int, rows: int) -> fx.Node:
-    node = write.tile(reader.gather, begin, rows)
+def _operand(build: GraphBuilder, reader: Reader, begin: int, rows: int) -> fx.Node:
+    node = build.gather_rows(reader.gather, begin, rows)
     for view, dim in reader.chain:
-        node = write.again(view, node, dim, rows)
+        node = build.repeat_view(view, node, dim, rows)
     return node
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import phase_of, root_of
-from zcompile.ir.rewrite import VIEWS, Writer, came_from, is_op, shape
+from zcompile.ir.rewrite import VIEWS, GraphBuilder, came_from, is_op, shape
 from zcompile.ir.types import Phase
 
 aten = torch.ops.aten
@@ -58,22 +58,22 @@ def _row(grad: fx.Node) -> int:
 
 def _leave(made: Sequence["_Contribution"], tiles: Tiles, n: int, offset: int) -> fx.Node:
     """Tile `n` of the sum of `made` goes home."""
-    found = [(part.write, tile) for part in made if (tile := part.tile(n)) is not None]
+    found = [(part.build, tile) for part in made if (tile := part.tile(n)) is not None]
     if not found:
-        write = made[-1].write
+        build = made[-1].build
         size = [tiles.sizes[n], *shape(made[-1].node)[1:]]
-        return _home(write, write.zeros(made[-1].leaf.all_input_nodes[0], size), tiles, offset)
+        return _home(build, build.zeros(made[-1].leaf.all_input_nodes[0], size), tiles, offset)
     _, total = found[0]
-    write = found[-1][0]
+    build = found[-1][0]
     for _, tile in found[1:]:
-        total = write.call(aten.add.Tensor, total, tile)
-    return _home(write, total, tiles, offset)
+        total = build(aten.add.Tensor, total, tile)
+    return _home(build, total, tiles, offset)
 
 
-def _home(write: Writer, tile: fx.Node, tiles: Tiles, offset: int) -> fx.Node:
+def _home(build: GraphBuilder, tile: fx.Node, tiles: Tiles, offset: int) -> fx.Node:
     if not tile.meta["val"].is_contiguous() or root_of(tile).op == "placeholder":
-        tile = write.call(aten.clone.default, tile, memory_format=torch.contiguous_format)
-    return write.call(ops.reduce_tile, tile, tiles.handle, offset, name=f"{tiles.name}_tile_grad")
+        tile = build(aten.clone.default, tile, memory_format=torch.contiguous_format)
+    return build(ops.reduce_tile, tile, tiles.handle, offset, name=f"{tiles.name}_tile_grad")
 
 
 def contributions(grad: fx.Node, known: Known) -> list[list[fx.Node]]:
@@ -136,14 +136,14 @@ class _Contribution:
             aten.slice_backward.default: self._slice,
         }
         phase = phase_of(node)
-        self.write = Writer(graph, self.leaf, self.leaf, phase)
+        self.build = GraphBuilder(graph, self.leaf, self.leaf, phase)
         make = makers.get(self.leaf.target)
         self._make = make() if make is not None and self._known is None else None
         self.is_whole = self._make is None and self._known is None
         if self.is_whole:
             after = self.leaf if self.leaf.op == "call_function" else node
-            self.write.point = after.next if after is self.leaf else after
-            parts = self.write.split(self.leaf, self._sizes, self._dim)
+            self.build.point = after.next if after is self.leaf else after
+            parts = self.build.split(self.leaf, self._sizes, self._dim)
             self._make = parts.__getitem__
 
     def tile(self, n: int) -> fx.Node | None:
@@ -151,13 +151,13 @@ class _Contribution:
         if self._known is not None:
             made: fx.Node | None = self._known[n]
             assert made is not None
-            self.write.point = made.next
+            self.build.point = made.next
         else:
             assert self._make is not None
             made = self._make(n)
         for view, dim in reversed(self._chain if made is not None else []):
             assert made is not None
-            made = self.write.again(view, made, dim, self._sizes[n])
+            made = self.build.repeat_view(view, made, dim, self._sizes[n])
         return made
 
     def _matmul(self) -> Callable[[int], fx.Node]:
@@ -166,38 +166,36 @@ class _Contribution:
         assert isinstance(right, fx.Node)
         last = len(shape(self.leaf)) - 1
         whole = [left] * len(self._sizes), [right] * len(self._sizes)
-        lefts = whole[0] if self._dim == last else self.write.split(left, self._sizes, self._dim)
+        lefts = whole[0] if self._dim == last else self.build.split(left, self._sizes, self._dim)
         rights = whole[1]
         if self._dim == last or (last == 2 and self._dim == 0):
-            rights = self.write.split(right, self._sizes, self._dim)
+            rights = self.build.split(right, self._sizes, self._dim)
         target = self.leaf.target
-        return lambda n: self.write.call(target, lefts[n], rights[n])
+        return lambda n: self.build(target, lefts[n], rights[n])
 
     def _embedding(self) -> Callable[[int], fx.Node] | None:
         """Ids outside of a tile are counted to a row of their own, which is left out."""
         grad, ids, rows, padding, by_count = self.leaf.args
         if self._dim != 0 or by_count or not isinstance(ids, fx.Node):
             return None
-        write = self.write
+        build = self.build
         if isinstance(padding, int) and 0 <= padding < int(rows):  # type: ignore[arg-type]  # schema
-            ids = write.call(
-                aten.masked_fill.Scalar, ids, write.call(aten.eq.Scalar, ids, padding), -1
-            )
+            ids = build(aten.masked_fill.Scalar, ids, build(aten.eq.Scalar, ids, padding), -1)
         here = [ids]
 
         def make(n: int) -> fx.Node:
             size, local = self._sizes[n], here[0]
-            inside = write.call(
+            inside = build(
                 aten.logical_and.default,
-                write.call(aten.ge.Scalar, local, 0),
-                write.call(aten.lt.Scalar, local, size),
+                build(aten.ge.Scalar, local, 0),
+                build(aten.lt.Scalar, local, size),
             )
-            outside = write.call(aten.logical_not.default, inside)
-            row = write.call(aten.masked_fill.Scalar, local, outside, size)
-            made = write.call(self.leaf.target, grad, row, size + 1, size, False)
+            outside = build(aten.logical_not.default, inside)
+            row = build(aten.masked_fill.Scalar, local, outside, size)
+            made = build(self.leaf.target, grad, row, size + 1, size, False)
             if n + 1 < len(self._sizes):
-                here[0] = write.call(aten.sub.Tensor, local, size)
-            return write.call(aten.slice.Tensor, made, 0, 0, size)
+                here[0] = build(aten.sub.Tensor, local, size)
+            return build(aten.slice.Tensor, made, 0, 0, size)
 
         return make
 
@@ -216,8 +214,8 @@ class _Contribution:
             if not 0 <= row < rows:
                 return None
             if rows == 1:
-                return self.write.call(aten.unsqueeze.default, grad, dim)
-            return self.write.call(self.leaf.target, grad, _with(sizes, dim, rows), dim, row)
+                return self.build(aten.unsqueeze.default, grad, dim)
+            return self.build(self.leaf.target, grad, _with(sizes, dim, rows), dim, row)
 
         return make
 
@@ -233,13 +231,11 @@ class _Contribution:
             first, last = max(low, begin), min(high, begin + rows)
             if first >= last:
                 return None
-            part = self.write.call(aten.slice.Tensor, grad, dim, first - low, last - low)
+            part = self.build(aten.slice.Tensor, grad, dim, first - low, last - low)
             if last - first == rows:
                 return part
             size = _with(sizes, dim, rows)
-            return self.write.call(
-                self.leaf.target, part, size, dim, first - begin, last - begin, 1
-            )
+            return self.build(self.leaf.target, part, size, dim, first - begin, last - begin, 1)
 
         return make
 

@@ -20,8 +20,8 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find, phase_of, use_of
-from zcompile.ir.plan import GraphPlan, fetched
-from zcompile.ir.rewrite import VIEWS, WIDE, Writer, is_op, moved, shape
+from zcompile.ir.plan import GraphPlan, layout_of_fetch
+from zcompile.ir.rewrite import SUM_DTYPE, VIEWS, GraphBuilder, is_op, moved, shape
 from zcompile.ir.types import NodeName, ParamSpec, Phase, row_major
 from zcompile.passes.tile_matmuls.sizes import Held
 
@@ -55,7 +55,7 @@ class Result:
     tiles: tuple[tuple[int, tuple[fx.Node, ...]], ...] = ()
 
 
-Rule = Callable[[Use, Writer, Tile], Result | None]
+Rule = Callable[[Use, GraphBuilder, Tile], Result | None]
 
 
 def rule_of(use: Use) -> Rule | None:
@@ -76,26 +76,26 @@ def _plain(use: Use) -> bool:
     return not (is_op(node, aten.embedding.default) and any(args[3:]))  # by count, or sparse
 
 
-def _joined(use: Use, write: Writer, part: Callable[[int], fx.Node], dim: int) -> Result:
+def _joined(use: Use, build: GraphBuilder, part: Callable[[int], fx.Node], dim: int) -> Result:
     """The results of all tiles side by side."""
     parts = [part(n) for n in range(len(use.sizes))]
-    return Result(parts[0] if len(parts) == 1 else write.call(aten.cat.default, parts, dim))
+    return Result(parts[0] if len(parts) == 1 else build(aten.cat.default, parts, dim))
 
 
 def _matmul_out(other: int, dim: int) -> Rule:
     """mm, bmm: the tile's dimension is one of the result. other  position of the other operand"""
 
-    def rule(use: Use, write: Writer, tile: Tile) -> Result:
+    def rule(use: Use, build: GraphBuilder, tile: Tile) -> Result:
         held = _node(use.node.args[other])
         batch = len(shape(held)) == 3 and use.dim == 0
-        others = write.split(held, use.sizes, 0) if batch else [held] * len(use.sizes)
+        others = build.split(held, use.sizes, 0) if batch else [held] * len(use.sizes)
 
         def part(n: int) -> fx.Node:
             operand = tile(n)
             pair = (others[n], operand) if other == 0 else (operand, others[n])
-            return write.call(use.node.target, *pair)
+            return build(use.node.target, *pair)
 
-        return _joined(use, write, part, dim)
+        return _joined(use, build, part, dim)
 
     return rule
 
@@ -103,55 +103,55 @@ def _matmul_out(other: int, dim: int) -> Rule:
 def _matmul_over(other: int, other_dim: int) -> Rule:
     """mm, bmm: the tile's dimension is summed over."""
 
-    def rule(use: Use, write: Writer, tile: Tile) -> Result:
-        others = write.split(_node(use.node.args[other]), use.sizes, other_dim)
+    def rule(use: Use, build: GraphBuilder, tile: Tile) -> Result:
+        others = build.split(_node(use.node.args[other]), use.sizes, other_dim)
         pairs = (
             (others[n], tile(n)) if other == 0 else (tile(n), others[n])
             for n in range(len(use.sizes))
         )
-        return Result(_total(use.node, write, pairs))
+        return Result(_total(use.node, build, pairs))
 
     return rule
 
 
-def _total(node: fx.Node, write: Writer, pairs: Any, first: fx.Node | None = None) -> fx.Node:
+def _total(node: fx.Node, build: GraphBuilder, pairs: Any, first: fx.Node | None = None) -> fx.Node:
     """The sum of the products of `pairs`, and of `first`."""
     batch = is_op(node, aten.bmm.default)
     product, fused = (
         (aten.bmm.default, aten.baddbmm.default) if batch else (aten.mm.default, aten.addmm.default)
     )
     dtype = node.meta["val"].dtype
-    wide, total = WIDE.get(dtype), first
+    wide, total = SUM_DTYPE.get(dtype), first
     for pair in pairs:
         if wide is None:
-            total = write.call(product, *pair) if total is None else write.call(fused, total, *pair)
+            total = build(product, *pair) if total is None else build(fused, total, *pair)
             continue
-        part = write.call(aten._to_copy.default, write.call(product, *pair), dtype=wide)
-        total = part if total is None else write.call(aten.add.Tensor, total, part)
+        part = build(aten._to_copy.default, build(product, *pair), dtype=wide)
+        total = part if total is None else build(aten.add.Tensor, total, part)
     assert total is not None
-    return total if wide is None else write.call(aten._to_copy.default, total, dtype=dtype)
+    return total if wide is None else build(aten._to_copy.default, total, dtype=dtype)
 
 
-def _addmm_out(use: Use, write: Writer, tile: Tile) -> Result:
+def _addmm_out(use: Use, build: GraphBuilder, tile: Tile) -> Result:
     """y = bias + x @ w, over columns of w."""
     bias, x = _node(use.node.args[0]), _node(use.node.args[1])
     along = len(shape(bias)) - 1
     wide = shape(bias)[along] != 1
     biases = [bias] * len(use.sizes)
     if wide:
-        biases = write.split(bias, use.sizes, along, copied=True)
-    return _joined(use, write, lambda n: write.call(use.node.target, biases[n], x, tile(n)), 1)
+        biases = build.split(bias, use.sizes, along, copied=True)
+    return _joined(use, build, lambda n: build(use.node.target, biases[n], x, tile(n)), 1)
 
 
-def _addmm_over(use: Use, write: Writer, tile: Tile) -> Result:
+def _addmm_over(use: Use, build: GraphBuilder, tile: Tile) -> Result:
     """y = bias + x @ w, over rows of w."""
     bias = _node(use.node.args[0])
-    others = write.split(_node(use.node.args[1]), use.sizes, 1)
+    others = build.split(_node(use.node.args[1]), use.sizes, 1)
     pairs = ((others[n], tile(n)) for n in range(len(use.sizes)))
-    return Result(_total(use.node, write, pairs, bias))
+    return Result(_total(use.node, build, pairs, bias))
 
 
-def _embedding(use: Use, write: Writer, tile: Tile) -> Result | None:
+def _embedding(use: Use, build: GraphBuilder, tile: Tile) -> Result | None:
     """Each id is looked up in the tile that has its row.
 
     An id that no row has is asked of the first or the last tile, which refuses it.
@@ -161,50 +161,48 @@ def _embedding(use: Use, write: Writer, tile: Tile) -> Result | None:
     for n, rows in enumerate(use.sizes):
         local = ids
         if n:
-            local = write.call(aten.clamp.default, local, 0, None)
+            local = build(aten.clamp.default, local, 0, None)
         if n < last:
-            local = write.call(aten.clamp.default, local, None, rows - 1)
-        found = write.call(aten.embedding.default, tile(n), local)
+            local = build(aten.clamp.default, local, None, rows - 1)
+        found = build(aten.embedding.default, tile(n), local)
         if out is None:
             out = found
         else:
-            inside = write.call(aten.unsqueeze.default, write.call(aten.ge.Scalar, ids, 0), -1)
-            out = write.call(aten.where.self, inside, found, out)
+            inside = build(aten.unsqueeze.default, build(aten.ge.Scalar, ids, 0), -1)
+            out = build(aten.where.self, inside, found, out)
         if n < last:
-            ids = write.call(aten.sub.Tensor, ids, rows)
+            ids = build(aten.sub.Tensor, ids, rows)
     return Result(out)
 
 
-def _convolution(use: Use, write: Writer, tile: Tile) -> Result:
+def _convolution(use: Use, build: GraphBuilder, tile: Tile) -> Result:
     """Over output channels."""
     x, _, bias, *rest = use.node.args
     biases: Sequence[fx.Node | None] = [None] * len(use.sizes)
     if isinstance(bias, fx.Node):
-        biases = write.split(bias, use.sizes, 0, copied=True)
-    return _joined(
-        use, write, lambda n: write.call(use.node.target, x, tile(n), biases[n], *rest), 1
-    )
+        biases = build.split(bias, use.sizes, 0, copied=True)
+    return _joined(use, build, lambda n: build(use.node.target, x, tile(n), biases[n], *rest), 1)
 
 
-def _convolution_backward(use: Use, write: Writer, tile: Tile) -> Result:
+def _convolution_backward(use: Use, build: GraphBuilder, tile: Tile) -> Result:
     """Input gradients of all tiles add up; each tile has its own weight and bias gradient."""
     grad, x, _, bias_sizes, *rest = use.node.args
-    grads = write.split(_node(grad), use.sizes, 1)
+    grads = build.split(_node(grad), use.sizes, 1)
     mask: Any = rest[-1]
     total: fx.Node | None = None
     weights: list[fx.Node] = []
     biases: list[fx.Node] = []
     for n, rows in enumerate(use.sizes):
         sizes = [rows] if bias_sizes and mask[2] else bias_sizes
-        made = write.call(use.node.target, grads[n], x, tile(n), sizes, *rest)
+        made = build(use.node.target, grads[n], x, tile(n), sizes, *rest)
         if mask[0]:
-            part = write.item(made, 0)
-            total = part if total is None else write.call(aten.add.Tensor, total, part)
+            part = build.item(made, 0)
+            total = part if total is None else build(aten.add.Tensor, total, part)
         if mask[1]:
-            weights.append(write.item(made, 1))
+            weights.append(build.item(made, 1))
         if mask[2]:
-            biases.append(write.item(made, 2))
-    bias = write.call(aten.cat.default, biases, 0) if biases else None
+            biases.append(build.item(made, 2))
+    bias = build(aten.cat.default, biases, 0) if biases else None
     return Result(None, (total, None, bias), ((1, tuple(weights)),) if weights else ())
 
 
@@ -354,12 +352,12 @@ def weights_of(graph: fx.Graph, plan: GraphPlan) -> Iterator[Weight]:
         if others and not whole:
             whole = f"%{others[0][0].name} cannot be computed over tiles of it"
         why = f"{spec.name} is gathered whole: {whole}" if whole else ""
-        nbytes = max(fetched(g).nbytes for g in made)
+        nbytes = max(layout_of_fetch(g).nbytes for g in made)
         yield Weight(handle, str(spec.name), rows, nbytes, tuple(readers), tuple(others), why)
 
 
 def _is_row_major(gather: fx.Node, spec: ParamSpec) -> bool:
-    brings = fetched(gather)
+    brings = layout_of_fetch(gather)
     plain = brings.offset == 0 and brings.stride == row_major(brings.size)
     return plain and brings == spec.layout
 

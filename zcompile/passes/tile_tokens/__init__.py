@@ -163,7 +163,7 @@ class _Trials:
         if max(found, default=1) == 1:
             return plan
         sliced = _write(self.graph, self.regions, found)
-        said = [*(region.told() for region in sliced), *self.why]
+        said = [*(region.describe() for region in sliced), *self.why]
         return self._noted(_with_slices(plan, sliced), said)
 
     def _noted(self, plan: GraphPlan, said: Sequence[str]) -> GraphPlan:
@@ -195,7 +195,7 @@ class _Trials:
         graph = self.graph
         try:
             if sliced:
-                graph, mapping = copied(graph)
+                graph, mapping = copy_graph(graph)
                 _write(graph, [region.there(mapping) for region in self.regions], slices)
             self.cuts = self._cuts(graph, plan, sliced)
         except BudgetExceeded as error:

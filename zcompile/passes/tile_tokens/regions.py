@@ -360,7 +360,7 @@ def _counts(graph: fx.Graph) -> list[int]:
 def _split(graph: fx.Graph, count: int) -> tuple[int, int] | None:
     """Batch and length, as the first view has them that makes rows of tokens of them, or back."""
     for node in graph.nodes:
-        if node.target not in VIEWS or not isinstance(node.args[0], fx.Node):
+        if node.target not in SIZED_VIEWS or not isinstance(node.args[0], fx.Node):
             continue
         pair = [n.meta["val"].shape for n in (node.args[0], node)]
         for flat, deep in (pair, pair[::-1]):

@@ -16,12 +16,11 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import bases_of, root_of
-from zcompile.ir.rewrite import Pen
+from zcompile.ir.rewrite import SUM_DTYPE, GraphBuilder
 from zcompile.passes.tile_tokens.regions import Half, Region, halves_of
-from zcompile.passes.tile_tokens.rules import VIEWS, Tokens, is_turned
+from zcompile.passes.tile_tokens.rules import SIZED_VIEWS, Tokens, is_turned
 
 aten = torch.ops.aten
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def rewrite_region(graph: fx.Graph, region: Region, slices: int) -> bool:
@@ -42,14 +41,13 @@ class _Writing:
     def write(self) -> None:
         half = self.half
         parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in half.rows}
-        with self.graph.inserting_before(half.start):
-            for number in range(self.slices):
-                made = self._slice(number)
-                for node in half.rows:
-                    parts[node].append(made[node])
-            whole = {node: self._joined(node, pieces) for node, pieces in parts.items()}
-            for node, total in self.sums.items():
-                whole[node] = self._pen(node).cast(total, node.meta["val"].dtype)
+        for number in range(self.slices):
+            made = self._slice(number)
+            for node in half.rows:
+                parts[node].append(made[node])
+        whole = {node: self._joined(node, pieces) for node, pieces in parts.items()}
+        for node, total in self.sums.items():
+            whole[node] = self._builder(node).cast(total, node.meta["val"].dtype)
         for node in half.late:
             half.start.prepend(node)
         for node, put_together in whole.items():
@@ -58,8 +56,8 @@ class _Writing:
             if not node.users:
                 self.graph.erase_node(node)
 
-    def _pen(self, node: fx.Node) -> Pen:
-        return Pen(self.graph, self.half.phase, node)
+    def _builder(self, node: fx.Node) -> GraphBuilder:
+        return GraphBuilder(self.graph, self.half.start, node, self.half.phase)
 
     def _slice(self, number: int) -> dict[fx.Node, fx.Node]:
         """Everything over one slice: node -> what it is there."""
@@ -72,16 +70,16 @@ class _Writing:
         return made
 
     def _narrowed(self, node: fx.Node, number: int) -> fx.Node:
-        pen, step = self._pen(node), self.tokens.count // self.slices
+        build, step = self._builder(node), self.tokens.count // self.slices
         begin = number * step
         if is_turned(node, self.tokens):
-            return _part(pen, node, 1, begin, begin + step)
+            return _part(build, node, 1, begin, begin + step)
         if self.tokens.lead(node) == 1:
-            return _part(pen, node, 0, begin, begin + step)
+            return _part(build, node, 0, begin, begin + step)
         _, length = self._split()
         first, rest = divmod(begin, length)
-        row = _part(pen, node, 0, first, first + max(1, step // length))
-        return row if step >= length else _part(pen, row, 1, rest, rest + step)
+        row = _part(build, node, 0, first, first + max(1, step // length))
+        return row if step >= length else _part(build, row, 1, rest, rest + step)
 
     def _split(self) -> tuple[int, int]:
         assert self.tokens.split is not None, "else all tokens are one dimension"
@@ -98,12 +96,12 @@ class _Writing:
     def _once(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
         there = {**self._views(node), **made}
         args = list(_there(node.args, there))
-        pen = self._pen(node)
-        if node.target in VIEWS:
+        build = self._builder(node)
+        if node.target in SIZED_VIEWS:
             if node.target is not aten.expand.default:
-                args[0] = pen.row_major(args[0])
+                args[0] = build.contiguous(args[0])
             args[1] = self._sizes(node)
-        return pen(node.target, *args, **_there(dict(node.kwargs), there))  # type: ignore[arg-type]  # an op
+        return build(node.target, *args, **_there(dict(node.kwargs), there))
 
     def _views(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
         """Views of whole weights, taken anew for each reader: a view that is taken once keeps what
@@ -115,31 +113,31 @@ class _Writing:
         if root_of(node).target is not ops.gather or len(bases) != 1:
             return node
         (base,) = bases
-        return self._pen(node)(node.target, *_there(node.args, {base: self._view(base)}))  # type: ignore[arg-type]  # an op
+        return self._builder(node)(node.target, *_there(node.args, {base: self._view(base)}))
 
     def _add(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> None:
         """One slice's part of a sum, into what the slices before gave."""
-        pen, dtype = self._pen(node), node.meta["val"].dtype
+        build, dtype = self._builder(node), node.meta["val"].dtype
         total = self.sums.get(node)
-        if total is not None and node.target is aten.mm.default and dtype not in WIDER:
-            self.sums[node] = pen(aten.addmm_.default, total, *_there(node.args, made))
+        if total is not None and node.target is aten.mm.default and dtype not in SUM_DTYPE:
+            self.sums[node] = build(aten.addmm_.default, total, *_there(node.args, made))
             return
-        part = pen.cast(self._once(node, made), WIDER.get(dtype, dtype))
-        self.sums[node] = part if total is None else pen(aten.add_.Tensor, total, part)
+        part = build.cast(self._once(node, made), SUM_DTYPE.get(dtype, dtype))
+        self.sums[node] = part if total is None else build(aten.add_.Tensor, total, part)
 
     def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
-        pen = self._pen(node)
+        build = self._builder(node)
         if self.tokens.lead(node) == 1 or self._sizes(node)[1] == node.meta["val"].shape[1]:
-            return pen(aten.cat.default, parts, 0)
+            return build(aten.cat.default, parts, 0)
         shape, step = list(node.meta["val"].shape), self.tokens.count // self.slices
-        flat = [pen(aten.view.default, pen.row_major(p), [step, *shape[2:]]) for p in parts]
-        return pen(aten.view.default, pen(aten.cat.default, flat, 0), shape)
+        flat = [build(aten.view.default, build.contiguous(p), [step, *shape[2:]]) for p in parts]
+        return build(aten.view.default, build(aten.cat.default, flat, 0), shape)
 
 
 def _there(given: Any, made: Mapping[fx.Node, fx.Node]) -> Any:
     return fx.node.map_arg(given, lambda node: made.get(node, node))
 
 
-def _part(pen: Pen, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+def _part(build: GraphBuilder, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
     whole = begin == 0 and end == node.meta["val"].shape[dim]
-    return node if whole else pen(aten.slice.Tensor, node, dim, begin, end)
+    return node if whole else build(aten.slice.Tensor, node, dim, begin, end)

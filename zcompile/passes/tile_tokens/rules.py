@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from zcompile.ir.graph import RESHAPES
 from zcompile.ir.torch_compat import Dispatched
 
 aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 ROWS, TURNED, SUM = "rows", "turned", "sum"
-VIEWS = frozenset(
-    {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default}
-)
+SIZED_VIEWS = RESHAPES | {aten.expand.default}
 """Ops that are given the sizes of their result."""
 OVER_FEATURES = frozenset(
     {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
@@ -232,7 +231,7 @@ SPECIAL: dict[object, Callable[[fx.Node, Tokens], Rule | None]] = {
     aten.native_layer_norm_backward.default: _norm(0, 1, 3, 4, results=(ROWS, SUM, SUM)),
     aten._fused_rms_norm.default: _norm(0, results=(ROWS, ROWS)),
     aten._fused_rms_norm_backward.default: _norm(0, 1, 3, results=(ROWS, SUM)),
-    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(SIZED_VIEWS, _view),
     **dict.fromkeys(OVER_FEATURES, _reduced),
     **dict.fromkeys(CUTS, _cut),
 }

@@ -330,7 +330,7 @@ def step_time(job: Job, machine: Machine, assumed: Assumptions | None = None) ->
     rates = Rates(job, machine, assumed or Assumptions())
     passes, update = simulate(passes_tasks(rates)), simulate(update_tasks(rates))
     seconds = passes.seconds + update.seconds
-    busy_s = {machine.told(lane): s for lane, s in _sum(passes, update).items()}
+    busy_s = {machine.describe(lane): s for lane, s in _sum(passes, update).items()}
     return StepTime(
         passes.seconds,
         update.seconds,

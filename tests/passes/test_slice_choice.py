@@ -2,7 +2,7 @@
 
 import pytest
 
-from zcompile.passes.tile_tokens.regions import RegionDemand, choose_slices, counts_of, finer
+from zcompile.passes.tile_tokens.regions import RegionDemand, choose_slices, counts_of, more_slices
 
 HALVES = (1, 2, 4, 8)
 
@@ -51,4 +51,4 @@ def test_the_fewest_slices_that_fit_are_chosen(whole, sliced, room, chosen):
     ],
 )
 def test_what_holds_most_is_cut_once_more(sliced, slices, made):
-    assert finer([RegionDemand(0, nbytes, HALVES) for nbytes in sliced], slices) == made
+    assert more_slices([RegionDemand(0, nbytes, HALVES) for nbytes in sliced], slices) == made

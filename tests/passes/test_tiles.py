@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zcompile.ir.types import aligned
-from zcompile.passes.tile_matmuls.sizes import MOST_TILES, Held, choose_cuts, choose_tiles
+from zcompile.passes.tile_matmuls.sizes import MOST_TILES, GatheredValue, choose_cuts, choose_tiles
 
 K = 1024
 
@@ -42,7 +42,7 @@ def test_tiles_cover_all_rows_and_are_alike(rows, row_nbytes, most_nbytes):
 
 
 def held(key, *reads, kib=8, row=64):
-    return Held(key, reads, kib * K, row)
+    return GatheredValue(key, reads, kib * K, row)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_choose_cuts(values, budget, tile_bytes, chosen):
 )
 def test_what_is_left_whole_fits(rows, budget_kib):
     values = [
-        Held(str(n), tuple(sorted(reads)), kib * K, 512) for n, (reads, kib) in enumerate(rows)
+        GatheredValue(str(n), tuple(sorted(reads)), kib * K, 512)
+        for n, (reads, kib) in enumerate(rows)
     ]
     cuts = choose_cuts(values, budget_kib * K, None)
     for place in range(21):

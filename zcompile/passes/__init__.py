@@ -1,1 +1,1 @@
-"""The passes: one decision each, one file each. The order stands in `pipeline.py`."""
+"""Decide how a graph runs, one decision a pass, and lower it to a schedule."""

@@ -1,4 +1,4 @@
-"""Every gathered parameter gets an address in the device arena; the peak is proven here."""
+"""Gives every gathered parameter an address in the device arena, and checks the budget."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +39,7 @@ class AllocateArena(Pass):
 
 
 def _slots(graph: fx.Graph, plan: GraphPlan, phase: Phase) -> Mapping[NodeName, Slot]:
+    """The slots of the fetches of one phase."""
     where = positions(graph)
     fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
     blocks = []

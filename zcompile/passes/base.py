@@ -1,4 +1,4 @@
-"""What a pass is, and the facts that tie passes together."""
+"""Defines what a pass is, and the facts that tie passes together."""
 
 import enum
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from zcompile.ir.plan import GraphPlan
 
 
 class Fact(enum.Enum):
-    """Something that holds of a graph, whoever made it so."""
+    """A property of a graph that one pass establishes and another needs."""
 
     PHASES_ASSIGNED = "phases assigned"
     LOSSES_TILED = "losses tiled"
@@ -30,7 +30,9 @@ class Fact(enum.Enum):
 class Pass(ABC):
     """Edits the graph it is given and returns the plan, changed or as it came.
 
-    It reads nothing but its arguments and its own fields: no device, no clock, no environment.
+    A pass reads nothing but its arguments and its own fields: no device, no clock, no environment.
+
+    needs, gives  facts that must hold before, and that hold after
     """
 
     name: ClassVar[str]
@@ -39,4 +41,7 @@ class Pass(ABC):
 
     @abstractmethod
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
-        """raises  ZinfError, if what the user asked for cannot be met"""
+        """Edit `graph` in place and return the plan.
+
+        raises  ZinfError, if what the user asked for cannot be met
+        """

@@ -1,4 +1,4 @@
-"""Compute between our ops, cut into regions."""
+"""Cuts compute between zinf ops into regions."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,7 +49,7 @@ class CutRegions(Pass):
 
 
 def _view_again(graph: fx.Graph, wait: fx.Node, heads: dict[int, fx.Node]) -> None:
-    """Each region that reads a view of `wait` makes that view itself, at its head."""
+    """Give each region that reads a view of `wait` that view of its own, at its head."""
     views = [alias for alias in aliases_of(wait) if alias is not wait]
     made: dict[tuple[fx.Node, int], fx.Node] = {}
     made_of: dict[fx.Node, fx.Node] = {}

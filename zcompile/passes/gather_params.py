@@ -1,4 +1,4 @@
-"""One gather per parameter and phase, right before its first reader."""
+"""Fetches each parameter once per phase, right before its first reader."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,7 +35,7 @@ class GatherParams(Pass):
         %d = aten.mm(%dy, %t)   (backward)        backward:  fetch, wait, aten.t, aten.mm again
 
     Forward therefore saves the handle for backward, never the full value. Casts of a gathered
-    parameter are made again in backward too. A result that is a view of a gathered parameter is
+    parameter are computed again in backward too. A result that is a view of a gathered parameter is
     copied, since the bytes under it are given back.
     """
 
@@ -59,7 +59,7 @@ class GatherParams(Pass):
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Gathers of one handle and layout become one, but for those that are for one use alone."""
+    """Merge gathers of one handle and layout, but for those that are marked for one use alone."""
     seen: dict[object, fx.Node] = {}
     for gather in find(graph, ops.gather):
         key = (use_of(gather), *(str(argument) for argument in gather.args))
@@ -70,6 +70,7 @@ def _merge_equal(graph: fx.Graph) -> None:
 
 
 def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
+    """Give the readers in backward a gather of their own, with its views and casts."""
     copies: dict[fx.Node, fx.Node] = {}
     family = set(family_of(gather))
 
@@ -96,7 +97,8 @@ def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
 
 
 def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:
-    """gather -> fetch, wait; both right before the first reader, and before views of others."""
+    """Replace a gather by fetch and wait, right before its first reader, and before views of
+    others."""
     if not gather.users:
         graph.erase_node(gather)
         return
@@ -130,7 +132,7 @@ def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:
 
 
 def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
-    """A graph output that shares the gathered bytes gets bytes of its own."""
+    """Copy each graph output that shares the gathered bytes."""
     output = output_of(graph)
     for alias in list(aliases_of(wait)):
         if output not in alias.users or not isinstance(alias.meta.get("val"), torch.Tensor):

@@ -1,4 +1,4 @@
-"""Who watches the passes: the log, one line a pass, and the dump, everything a pass did.
+"""Reports what passes did: one line a pass on the log, and everything in the dump.
 
 `TORCH_LOGS="+zcompile"` shows the lines; `ZINF_DUMP=DIR` or `Config(dump=DIR)` writes the files of
 `ir/serialize.py`. With neither, nothing is computed and nothing is written.
@@ -36,12 +36,12 @@ from zcompile.ir.version import VERSION
 log = logging.getLogger("zcompile.passes")
 
 Runs = MutableMapping[Path, "RunDir"]
-"""Run directories opened so far, by the directory asked for; kept by whoever owns the model."""
+"""Directory that was asked for -> the run in it; kept by whoever owns the model."""
 
 
 @dataclass
 class RunDir:
-    """One run on disk: the graphs a model was compiled to, in order."""
+    """One run on disk: the graphs that a model was compiled to, in order."""
 
     path: Path
     config: Config
@@ -59,7 +59,7 @@ class RunDir:
 
 
 def open_run(config: Config, runs: Runs) -> RunDir | None:
-    """The run this model's graphs are written to; None if no dump was asked for.
+    """The run that this model's graphs are written to; None if no dump was asked for.
 
     raises  DiskUnusable, if the directory cannot be made
     """
@@ -79,7 +79,7 @@ def open_run(config: Config, runs: Runs) -> RunDir | None:
 
 
 class Watcher:
-    """Told of every pass, the final plan and each schedule of one graph."""
+    """Records every pass, the final plan and each schedule of one graph."""
 
     def __init__(self, name: str, run: RunDir | None = None) -> None:
         self.name = name
@@ -96,11 +96,13 @@ class Watcher:
         return self._dir is None and not log.isEnabledFor(logging.DEBUG)
 
     def before(self, graph: fx.Graph, plan: GraphPlan) -> None:
+        """Record the graph before the first pass."""
         if not self._idle:
             self._counts, self._peak = _census(graph), max(profile(graph), default=0)
             self._record(form.PassRecord(0, form.CAPTURED, {}, self._peak, self._peak), graph, plan)
 
     def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None:
+        """Record what pass number `step` did."""
         if self._idle:
             return
         counts, peak = _census(graph), max(profile(graph), default=0)
@@ -113,16 +115,17 @@ class Watcher:
         self._record(row, graph, plan)
 
     def planned(self, graph: fx.Graph, plan: GraphPlan) -> None:
+        """Record the plan after the last pass."""
         if self._dir is not None:
             form.plan_file(self._dir).write_text(serialize.encode(_plan(self.name, graph, plan)))
 
     def lowered(self, schedule: Schedule) -> None:
-        """Write what the passes made of one phase; no call has walked it yet."""
+        """Record the schedule that the passes made of one phase, before any call walks it."""
         if self._dir is not None:
             self._write(schedule, [])
 
     def walked(self, schedule: Schedule, placement: int) -> None:
-        """Write the schedule that a call walks, if the dump lacks it.
+        """Record the schedule that a call walks, if the dump lacks it.
 
         placement  a number per placement of entries: a new one takes the files of the one before
         """
@@ -170,7 +173,7 @@ def _census(graph: fx.Graph) -> Counter[str]:
 
 
 def _owners(graph: fx.Graph, plan: GraphPlan) -> dict[fx.Node, str]:
-    """Which parameter, or value that is away, a handle and every zinf node about it belongs to."""
+    """Name of the parameter, or offloaded value, behind each handle and each zinf node."""
     owners: dict[fx.Node, str] = {}
     for handle in graph.nodes:
         if handle.name not in plan.params:
@@ -245,7 +248,7 @@ def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
 
 
 def _slots(graph: fx.Graph, plan: GraphPlan) -> Iterator[form.SlotRecord]:
-    """Of each fetch, in graph order; lines count from 0 within its phase."""
+    """The slot of each fetch, in graph order; lines count from 0 within its phase."""
     owners = _owners(graph, plan)
     lines: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:

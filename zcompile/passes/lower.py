@@ -1,20 +1,18 @@
-"""The last graph becomes a schedule: a flat list of instructions with registers and tickets.
-
-A schedule arranged anew for a placement: what rests on the device is not moved any more.
+"""Lowers the last graph to a schedule, and schedules it anew once a placement is known.
 
 The passes plan a graph as if every parameter came from afar, since a graph does not know which
-entries a call will be about. Once a placement says what rests on the device, the same list is
-arranged for it: resident parameters are borrowed where they lie, and the fetches that are left
-start as early as the arena's window allows.
+entries a call will be about. `lower` writes that plan down as instructions. Once a placement says
+what rests on the device, `arrange` makes the schedule for it: resident parameters are viewed in
+place, and the fetches that are left start as early as the arena's window allows.
 
-        fetch a -> [0, 4K)                        fetch b -> [0, 8K)
-        fetch b -> [4K, 12K)                      borrow a
-        wait a                                    run 0
-        run 0                           ->        wait b
-        free a                                    run 1
-        wait b                                    free b
-        run 1
-        free b
+    fetch a -> [0, 4K)                        fetch b -> [0, 8K)
+    fetch b -> [4K, 12K)                      borrow a
+    wait a                                    run 0
+    run 0                           ->        wait b
+    free a                                    run 1
+    wait b                                    free b
+    run 1
+    free b
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +56,7 @@ from zcompile.memory.step_footprint import peak_of
 from zcompile.passes.schedule_prefetch import Need, choose_starts
 
 NOTHING: Mapping[NodeName, int] = MappingProxyType({})
+"""No handle whose gradient is sent home."""
 
 
 def lower(
@@ -68,11 +67,11 @@ def lower(
     compiled: Compiled,
     sinks: Mapping[NodeName, int] = NOTHING,
 ) -> Schedule:
-    """Walk a graph of one phase and write down what the executor is to do.
+    """The schedule of a graph of one phase.
 
     gm        holds zinf ops and compute nodes that carry their region
     compiled  regions by structure, extended by the new ones of this graph
-    sinks     handles whose gradient the backward of this forward will send home -> in how many
+    sinks     handle whose gradient the backward of this forward will send -> number of
               contributions
     """
     return _Lowering(gm, plan, phase, name, compiled, sinks).schedule()
@@ -80,6 +79,14 @@ def lower(
 
 @dataclass
 class _Lowering:
+    """Walks a graph and emits instructions.
+
+    last_run     index of the last `Run` so far
+    freed        slots given back, each with the ticket of the last run before
+    started      fetch node -> its instruction
+    last_reader  node -> its last reader
+    """
+
     gm: fx.GraphModule
     plan: GraphPlan
     phase: Phase
@@ -148,6 +155,7 @@ class _Lowering:
         )
 
     def _read_back(self) -> tuple[tuple[EntryIndex, Layout], ...]:
+        """Parameters that a backward fetches, with their layouts."""
         if self.phase is not Phase.BACKWARD:
             return ()
         read = {fetch.entry for fetch in self.started.values()}
@@ -171,6 +179,7 @@ class _Lowering:
         return GradientOf(None, self.handles[handle])
 
     def _run(self, nodes: list[fx.Node]) -> None:
+        """Emit the region that these compute nodes form."""
         inputs, outputs = inputs_of(nodes), outputs_of(nodes)
         inside = set(nodes)
         drops = [
@@ -192,7 +201,10 @@ class _Lowering:
         )
 
     def _into(self, outputs: list[fx.Node]) -> dict[int, EntryIndex]:
-        """The outputs that are products, and whole gradients and nothing else: of which entries."""
+        """Position of each output that can be computed into a gradient's entry -> that entry.
+
+        Such an output is a matrix product, a whole gradient and nothing else.
+        """
         found: dict[int, EntryIndex] = {}
         for position, node in enumerate(outputs):
             (user, *others) = node.users
@@ -205,7 +217,7 @@ class _Lowering:
         return found
 
     def _mark(self) -> tuple[Ticket, ...]:
-        """A ticket for "compute has come this far": of the last run so far, if there is one."""
+        """The ticket of the last run so far; none, if nothing has run."""
         if self.last_run is None:
             return ()
         run = self.instructions[self.last_run]
@@ -217,6 +229,7 @@ class _Lowering:
         return (run.ticket,)
 
     def _ours(self, node: fx.Node) -> None:
+        """Emit the instruction of a zinf op."""
         if node.target is ops.fetch:
             self._fetch(node)
         elif node.target is ops.wait:
@@ -250,7 +263,7 @@ class _Lowering:
             self._leaves(node)
 
     def _leaves(self, node: fx.Node) -> None:
-        """A gradient, or a tile of one, goes home."""
+        """Emit the transfer of a gradient, or a tile of one, to its entry."""
         assert node.target in ops.SINKS, node
         grad, handle, *at = node.args
         assert isinstance(grad, fx.Node)
@@ -313,6 +326,8 @@ class _Lowering:
 
 
 def _cast(spec: ParamSpec, brings: Layout) -> Cast | None:
+    """The cast from the dtype of a parameter to that of the copy a fetch brings; None, if it brings
+    the parameter itself."""
     wide = spec.layout.dtype
     return None if brings.dtype is wide else Cast(wide, brings.dtype)
 
@@ -341,12 +356,12 @@ def arrange(
     max_lead: int,
     stay: frozenset[EntryIndex] = frozenset(),
 ) -> Schedule:
-    """`schedule` (forward or backward) for a call whose `resident` entries rest on the device, and
-    the gradients of whose entries `stay` where they are made.
+    """`schedule` (forward or backward) for a call whose `resident` entries rest on the device.
 
     budget_bytes  of the arena, for what is fetched
     max_lead      runs that a fetch may start ahead of its first reader
-    raises  BudgetExceeded, if what one run reads does not fit
+    stay          entries whose gradients stay where they are made
+    raises        BudgetExceeded, if what one run reads does not fit
     """
     stages = program_of(schedule.with_staying(stay))
     moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
@@ -378,14 +393,15 @@ def arrange(
 
 @dataclass(frozen=True)
 class ArenaShare:
-    """How a step's schedules share the arena with what rests there.
+    """How the schedules of a step share the arena with entries that rest there.
 
     window_bytes  for what is fetched
     max_lead      runs that a fetch may start ahead
     chunk_bytes   most bytes per operand and chunk of the optimizer's step
+    reach         whether the optimizer's step computes with entries on the host in place
     depth         most chunks of that step in the arena at once
-    scratch         beside the arena, where no graph holds it: for that step, if it is larger
-    reach         that step computes with what rests on the host where it lies
+    scratch       memory outside the arena that no graph holds during that step; used if it is
+                  larger
     """
 
     window_bytes: int
@@ -397,7 +413,7 @@ class ArenaShare:
 
     @property
     def step_room(self) -> StepRoom:
-        """What the optimizer's step streams through."""
+        """Memory that the optimizer's step streams through."""
         window = StepRoom(0, self.window_bytes, self.chunk_bytes, self.depth)
         return self.scratch if self.scratch.nbytes > window.nbytes else window
 
@@ -405,6 +421,7 @@ class ArenaShare:
 def arranged(step: StepTrace, homes: Mapping[int, str], arena: ArenaShare) -> StepTrace:
     """A whole step under a placement, as the runtime will walk it.
 
+    homes   key of an entry -> the tier that it rests on
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
     made: dict[tuple[object, ...], Schedule] = {}
@@ -438,6 +455,7 @@ def _arranged(
 
 
 def _rests(column: Column, home: str, still: frozenset[str]) -> Column:
+    """`column` with its operand on tier `home`."""
     resident = home in ON_DEVICE if column.eased else home in still
     return replace(column, resident=resident, far=home == "disk")
 
@@ -449,6 +467,7 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
 
 
 def _placed(value: Value, slot: Slot) -> Value:
+    """`value` in another slot."""
     return replace(
         value,
         fetch=replace(value.fetch, slot=slot),
@@ -458,7 +477,11 @@ def _placed(value: Value, slot: Slot) -> Value:
 
 
 class _Assembly:
-    """Writes the list down again; tickets say what a slot's next fetch must wait for."""
+    """Writes the instructions of an arranged schedule.
+
+    moved, starts  values that are fetched, and the run before which each fetch starts
+    still          values that are viewed in place
+    """
 
     def __init__(
         self,
@@ -499,7 +522,8 @@ class _Assembly:
             yield from self._stages.leaving[n + 1]
 
     def _afters(self) -> dict[Ticket, tuple[Ticket, ...]]:
-        """What each fetch must come after: the last run that read what lay in its bytes."""
+        """Ticket of each fetch -> tickets that it must wait for: of the last run that read its
+        bytes."""
         after: dict[Ticket, tuple[Ticket, ...]] = {}
         for n in range(len(self._stages.runs)):
             for value in self._starting.get(n, ()):
@@ -515,6 +539,7 @@ class _Assembly:
         return after
 
     def _ticket(self, run: int) -> Ticket:
+        """The ticket of a run, given out if it has none."""
         found = self._tickets[run]
         if found is None:
             found = self._tickets[run] = Ticket(self._next)

@@ -1,4 +1,4 @@
-"""A parameter that is only read after a cast is fetched in the narrower dtype."""
+"""Fetches a parameter that is only read after a cast in the dtype of that cast."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -23,10 +23,10 @@ class NarrowParams(Pass):
 
     The store keeps such a copy beside the parameter and makes it by the same cast, so no bit
     changes. This is how autocast reads weights: half the bytes travel, and the optimizer still
-    updates the wide ones. Only for parameters that rest on disk: a copy of one that rests on the
-    host would take more of it, or rest on disk itself.
+    updates the float32 master. Only for parameters that rest on disk: a copy of a parameter on the
+    host would take more of the host, or rest on disk itself.
 
-    dtype  None leaves all as it is
+    dtype  of the copies; None leaves all as it is
     """
 
     dtype: torch.dtype | None = None
@@ -45,6 +45,7 @@ class NarrowParams(Pass):
         return plan
 
     def _narrow(self, graph: fx.Graph, fetch: fx.Node, plan: GraphPlan) -> bool:
+        """Fetch the copy, if all readers cast to it and it exists; returns whether."""
         (wait,) = fetch.users
         casts = list(wait.users)
         spec = plan.spec_of(fetch)
@@ -65,7 +66,7 @@ class NarrowParams(Pass):
         return True
 
     def _casts(self, graph: fx.Graph, wait: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` is the cast, and does nothing else."""
+        """Whether `user` is a cast to `dtype`, and does nothing else."""
         if user.target not in CASTS or output_of(graph) in user.users:
             return False
         value, result = wait.meta["val"], user.meta["val"]

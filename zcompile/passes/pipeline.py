@@ -1,5 +1,7 @@
-"""The order of passes, top to bottom, written once; and the runner that does for every pass what
-no pass does for itself: verify, tell the watcher, recompile at the end.
+"""Lists the passes in their order, written once, and runs them.
+
+The runner does for every pass what no pass does for itself: verify, tell the watcher, recompile at
+the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ from zcompile.verify.graph import verify
 
 
 class Watch(Protocol):
-    """Who is told what each pass did: the log, the dump, both, or nobody."""
+    """Is told what each pass did: the log, the dump, both, or neither."""
 
     def before(self, graph: fx.Graph, plan: GraphPlan) -> None: ...
 
@@ -38,7 +40,7 @@ class Watch(Protocol):
 
 
 class Silence:
-    """A watcher that looks at nothing."""
+    """A watcher that does nothing."""
 
     def before(self, graph: fx.Graph, plan: GraphPlan) -> None:
         pass
@@ -59,7 +61,7 @@ def pipeline(
 ) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
-    around  the machine that activations are planned for; None: all are kept
+    around  the machine that activations are planned for; None: all are saved
     """
     gathered = (
         GatherParams(),  # one gather per parameter and phase, before its first reader

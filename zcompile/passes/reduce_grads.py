@@ -1,4 +1,4 @@
-"""A gradient goes home as soon as it is made; the graph returns nothing in its place."""
+"""Sends each gradient of a tiered parameter home as soon as it is made."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def sinks(graph: fx.Graph, plan: GraphPlan) -> Mapping[int | None, fx.Node]:
 
 
 def _transposed_back(grad: fx.Node) -> fx.Node:
-    """What `grad` is a transpose of a transpose of, if it lies as that does."""
+    """The value that `grad` is a transpose of a transpose of, if it has the same layout."""
     node = grad
     while node.target in TRANSPOSES:
         (node,) = node.all_input_nodes
@@ -77,8 +77,11 @@ def _transposed_back(grad: fx.Node) -> fx.Node:
 
 
 def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:
-    """A gradient is still on its way home when the call has ended: nobody else may hold its bytes,
-    as a caller does who gave them or is given them."""
+    """`grad`, or a copy of it, if somebody outside the call holds its bytes.
+
+    The gradient is still in flight when the call has ended, and a caller who gave those bytes, or
+    is given them, may change them.
+    """
     root = root_of(grad)
     if root.op != "placeholder" and root not in kept:
         return grad
@@ -97,6 +100,7 @@ def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:
 
 
 def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: GraphPlan) -> fx.Node:
+    """Send `grad` to the entry of `handle`."""
     stem = str(plan.params[NodeName(handle.name)].name).replace(".", "_")
     backward = phase_of(grad) is Phase.BACKWARD
     point = graph.inserting_after(grad) if backward else graph.inserting_before(output_of(graph))

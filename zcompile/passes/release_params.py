@@ -1,4 +1,4 @@
-"""Give a gathered parameter's bytes back after its last reader."""
+"""Gives the bytes of a gathered parameter back after its last reader."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Start each fetch early enough to be there in time, and no earlier than the budget allows."""
+"""Starts each fetch early enough to be there in time, and no earlier than the budget allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from zcompile.passes.base import Fact, Pass
 
 @dataclass(frozen=True)
 class Need:
-    """A gathered parameter: the first and last region that read it.
+    """A gathered parameter, and the first and last region that reads it.
 
     name    for error messages
-    nbytes  that are brought
+    nbytes  that a fetch brings
     """
 
     name: str
@@ -65,8 +65,10 @@ class SchedulePrefetch(Pass):
 
 
 def _least_arena(needs: Sequence[Need], budget_bytes: int | None) -> int:
-    """Bytes in which they surely find addresses, without any lead: a search found some for the
-    budget, if need be."""
+    """Bytes of an arena in which the fetches surely find addresses, without any lead.
+
+    Never more than the budget, for which addresses have been found.
+    """
     least = _packed(needs, [need.first for need in needs])
     return least if budget_bytes is None else min(least, budget_bytes)
 
@@ -78,12 +80,15 @@ def choose_starts(
     where: str,
     beside: GraphMemory = NOTHING_BESIDE,
 ) -> tuple[int, ...]:
-    """Before which region each fetch starts: its first reader's, or up to `max_lead` earlier.
+    """For each fetch the region before which it starts: that of its first reader, or up to
+    `max_lead` earlier.
 
     Needs come in the order of their first readers. Soonest first, each is moved as early as the
-    bytes allowed in flight permit; the allowance is the largest, found by bisection, for which
-    the addresses still fit.
+    bytes allowed in flight permit; the allowance is the largest, found by bisection, for which the
+    addresses still fit.
 
+    where   phase, for the error
+    beside  live bytes outside the arena, for the error
     raises  BudgetExceeded, if they do not fit even without any lead
     """
     in_place = tuple(need.first for need in needs)
@@ -110,6 +115,7 @@ def choose_starts(
 
 
 def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, ...]:
+    """For each fetch the earliest start with which at most `allowance` bytes are taken at once."""
     last = max((need.last for need in needs), default=0)
     alive = [0] * (last + 1)
     sizes = [aligned(need.nbytes) for need in needs]
@@ -131,6 +137,7 @@ def _blocks(needs: Sequence[Need], starts: Sequence[int]) -> list[Block]:
 
 
 def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
+    """Bytes of an arena for these starts."""
     blocks = _blocks(needs, starts)
     return packed_bytes(blocks, pack_quickly(blocks))
 
@@ -138,6 +145,7 @@ def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
 def _too_small(
     needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: GraphMemory
 ) -> BudgetExceeded:
+    """The error: who is alive at the peak, and the budget that would do."""
     needed = least + beside.nbytes
 
     def alive(region: int) -> list[Need]:
@@ -157,7 +165,7 @@ def _too_small(
 
 
 def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
-    """Between two regions: releases and reductions first, then fetches and waits.
+    """Between two regions, put releases and reductions before fetches and waits.
 
     A release that came after the wait of the next parameter would keep both alive at once.
     """
@@ -174,6 +182,7 @@ def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
 
 
 def _need(fetch: fx.Node, plan: GraphPlan) -> Need:
+    """The need of a fetch: its parameter, and the regions from its wait to its release."""
     (wait,) = fetch.users
     (release,) = [user for user in wait.users if user.target is ops.release]
     inside = []

@@ -1,4 +1,4 @@
-"""What the graph holds itself is not the arena's: the budget is split between the two."""
+"""Splits the device budget between the arena and the values that graphs hold outside it."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,13 +15,13 @@ from zcompile.passes.base import Fact, Pass
 
 @dataclass(frozen=True)
 class SplitBudget(Pass):
-    """Leave room for the values between ops, which lie in memory that torch hands out.
+    """Leave room for the values between ops, which torch's allocator holds.
 
         budget 64 MiB                             budget 40 MiB: of the arena, for what is fetched
-        %a = aten.mm(%x, %w)              ->      held   24 MiB: at most, by values of this graph or
+        %a = aten.mm(%x, %w)              ->      live   24 MiB: at most, values of this graph or
         %b = aten.relu(%a)                                       of one that was compiled before
 
-    All that plan the arena plan within what is left. The graph does not change.
+    Passes after this one plan the arena within the rest. The graph does not change.
     """
 
     name: ClassVar[str] = "split-budget"

@@ -1,8 +1,8 @@
-"""Which of several ways fits a budget, and, where none does, which budget would do. Pure.
+"""Finds the first candidate that fits a budget, and, where none does, a budget that would do. Pure.
 
-A way is tried out as a whole, since what it needs depends on all that is decided after it. Ways
-come the best first, and the last is the one that should need least. Larger budgets are quicker to
-try than small ones, whose graphs are cut finely.
+A candidate is tried out as a whole, since what it needs depends on all that is decided after it.
+Candidates come the best first, and the last is the one that should need least. Larger budgets are
+quicker to try than small ones, whose graphs are cut finely.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,36 +13,39 @@ from typing import Generic, TypeVar
 from zcompile.errors import BudgetExceeded
 
 FAR, STRIDE = 16, 4
-"""A budget that is such a part of a roomy one, or less, is come down to in such strides."""
-GUESSES, SPARE = 3, 32
-"""What the last way needs is tried as a budget so often, with such a part more each time: what is
-chosen changes with the budget, and what is needed with that."""
+"""Ratio of a safe budget to the user's from which on larger budgets are tried before (`between`),
+and the factor from each to the next."""
+REFUSED_GUESSES, SPARE = 3, 32
+"""How often the bytes that the last candidate needs are tried as a budget, each time 1/SPARE
+larger: the choice changes with the budget, and the need with the choice."""
 UPWARDS, HALVINGS, NEAR = 8, 4, 8
-"""Budgets tried out, to say which would do: a quarter more each, then halfway between in
-proportion, until what does not is within such a part of what does."""
+"""Searching for a budget that does: steps up by a quarter; then halvings in proportion, until the
+largest known to fail is within 1/NEAR of the smallest known to do."""
 
-Way = TypeVar("Way")
+Candidate = TypeVar("Candidate")
 
 
 @dataclass(frozen=True)
-class BudgetSearch(Generic[Way]):
-    """ways   of a budget, the best first; one at least
-    try_out   a way within a budget: what is said against it, or None
-    alike     whether of two ways, one after the other, the later is only more of the same
+class BudgetSearch(Generic[Candidate]):
+    """Tries candidates out within budgets.
+
+    candidates  budget -> candidates, the best first; at least one
+    try_out     (candidate, budget) -> the refusal of the passes, or None if everything fits
+    refines     (candidate, next one) -> whether the next is only a finer version of the same
     """
 
-    ways: Callable[[int], Iterable[Way]]
-    try_out: Callable[[Way, int], BudgetExceeded | None]
-    alike: Callable[[Way, Way], bool] = lambda _way, _later: True
+    candidates: Callable[[int], Iterable[Candidate]]
+    try_out: Callable[[Candidate, int], BudgetExceeded | None]
+    refines: Callable[[Candidate, Candidate], bool] = lambda _way, _later: True
 
-    def best(self, budget: int, roomy: int) -> Way:
-        """The first way with which everything fits `budget`.
+    def best(self, budget: int, upper_bound: int) -> Candidate:
+        """The first candidate with which everything fits `budget`.
 
-        roomy   a budget that should hold everything, whichever way
-        raises  BudgetExceeded, with a budget that was tried out and does
+        upper_bound  a budget that should hold everything, whichever candidate is taken
+        raises       BudgetExceeded, with a budget that was tried out and does
         """
-        enough, known = roomy, False
-        for tried in (*between(budget, roomy), budget):
+        enough, known = upper_bound, False
+        for tried in (*between(budget, upper_bound), budget):
             try:
                 found = self.first(tried)
             except BudgetExceeded as nearest:
@@ -50,50 +53,56 @@ class BudgetSearch(Generic[Way]):
             enough, known = tried, True
         return found
 
-    def first(self, budget: int) -> Way:
-        """The first way that fits. Once more of the same will hardly help, only the last is tried.
+    def first(self, budget: int) -> Candidate:
+        """The first candidate that fits `budget`. Once finer ones will hardly help, only the last
+        is tried.
 
-        raises  BudgetExceeded, as said of the one that needs least
+        raises  BudgetExceeded, of the candidate that needs least
         """
-        refused: list[tuple[Way, BudgetExceeded]] = []
-        ways = list(self.ways(budget))
-        while ways:
-            way = ways.pop(0)
-            error = self.try_out(way, budget)
+        refused: list[tuple[Candidate, BudgetExceeded]] = []
+        candidates = list(self.candidates(budget))
+        while candidates:
+            candidate = candidates.pop(0)
+            error = self.try_out(candidate, budget)
             if error is None:
-                return way
-            refused.append((way, error))
-            if ways and self._in_vain(refused[-2:], ways[0], budget):
-                ways = ways[-1:]
+                return candidate
+            refused.append((candidate, error))
+            if candidates and self._in_vain(refused[-2:], candidates[0], budget):
+                candidates = candidates[-1:]
         raise min((error for _, error in refused), key=lambda error: error.needed_bytes)
 
     def _in_vain(
-        self, refused: Sequence[tuple[Way, BudgetExceeded]], way: Way, budget: int
+        self, refused: Sequence[tuple[Candidate, BudgetExceeded]], candidate: Candidate, budget: int
     ) -> bool:
-        """Whether `way` is more of the same as the two refused last, which saved less than still is
-        to be saved: finer and finer tiles save less each time."""
+        """Whether trying `candidate` is in vain: it refines the two refused last, and the second of
+        those saved fewer bytes than are still missing. Finer and finer tiles save less each time.
+        """
         if len(refused) < 2:
             return False
         (first, more), (then, less) = refused
-        same = self.alike(first, then) and self.alike(then, way)
+        same = self.refines(first, then) and self.refines(then, candidate)
         return same and more.needed_bytes - less.needed_bytes < less.needed_bytes - budget
 
     def _against(self, budget: int) -> BudgetExceeded | None:
-        """What is said of the last way: if nothing is, `first` finds one, this or a better."""
-        *_, last = self.ways(budget)
+        """The refusal of the last candidate; if it is None, `first` finds that candidate or a
+        better one."""
+        *_, last = self.candidates(budget)
         return self.try_out(last, budget)
 
     def _refusal(
         self, budget: int, nearest: BudgetExceeded, low: int, high: int, known: bool
     ) -> BudgetExceeded:
-        """`nearest` and a budget that does, looked for between `low`, which does not, and `high`,
-        which should, or is `known` to."""
+        """`nearest` with a budget that does.
 
-        def told(needed: int, todo: str) -> BudgetExceeded:
+        low    a budget that does not do
+        high   a budget that should; `known`: that does
+        """
+
+        def refusal(needed: int, todo: str) -> BudgetExceeded:
             return BudgetExceeded("device", budget, needed, nearest.where, nearest.alive, todo)
 
         tried = max(nearest.needed_bytes, low + 1)
-        for _ in range(GUESSES):
+        for _ in range(REFUSED_GUESSES):
             if tried >= high and known:
                 break
             error = self._against(tried)
@@ -110,20 +119,22 @@ class BudgetSearch(Generic[Way]):
             low, high = high, high + high // 4
         else:
             todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
-            return told(nearest.needed_bytes, todo)
+            return refusal(nearest.needed_bytes, todo)
         for _ in range(HALVINGS):
             if (high - low) * NEAR <= high:
                 break
-            middle = isqrt(low * high)  # what is told is to be near in proportion
+            middle = isqrt(low * high)  # near in proportion is near enough
             low, high = (low, middle) if self._against(middle) is None else (middle, high)
-        return told(high, f"give zcompile.offload device_memory={high} or more, or a smaller batch")
+        return refusal(
+            high, f"give zcompile.offload device_memory={high} or more, or a smaller batch"
+        )
 
 
-def between(budget: int, roomy: int) -> list[int]:
-    """Budgets above `budget`, from the largest down, where it is far below a roomy one."""
+def between(budget: int, upper_bound: int) -> list[int]:
+    """Budgets above `budget`, from the largest down, if it is far below `upper_bound`."""
     tried: list[int] = []
-    if budget * FAR < roomy:
+    if budget * FAR < upper_bound:
         tried.append(budget * STRIDE)
-        while tried[-1] * STRIDE < roomy:
+        while tried[-1] * STRIDE < upper_bound:
             tried.append(tried[-1] * STRIDE)
     return tried[::-1]

@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary runs over tiles of it; logits never exist as a whole."""
+"""Runs the loss over a large vocabulary over tiles of it; logits never exist as a whole."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -19,7 +19,7 @@ SHARE_OF_BUDGET = 8
 code holds three or four values of their size at once."""
 
 MOST_PIECES = 128
-"""Of logits, without `tile_bytes`: each is some fifteen ops in each phase."""
+"""Most pieces of logits, without `tile_bytes`: each is some fifteen ops in each phase."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ def _nbytes(value: torch.Tensor) -> int:
 def _tile(
     graph: fx.Graph, softmax: fx.Node, plan: GraphPlan, tile_bytes: int, at_will: bool
 ) -> GraphPlan:
+    """Tile the loss around a log-softmax, if it can be; the plan says why not.
+
+    at_will  whether larger tiles may be taken, so that there are at most `MOST_PIECES`
+    """
     nbytes = _nbytes(softmax.meta["val"])
     try:
         loss = match_loss(graph, softmax)
@@ -95,6 +99,7 @@ def _weight_of(loss: Loss, plan: GraphPlan) -> str:
 
 
 def _pieces(loss: Loss, cut: Cut) -> int:
+    """Number of pieces of logits."""
     tokens = loss.softmax.meta["val"].numel() // loss.classes
     return -(-hint(tokens) // cut.tokens) * -(-loss.classes // cut.classes)
 

@@ -1,8 +1,9 @@
-"""Finds a loss over a vocabulary in a joint graph: a product with a weight of one row per class,
-log-softmax over the classes, the negative log-likelihood of targets, and the gradients of these.
+"""Matches a loss over a vocabulary in a joint graph, with its gradients.
 
-Between the product and the log-softmax may stand what treats every row of logits alike: views,
-slices of tokens, casts. All that is not understood to the last reader is named in `NoMatch`.
+The loss is a product with a weight of one row per class, log-softmax over the classes, the negative
+log-likelihood of targets, and the gradients of these. Between the product and the log-softmax may
+stand ops that treat every row of logits alike: views, slices of tokens, casts. All that is not
+understood to the last reader is named in `NoMatch`.
 """
 
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, aliases_of, output_of
 aten = torch.ops.aten
 
 PICKS = frozenset({aten.slice.Tensor, aten.select.int})
-"""Some of the tokens; never of the classes."""
+"""Ops that take some of the tokens; never of the classes."""
 UNPICKS = frozenset({aten.slice_backward.default, aten.select_backward.default})
-ALIKE = RESHAPES | {aten.clone.default} | CASTS
+"""Gradients of `PICKS`."""
+KEEP_ROWS = RESHAPES | {aten.clone.default} | CASTS
+"""Ops that treat every row of logits alike."""
 LIKELIHOOD = aten.nll_loss_forward.default
 LIKELIHOOD_BACKWARD = aten.nll_loss_backward.default
 SOFTMAX = aten._log_softmax.default
@@ -33,11 +36,11 @@ class NoMatch(Exception):
 class Gradients:
     """The backward half: from the gradient of the log-softmax to those of product and weight.
 
-    top       gradient of the log-softmax's input
-    likelihood, spreads   what `top` begins with: of the picked log-probability; and [tokens, 1]
-                          values that every class gets (label smoothing)
-    chain     from `top` (excluded) to the gradient of the product, which is its last
-    rows, weight, bias    the node of each gradient, if it is computed
+    top                 gradient of the log-softmax's input
+    likelihood          term of `top`: gradient of the picked log-probability
+    spreads             terms of `top`: [tokens, 1] values that every class gets (label smoothing)
+    chain               from `top` (excluded) to the gradient of the product, which is its last
+    rows, weight, bias  the node of each gradient, if it is computed
     """
 
     top: fx.Node
@@ -51,7 +54,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Loss:
-    """The forward half; `product` is rows [T, H] times weight [V, H], turned, plus bias [V].
+    """The forward half; `product` is rows [T, H] times the transposed weight [V, H], plus bias [V].
 
     chain  from the product (excluded) to the log-softmax (excluded)
     sums   sums of the log-probabilities over the classes (label smoothing)
@@ -69,15 +72,20 @@ class Loss:
 
     @property
     def classes(self) -> int:
+        """V."""
         return int(self.product.meta["val"].shape[1])
 
     @property
     def width(self) -> int:
+        """H."""
         return int(self.rows.meta["val"].shape[1])
 
 
 def match_loss(graph: fx.Graph, softmax: fx.Node) -> Loss:
-    """The loss around a log-softmax. raises  NoMatch"""
+    """The loss around a log-softmax.
+
+    raises  NoMatch
+    """
     value = softmax.meta["val"]
     if softmax.args[1] not in (-1, value.dim() - 1):
         raise NoMatch(f"the classes of %{softmax.name} are not its last dimension")
@@ -103,6 +111,7 @@ def picks(chain: tuple[fx.Node, ...]) -> bool:
 
 
 def _product_of(graph: fx.Graph, softmax: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """The product that makes the logits, and the ops between it and the log-softmax."""
     chain: list[fx.Node] = []
     reader, node = softmax, _node(softmax.args[0])
     while True:
@@ -113,7 +122,7 @@ def _product_of(graph: fx.Graph, softmax: fx.Node) -> tuple[fx.Node, tuple[fx.No
                 raise NoMatch(f"%{user.name} reads the logits too (%{node.name})")
         if node.target in (aten.mm.default, aten.addmm.default):
             return node, tuple(reversed(chain))
-        if not _treats_rows_alike(node, PICKS):
+        if not _keeps_rows(node, PICKS):
             raise NoMatch(
                 f"%{node.name}, between the product with the weight and %{softmax.name}, is not "
                 "known to treat every token alike"
@@ -122,9 +131,9 @@ def _product_of(graph: fx.Graph, softmax: fx.Node) -> tuple[fx.Node, tuple[fx.No
         reader, node = node, _node(node.args[0])
 
 
-def _treats_rows_alike(node: fx.Node, others: frozenset[object]) -> bool:
-    """Views, clones, casts and `others`, all of which leave the last dimension as it is."""
-    if node.op != "call_function" or node.target not in ALIKE | others:
+def _keeps_rows(node: fx.Node, others: frozenset[object]) -> bool:
+    """Whether `node` is of `KEEP_ROWS` or `others`, and leaves the last dimension as it is."""
+    if node.op != "call_function" or node.target not in KEEP_ROWS | others:
         return False
     source, value = _node(node.args[0]).meta["val"], node.meta["val"]
     if value.dim() == 0 or source.dim() == 0 or value.shape[-1] != source.shape[-1]:
@@ -137,15 +146,16 @@ def _treats_rows_alike(node: fx.Node, others: frozenset[object]) -> bool:
 
 
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """Rows [T, H], weight [V, H] and bias [V] of a product."""
     bias = None
     if product.target is aten.addmm.default:
         bias = _node(product.args[0])
         if product.kwargs or bias.meta["val"].dim() != 1:
             raise NoMatch(f"%{product.name} is more than a product plus a bias")
-    rows, turned = (_node(argument) for argument in product.args[-2:])
-    if turned.target not in TRANSPOSES:
-        raise NoMatch(f"the weight (%{turned.name}) has one column per class, not one row")
-    return rows, _node(turned.args[0]), bias
+    rows, transposed = (_node(argument) for argument in product.args[-2:])
+    if transposed.target not in TRANSPOSES:
+        raise NoMatch(f"the weight (%{transposed.name}) has one column per class, not one row")
+    return rows, _node(transposed.args[0]), bias
 
 
 def _readers(
@@ -191,6 +201,10 @@ def _check_likelihood(likelihood: fx.Node) -> None:
 
 
 def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.Node) -> Gradients:
+    """The gradients that begin with `top`.
+
+    raises  NoMatch
+    """
     spreads, picks_found = [], []
     for term in _terms(_node(top.args[0]), top):
         if term is picked:
@@ -203,10 +217,10 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
         raise NoMatch(f"%{picked.name} goes elsewhere than to the log-softmax")
     chain: list[fx.Node] = []
     end = top
-    while len(end.users) == 1 and _treats_rows_alike(following := next(iter(end.users)), UNPICKS):
+    while len(end.users) == 1 and _keeps_rows(following := next(iter(end.users)), UNPICKS):
         chain.append(following)
         end = following
-    found = dict(_ends(end, weight, rows))
+    found = dict(_consumers(end, weight, rows))
     return Gradients(
         top,
         picked,
@@ -219,25 +233,26 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
 
 
 def _terms(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
-    """The summands of a gradient; nobody else may read it."""
+    """The terms of a gradient; nobody else may read it."""
     if set(node.users) != {reader}:
         raise NoMatch(f"%{node.name}, a gradient of the log-probabilities, has other readers")
     if node.target is aten.add.Tensor and not node.kwargs:
         for argument in node.args:
             yield from _terms(_node(argument), node)
-    elif node.target in RESHAPES and _treats_rows_alike(node, frozenset()):
+    elif node.target in RESHAPES and _keeps_rows(node, frozenset()):
         yield from _terms(_node(node.args[0]), node)
     else:
         yield node
 
 
 def _one_per_row(node: fx.Node) -> bool:
+    """Whether a value is [n, 1]."""
     value = node.meta["val"]
     return bool(value.dim() == 2 and value.shape[1] == 1)
 
 
-def _ends(end: fx.Node, weight: fx.Node, rows: fx.Node) -> Iterator[tuple[str, fx.Node]]:
-    """What the gradient of the product is multiplied with, and what that is the gradient of."""
+def _consumers(end: fx.Node, weight: fx.Node, rows: fx.Node) -> Iterator[tuple[str, fx.Node]]:
+    """Gradients that the gradient of the product is multiplied for: ("rows", node) and so on."""
     for user in end.users:
         if user.target is aten.mm.default and user.args[0] is end and _same(user.args[1], weight):
             yield "rows", user
@@ -255,7 +270,7 @@ def _ends(end: fx.Node, weight: fx.Node, rows: fx.Node) -> Iterator[tuple[str, f
 
 
 def _same(one: object, other: fx.Node) -> bool:
-    """Views of the same bytes, in the same shape."""
+    """Whether both are views of the same bytes, in the same shape."""
     return (
         isinstance(one, fx.Node)
         and root_of(one) is root_of(other)

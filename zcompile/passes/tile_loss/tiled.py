@@ -1,38 +1,36 @@
-"""Writes a loss over a vocabulary anew, tile by tile: no value has one number per token and class.
+"""Writes a loss over a vocabulary tile by tile: no value has one number per token and class.
 
-Per token are kept the greatest logit so far, the sum of exponentials below it, and the logit of the
-target once its tile has come:
+Forward keeps three numbers per token: the greatest logit so far (m), the sum of exponentials
+relative to it (s), and the logit of the target once its tile has come:
 
     l = x @ W[a:b].T;  n = max(m, max l);  s = s * exp(m - n) + sum exp(l - n);  m = n
     log p(target) = l[target] - (m + log s)
 
 The likelihood itself is the op that was there, over one class: of the targets' log-probabilities
 [T, 1], with targets that say 0 where they are valid. So reductions, ignored tokens and errors of
-targets out of range stay what they were. Backward makes each tile of logits again
-(`tiled.py`).
+targets out of range stay what they were.
 
-The backward half of a tiled loss: each tile of logits is made again, and turned into gradients.
+Backward recomputes each tile of logits and turns it into gradients:
 
     g = spread + onehot * picked - exp(l - log_norm) * total
     dx += g @ W[a:b];  dW[a:b] = g.T @ x;  db[a:b] = sum g
 
-`picked` is what the likelihood's own backward says of the target's log-probability, `spread` what
-label smoothing says of all of them, `total` their sum over the classes.
+`picked` is the gradient of the target's log-probability, by the likelihood's own backward; `spread`
+the gradient that label smoothing gives to all classes; `total` their sum over the classes.
 
-Where the gradient of a tiled loss's weight goes: home, tile by tile, or into one tensor.
+The gradient of the weight is sent home tile by tile if the parameter is tiered, or put together:
 
-    %s0 = zinf.reduce_tile(%dw[0:a], %w, 0)        the parameter is tiered: each tile leaves at once
+    %s0 = zinf.reduce_tile(%dw[0:a], %w, 0)
     %s1 = zinf.reduce_tile(%dw[a:b], %w, a * H)
 
 The tiles of one loss are one contribution. If the weight has other uses (an embedding that is tied
-to the head), what those give is another one, and the sum is formed at home.
+to the head), those are another contribution, and the sum is formed at home.
 
-What both halves of a tiled loss are written with: a build, tiles of the weight, slices of tokens.
+Rows are numbered as the targets are: where the model takes some of the tokens' logits only, the
+rows of those tokens are taken instead, before the product.
 
-Rows are numbered as the targets are. Where the model takes some of the tokens' logits only, it is
-those tokens' rows that are taken instead, before the product.
-
-How a loss over a vocabulary is cut: rows of the weight per tile, tokens per slice of a tile.
+The parts: how a loss is cut, tiles and slices, where the gradient of the weight goes, backward, and
+forward with `rewrite_loss`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,18 +49,20 @@ from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.passes.tile_loss.match import PICKS, UNPICKS, Gradients, Loss, picks
 
 ALIGNED = 64
-"""Tiles are multiples of so many classes where they can be: whole vectors of every kernel, and
-rows that begin on disk where direct I/O may begin."""
+"""Tiles are multiples of so many classes where they can be: whole vectors of every kernel, and rows
+that begin on disk where direct I/O may begin."""
 NARROWEST = 256
-"""Below so many classes a tile's products run far under the peak of a device; tokens are cut then.
-(4096 tokens of width 512 times 256 rows take 5 % longer per row than times 4096 rows, on two cores
-of a Xeon; times 32 rows, twice as long.)"""
+"""Fewest classes of a tile where tokens can be cut instead: below, its products run far under the
+peak of a device. (4096 tokens of width 512 times 256 rows take 5 % longer per row than times 4096
+rows, on two cores of a Xeon; times 32 rows, twice as long.)"""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """classes  rows of the weight per tile; the last tile may have fewer
-    tokens      rows of the input per slice; the last slice may have fewer
+    """How logits are cut.
+
+    classes  rows of the weight per tile; the last tile may have fewer
+    tokens   rows of the input per slice; the last slice may have fewer
     """
 
     classes: int
@@ -77,8 +77,10 @@ def choose_cut(
     row_nbytes: int,
     tile_bytes: int,
 ) -> Cut | None:
-    """None if the logits fit `tile_bytes` whole. Otherwise a piece of them fits, and so do two
-    tiles of the weight: one in use, the next (or its gradient) beside it.
+    """The cut of logits; None if they fit `tile_bytes` whole.
+
+    A piece of logits fits `tile_bytes`, and so do two tiles of the weight: one in use, the next (or
+    its gradient) beside it.
 
     whole_nbytes  of the logits as the model makes them, perhaps of more tokens than have targets
     logit_nbytes  working memory per logit of a piece, of all values that exist at once
@@ -119,22 +121,23 @@ class Tiles:
 
     @property
     def classes(self) -> list[tuple[int, int]]:
-        """First class of each tile, and the one past its last."""
+        """(first class, one past the last) of each tile."""
         return _bounds(self.loss.classes, self.cut.classes)
 
     @property
     def tokens(self) -> list[tuple[int, int]]:
-        """First token of each slice, and the one past its last; one slice if sizes are dynamic."""
+        """(first token, one past the last) of each slice; one slice if sizes are dynamic."""
         count = self.loss.likelihood.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
         if not isinstance(count, int):
             return [(0, torch.iinfo(torch.int64).max)]
         return _bounds(count, self.cut.tokens)
 
     def weight(self, build: GraphBuilder, a: int, b: int) -> fx.Node:
-        """Rows of the weight, [b - a, width]."""
+        """Rows [b - a, width] of the weight."""
         return build.rows(self.loss.weight, a, b)
 
     def bias(self, build: GraphBuilder, a: int, b: int) -> fx.Node | None:
+        """Elements [b - a] of the bias."""
         return None if self.loss.bias is None else build.rows(self.loss.bias, a, b)
 
 
@@ -153,17 +156,18 @@ def _bounds(count: int, step: int) -> list[tuple[int, int]]:
 
 
 def product(build: GraphBuilder, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
-    """A tile of logits."""
-    turned = build(aten.t.default, weight)
+    """A tile of logits: [tokens, width] @ [classes, width].T + [classes]."""
+    transposed = build(aten.t.default, weight)
     if bias is None:
-        return build(aten.mm.default, rows, turned)
-    return build(aten.addmm.default, bias, rows, turned)
+        return build(aten.mm.default, rows, transposed)
+    return build(aten.addmm.default, bias, rows, transposed)
 
 
 def one_hot(build: GraphBuilder, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
-    """A class of this tile for every token, and whether its target is another one.
+    """For every token a class of this tile, and whether its target is another one: [tokens, 1]
+    each.
 
-    target  less the classes that the tiles before had, so that equal tiles are equal code
+    target  less the number of classes in the tiles before, so that equal tiles are equal code
     """
     index = build(aten.clamp.default, target, 0, classes - 1)
     return index, build(aten.ne.Tensor, index, target)
@@ -173,20 +177,23 @@ def rows_of_targets(build: GraphBuilder, loss: Loss) -> fx.Node:
     """The product's left factor with one row per target: [tokens, width]."""
     if not picks(loss.chain):
         return loss.rows
-    rows = again(build, loss.chain, build.contiguous(loss.rows), loss.width)
+    rows = repeat_chain(build, loss.chain, build.contiguous(loss.rows), loss.width)
     if rows.meta["val"].dim() != 2:
         rows = build(aten.view.default, build.contiguous(rows), [-1, loss.width])
     return rows
 
 
-def again(build: GraphBuilder, chain: Sequence[fx.Node], source: fx.Node, width: int) -> fx.Node:
-    """What `chain` does to rows of logits, done to rows of another width."""
+def repeat_chain(
+    build: GraphBuilder, chain: Sequence[fx.Node], source: fx.Node, width: int
+) -> fx.Node:
+    """`source` after the ops of `chain`, which were written for rows of another width."""
     for node in chain:
-        source = _once_more(build, node, source, width)
+        source = _repeat(build, node, source, width)
     return source
 
 
-def _once_more(build: GraphBuilder, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
+def _repeat(build: GraphBuilder, node: fx.Node, source: fx.Node, width: int) -> fx.Node:
+    """`source` after one op of a chain."""
     if node.target in CASTS:
         return source
     if node.target is aten.clone.default:
@@ -200,22 +207,22 @@ def _once_more(build: GraphBuilder, node: fx.Node, source: fx.Node, width: int) 
     return build(node.target, source, *rest)
 
 
-class Taker(Protocol):
+class GradientSink(Protocol):
     """Takes the tiles of a gradient in order."""
 
-    def take(self, tile: fx.Node) -> None: ...
+    def add(self, tile: fx.Node) -> None: ...
 
     def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the gradient of a tiered weight leaves the graph.
+class DirectStore:
+    """The path of a tiered weight's gradient out of the graph.
 
     handle    of the parameter
     position  of the gradient among the graph's results
     last      the gradient as it is added to others, or returned: in its final dtype
-    total     the sum with what other uses of the weight give; None: there are none
+    total     the sum with contributions of other uses of the weight; None: there are none
     """
 
     handle: fx.Node
@@ -224,8 +231,13 @@ class Way:
     total: fx.Node | None
 
 
-def way_home(graph: fx.Graph, params: Mapping[NodeName, ParamSpec], loss: Loss) -> Way | None:
-    """None: the weight is no tiered leaf as a whole, or more is done with its gradient."""
+def direct_store(
+    graph: fx.Graph, params: Mapping[NodeName, ParamSpec], loss: Loss
+) -> DirectStore | None:
+    """How tiles of the weight's gradient can be sent home.
+
+    None: the weight is no tiered leaf as a whole, or more is done with its gradient.
+    """
     gather = gather_of(loss.weight)
     if gather is None or loss.gradients is None or loss.gradients.weight is None:
         return None
@@ -246,16 +258,16 @@ def way_home(graph: fx.Graph, params: Mapping[NodeName, ParamSpec], loss: Loss) 
     wanted = gradient_of(output.meta["desc"][places[0]])
     if wanted is None or wanted != handle_input(handle):
         return None
-    return Way(handle, places[0], last, total)
+    return DirectStore(handle, places[0], last, total)
 
 
 def _last_of_its_own(gradient: fx.Node) -> fx.Node:
-    """Behind casts, and pairs of transpositions, that only this gradient goes through."""
+    """The gradient behind casts, and pairs of transpositions, that only it goes through."""
     node = last = gradient
-    turned = False
+    transposed = False
     while (user := _only_user(node)) is not None and user.target in TRANSPOSES | CASTS:
-        node, turned = user, turned ^ (user.target in TRANSPOSES)
-        last = last if turned else node
+        node, transposed = user, transposed ^ (user.target in TRANSPOSES)
+        last = last if transposed else node
     return last
 
 
@@ -269,41 +281,43 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_sum(node: fx.Node) -> bool:
+    """Whether `node` adds two values of its own shape."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     return len(set(node.args)) == 2 and all(v.shape == node.meta["val"].shape for v in values)
 
 
-class Leaving:
-    """Tiles go home one by one; the last takes the gradient's place among the results."""
+class SendTiles:
+    """Sends tiles one by one; the last takes the gradient's place among the results."""
 
-    def __init__(self, build: GraphBuilder, way: Way) -> None:
-        self._build, self._way = build, way
+    def __init__(self, build: GraphBuilder, direct: DirectStore) -> None:
+        self._build, self._way = build, direct
         self._offset = 0
         self._sent: fx.Node | None = None
 
-    def take(self, tile: fx.Node) -> None:
-        """The next tile."""
+    def add(self, tile: fx.Node) -> None:
+        """Send the next tile."""
         tile = self._build.cast(tile, self._way.last.meta["val"].dtype)
         self._sent = self._build(ops.reduce_tile, tile, self._way.handle, self._offset)
         self._offset += tile.meta["val"].numel()
 
     def finish(self) -> None:
-        """What other uses of the weight give, if there are any, leaves by itself."""
-        way, output = self._way, output_of(self._build.graph)
-        if way.total is not None:
-            (rest,) = [a for a in way.total.args if a is not way.last]
+        """Let contributions of other uses of the weight, if there are any, be sent by
+        themselves."""
+        direct, output = self._way, output_of(self._build.graph)
+        if direct.total is not None:
+            (rest,) = [a for a in direct.total.args if a is not direct.last]
             assert isinstance(rest, fx.Node), "a term of a sum of gradients"
-            way.total.replace_all_uses_with(rest)
+            direct.total.replace_all_uses_with(rest)
             return
         results = _results(output)
-        results[way.position] = self._sent
+        results[direct.position] = self._sent
         output.args = (tuple(results),)
 
 
-class Whole:
-    """Tiles are put together in the place of the old gradient.
+class JoinTiles:
+    """Puts tiles together in the place of the old gradient.
 
     Every write reads what the one before returns, so that no pass can take one from the other.
     """
@@ -320,8 +334,8 @@ class Whole:
         ones = build(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
         self._index = build(aten.sub.Tensor, build(aten.cumsum.default, ones, 0), 1)
 
-    def take(self, tile: fx.Node) -> None:
-        """The next tile."""
+    def add(self, tile: fx.Node) -> None:
+        """Write the next tile."""
         if self._alone:
             self._made = tile
             return
@@ -339,11 +353,12 @@ IGNORED = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Facts:
-    """What forward leaves for backward: rows [tokens, width], the rest per token.
+    """Values that forward leaves for backward: rows [tokens, width], the others per token.
 
-    column    the targets [tokens, 1]; targets [tokens] is what they became
+    column    the targets [tokens, 1]
     log_norm  log of the sum of exponentials of a token's logits [tokens, 1]
     log_prob  of the targets [tokens, 1], in the dtype that the log-softmax had
+    targets   [tokens]: 0 where valid, `IGNORED` where ignored
     """
 
     rows: fx.Node
@@ -355,10 +370,10 @@ class Facts:
 
 @dataclass
 class _BackwardSlice:
-    """Some of the tokens; [tokens, 1] each, but for the rows and their gradient.
+    """A slice of the tokens in backward: [tokens, 1] each, but for the rows and their gradient.
 
-    target  less the classes that the tiles before had
-    loses   what every exponential is multiplied with: `total`, negative
+    target  less the number of classes in the tiles before
+    loses   -`total`: the factor of every exponential
     """
 
     rows: fx.Node
@@ -371,23 +386,29 @@ class _BackwardSlice:
 
 
 def write_backward(
-    build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts, way: Way | None
+    build: GraphBuilder,
+    tiles: Tiles,
+    gradients: Gradients,
+    facts: Facts,
+    direct: DirectStore | None,
 ) -> None:
-    """Gradients of rows and bias take the places of the old ones, and so does that of the weight,
-    unless there is a way home."""
+    """Write the gradients of rows, weight and bias in the places of the old ones.
+
+    direct  path of tiles of the weight's gradient; None: they are put together
+    """
     slices = _slices(build, tiles, gradients, facts)
-    of_weight: Taker | None = Leaving(build, way) if way is not None else None
+    of_weight: GradientSink | None = SendTiles(build, direct) if direct is not None else None
     if of_weight is None and gradients.weight is not None:
-        of_weight = Whole(build, gradients.weight, tiles)
+        of_weight = JoinTiles(build, gradients.weight, tiles)
     of_bias = []
     for a, b in tiles.classes:
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
         tile = [_gradient(build, tiles, piece, weight, bias, b - a) for piece in slices]
         if gradients.rows is not None:
             for piece, gradient in zip(slices, tile, strict=True):
-                piece.gradient = _plus(build, tiles, piece.gradient, gradient, weight)
+                piece.gradient = _add_product(build, tiles, piece.gradient, gradient, weight)
         if of_weight is not None:
-            of_weight.take(_of_weight(build, tiles, tile, slices))
+            of_weight.add(_of_weight(build, tiles, tile, slices))
         if gradients.bias is not None:
             of_bias.append(_of_bias(build, tiles, tile))
     if gradients.rows is not None:
@@ -402,6 +423,7 @@ def write_backward(
 def _slices(
     build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts
 ) -> list[_BackwardSlice]:
+    """The slices of the tokens."""
     picked, spread, loses = _starts(build, tiles, gradients, facts)
 
     def part(node: fx.Node | None, a: int, b: int) -> fx.Node | None:
@@ -457,7 +479,7 @@ def _gradient(
     bias: fx.Node | None,
     classes: int,
 ) -> fx.Node:
-    """Gradient of one tile of logits, in the place of its exponentials."""
+    """Gradient of one tile of logits [tokens, classes], in the memory of its exponentials."""
     logits = product(build, piece.rows, weight, bias)
     made = build(aten.sub_.Tensor, build.cast(logits, tiles.dtype), piece.log_norm)
     made = build(aten.mul_.Tensor, build(aten.exp_.default, made), piece.loses)
@@ -474,14 +496,16 @@ def _gradient(
 def _of_weight(
     build: GraphBuilder, tiles: Tiles, tile: list[fx.Node], slices: list[_BackwardSlice]
 ) -> fx.Node:
+    """Gradient [classes, width] of one tile of the weight."""
     made = None
     for gradient, piece in zip(tile, slices, strict=True):
-        made = _plus(build, tiles, made, build(aten.t.default, gradient), piece.rows)
+        made = _add_product(build, tiles, made, build(aten.t.default, gradient), piece.rows)
     assert made is not None, "there are tokens"
     return build.cast(made, tile[0].meta["val"].dtype)
 
 
 def _of_bias(build: GraphBuilder, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
+    """Gradient [1, classes] of one tile of the bias."""
     first, *others = (build(aten.sum.dim_IntList, gradient, [0], True) for gradient in tile)
     for other in others:
         sums = (build.cast(part, tiles.dtype) for part in (first, other))
@@ -489,7 +513,7 @@ def _of_bias(build: GraphBuilder, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
     return build.cast(first, tile[0].meta["val"].dtype)
 
 
-def _plus(
+def _add_product(
     build: GraphBuilder, tiles: Tiles, so_far: fx.Node | None, left: fx.Node, right: fx.Node
 ) -> fx.Node:
     """so_far + left @ right; sums of several are kept in the dtype of the tiles."""
@@ -504,22 +528,22 @@ def _plus(
 def _finish_rows(
     build: GraphBuilder, gradients: Gradients, old: fx.Node, gradient: fx.Node
 ) -> None:
-    """Gradients of the targets' rows become those of all rows of the product."""
+    """Turn gradients of the targets' rows into those of all rows of the product."""
     gradient = build.cast(gradient, old.meta["val"].dtype)
     if picks(gradients.chain):
         width, sizes = old.meta["val"].shape[1], gradients.top.meta["val"].shape
         if len(sizes) != 2:
             gradient = build(aten.view.default, gradient, [*sizes[:-1], width])
-        gradient = again(build, gradients.chain, gradient, width)
+        gradient = repeat_chain(build, gradients.chain, gradient, width)
     old.replace_all_uses_with(gradient)
 
 
 def rewrite_loss(
     graph: fx.Graph, tiles: Tiles, params: Mapping[NodeName, ParamSpec] = MappingProxyType({})
 ) -> None:
-    """Rewrite both halves in place; what is not read any more is erased.
+    """Rewrite both halves in place, and erase what is not read any more.
 
-    params  the tiered parameters, to whose gradients tiles are sent home
+    params  the tiered parameters, to whose gradients tiles are sent
     """
     loss = tiles.loss
     first = min((loss.likelihood, *loss.sums))
@@ -531,15 +555,16 @@ def rewrite_loss(
     loss.likelihood.args = (facts.log_prob, facts.targets, weight, reduction, IGNORED)
     if (gradients := loss.gradients) is not None:
         build = GraphBuilder(graph, gradients.top, gradients.top, phase_of(gradients.top))
-        write_backward(build, tiles, gradients, facts, way_home(graph, params, loss))
+        write_backward(build, tiles, gradients, facts, direct_store(graph, params, loss))
     graph.eliminate_dead_code()
 
 
 @dataclass
 class _ForwardSlice:
-    """Some of the tokens, and what is known of them so far: [tokens, 1] each, but for the rows.
+    """A slice of the tokens in forward, and what is known of them so far: [tokens, 1] each, but for
+    the rows.
 
-    target  less the classes that the tiles before had
+    target  less the number of classes in the tiles before
     total   sum of exponentials, relative to the greatest
     sum     of the logits, if somebody asks
     """
@@ -553,8 +578,9 @@ class _ForwardSlice:
 
 
 def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) -> Facts:
+    """Write forward, and return what backward needs of it."""
     loss, loss_dtype = tiles.loss, tiles.loss.softmax.meta["val"].dtype
-    slices = [_begin(build, tiles, rows, column, *bounds) for bounds in tiles.tokens]
+    slices = [_start_slice(build, tiles, rows, column, *bounds) for bounds in tiles.tokens]
     for a, b in tiles.classes:
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
         for piece in slices:
@@ -571,10 +597,11 @@ def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) 
     return Facts(rows, column, log_norm, log_prob, _one_class(build, loss))
 
 
-def _begin(
+def _start_slice(
     build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node, a: int, b: int
 ) -> _ForwardSlice:
     # The least finite number, not -inf: over a tile of -inf alone, -inf - -inf would be nan.
+    """The slice of tokens [a, b) before the first tile."""
     least, target = torch.finfo(tiles.dtype).min, build.rows(column, a, b)
     zero = build(aten.zeros_like.default, target, dtype=tiles.dtype)
     greatest = build(aten.full_like.default, zero, least)
@@ -583,7 +610,7 @@ def _begin(
 
 
 def _forward_tile(build: GraphBuilder, logits: fx.Node, piece: _ForwardSlice, classes: int) -> None:
-    """One tile of logits, which its exponentials overwrite."""
+    """Update a slice with one tile of logits, which its exponentials overwrite."""
     tile_max = build(aten.amax.default, logits, [1], True)
     greatest = build(aten.maximum.default, piece.greatest, tile_max)
     index, other = one_hot(build, piece.target, classes)
@@ -601,7 +628,8 @@ def _forward_tile(build: GraphBuilder, logits: fx.Node, piece: _ForwardSlice, cl
 
 
 def _one_class(build: GraphBuilder, loss: Loss) -> fx.Node:
-    """0 for a valid target, `IGNORED` for an ignored one; all others stay, and are out of range."""
+    """Targets over one class: 0 if valid, `IGNORED` if ignored; all others stay, and are out of
+    range."""
     _, targets, _, _, ignored = loss.likelihood.args
     low = build(aten.ge.Scalar, targets, 0)
     inside = build(aten.logical_and.default, low, build(aten.lt.Scalar, targets, loss.classes))

@@ -1,4 +1,4 @@
-"""Weights that the device cannot hold whole are gathered, used and given back in tiles."""
+"""Gathers, uses and gives back weights in tiles where the device cannot hold them whole."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.tile_matmuls.gradients import Tiles, leave_in_tiles
-from zcompile.passes.tile_matmuls.sizes import Held, choose_tiles, fullest, ways_to_cut
+from zcompile.passes.tile_matmuls.gradients import Tiles, send_in_tiles
+from zcompile.passes.tile_matmuls.sizes import GatheredValue, choose_tiles, cut_candidates, peak
 from zcompile.passes.tile_matmuls.uses import (
     ADDED_UP,
     Reader,
@@ -27,17 +27,17 @@ from zcompile.passes.tile_matmuls.uses import (
     Weight,
     rounding_of,
     rule_of,
-    same_kind,
+    same_layout,
     weights_of,
 )
 from zcompile.passes.trial import BudgetSearch
 
 aten = torch.ops.aten
 
-Said = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
-"""Of a graph, as long as it is not cut: budget and cuts -> what is said against them."""
-ROOMY = 1.125
-"""What is counted before the other passes have been, times this, is at least what they count."""
+Refusals = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
+"""Graph -> (budget, cuts) -> the refusal, or None; forgotten when the graph is cut."""
+UPPER_BOUND_FACTOR = 1.125
+"""Bytes counted before the other passes, times this, are at least as many as counted after them."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,23 @@ class TileMatmuls(Pass):
         return (%y, %dw)                         %s0 = zinf.reduce_tile(aten.mm(%dyt0, %x), %h, 0)
                                                  %s1 = zinf.reduce_tile(aten.mm(%dyt1, %x), %h, 2K)
 
-    Tiles are ranges of rows, which are contiguous at home. What a use computes is that of the
-    whole where the tiled dimension is one of its result, and of the gradient of the weight; where
-    it is summed over, the sum rounds otherwise (`tiled_uses`). What fits is left alone.
+    Tiles are ranges of rows, which are contiguous at home. The result of a use is that of the whole
+    weight where the tiled dimension is one of the result's, and so is the gradient of the weight;
+    where the use sums over the tiled dimension, the sum rounds otherwise (`uses.py`). Weights that
+    fit are left alone.
 
-    How much of the budget weights may take depends on what the graph holds beside them, and that
-    on what becomes of its activations: cuts are tried out with all that decides of these, the
-    coarsest first.
+    How much of the budget weights may take depends on the values that the graph holds beside them,
+    and that on what becomes of its activations: cuts are tried out with all passes that decide of
+    these, the coarsest first.
 
-    tile_bytes  a weight of more is cut, and two tiles take no more; None: only what the budget
-                cannot hold is cut
+    tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
+                budget cannot hold are cut
     after       the passes that cuts are tried out with, on a copy of the graph
     """
 
     tile_bytes: int | None = None
     after: Sequence[Pass] = ()
-    _said: Said = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
+    _refusals: Refusals = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
 
     name: ClassVar[str] = "tile-matmuls"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -76,12 +77,12 @@ class TileMatmuls(Pass):
 
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
-        self._said.pop(graph, None)
+        self._refusals.pop(graph, None)
         return replace(self._cut(graph, plan, cuts), cuts=cuts)
 
-    def roomy(self, graph: fx.Graph, plan: GraphPlan) -> int:
+    def upper_bound(self, graph: fx.Graph, plan: GraphPlan) -> int:
         """Bytes that hold everything whatever is decided, when nothing is cut."""
-        return _roomy(graph, plan, _held(graph, plan))
+        return _upper_bound(graph, plan, _gathered_values(graph, plan))
 
     def fitting(
         self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
@@ -89,11 +90,13 @@ class TileMatmuls(Pass):
         """The cuts that are made with this budget (`GraphPlan.cuts`).
 
         most    cuts that are tried out; None: all
-        raises  BudgetExceeded, of the ones that need least, without a search for a budget that does
+        raises  BudgetExceeded, of the cuts that need least, without a search for a budget that does
         """
         return self._chosen(graph, plan, alone=True, most=most)
 
     def _cut(self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]) -> GraphPlan:
+        """Write these cuts into the graph; the plan says what rounds otherwise and what was not
+        done."""
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
         notes = [
             Note(self.name, NodeName(n), w.whole)
@@ -120,34 +123,37 @@ class TileMatmuls(Pass):
 
         alone  whether no other budget is tried out
         """
-        held, budget = _held(graph, plan), plan.budget_bytes
-        coarsest = next(ways_to_cut(held, budget, self.tile_bytes))
+        gathered, budget = _gathered_values(graph, plan), plan.budget_bytes
+        coarsest = next(cut_candidates(gathered, budget, self.tile_bytes))
         if budget is None or not self.after:
             return coarsest
-        roomy = _roomy(graph, plan, held)
-        if roomy <= budget and not coarsest:
+        upper_bound = _upper_bound(graph, plan, gathered)
+        if upper_bound <= budget and not coarsest:
             return coarsest
         search = BudgetSearch(
-            lambda tried: islice(ways_to_cut(held, tried, self.tile_bytes), most),
+            lambda tried: islice(cut_candidates(gathered, tried, self.tile_bytes), most),
             lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
-            alike=lambda cuts, finer: cuts.keys() == finer.keys(),
+            refines=lambda cuts, finer: cuts.keys() == finer.keys(),
         )
-        return search.first(budget) if alone else search.best(budget, roomy)
+        return search.first(budget) if alone else search.best(budget, upper_bound)
 
     def _refused(
         self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
-        """What the passes that come after say of these cuts; said once, since slices of tokens are
-        tried out before, and none first."""
-        said = self._said.setdefault(graph, {})
-        key = plan.budget_bytes, tuple(cuts.items())
-        if key not in said:
-            said[key] = self._tried_out(graph, plan, cuts)
-        return said[key]
+        """The refusal of the passes that come after, for these cuts; None, if everything fits.
 
-    def _tried_out(
+        Remembered, since slices of tokens are tried out before, and no slices come first.
+        """
+        refusals = self._refusals.setdefault(graph, {})
+        key = plan.budget_bytes, tuple(cuts.items())
+        if key not in refusals:
+            refusals[key] = self._try_out(graph, plan, cuts)
+        return refusals[key]
+
+    def _try_out(
         self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
     ) -> BudgetExceeded | None:
+        """As `_refused`, tried out on a copy of the graph."""
         copy, _ = copy_graph(graph)
         try:
             trial = self._cut(copy, plan, cuts)
@@ -162,21 +168,21 @@ class TileMatmuls(Pass):
         return any(weight.nbytes > limit for limit in limits)
 
 
-def _held(graph: fx.Graph, plan: GraphPlan) -> list[Held]:
-    """What is gathered, where it is read."""
+def _gathered_values(graph: fx.Graph, plan: GraphPlan) -> list[GatheredValue]:
+    """The weights that are gathered, and where they are read."""
     where, weights = positions(graph), list(weights_of(graph, plan))
     return [
         value
         for number, weight in enumerate(weights)
-        for value in weight.held(where, number, len(weights))
+        for value in weight.gathered_values(where, number, len(weights))
     ]
 
 
-def _roomy(graph: fx.Graph, plan: GraphPlan, held: Sequence[Held]) -> int:
+def _upper_bound(graph: fx.Graph, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:
     """Bytes that hold everything whatever is decided, when nothing is cut."""
     beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
-    at_once, _ = fullest(held, {})
-    return int(ROOMY * (beside + 2 * at_once))
+    at_once, _ = peak(gathered, {})
+    return int(UPPER_BOUND_FACTOR * (beside + 2 * at_once))
 
 
 def _rounding(weight: Weight, most: int) -> str:
@@ -190,15 +196,16 @@ def _rounding(weight: Weight, most: int) -> str:
 
 
 def _tiles_read(reader: Reader, most: int) -> tuple[int, ...]:
-    """Rows of each tile of what a reader reads."""
+    """Rows of each tile that a reader reads."""
     row_nbytes = layout_of_fetch(reader.gather).nbytes // shape(reader.gather)[0]
     return choose_tiles(reader.rows[1], row_nbytes, most)
 
 
 def _cut(graph: fx.Graph, plan: GraphPlan, weight: Weight, most: int) -> Iterator[str]:
-    """Rewrite the uses of a weight, and its gradient. What was not done is told.
+    """Rewrite the uses of a weight, and its gradient; yields sentences on what was not done.
 
-    One tile is all of it, gathered for each use by itself instead of from the first to the last.
+    A single tile is the whole weight, gathered for each use by itself instead of from the first use
+    to the last.
     """
     sizes = choose_tiles(weight.rows, weight.nbytes // weight.rows, most)
     known: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -225,7 +232,10 @@ def _rewritten(
     most: int,
     known: dict[fx.Node, tuple[fx.Node, ...]],
 ) -> bool:
-    """Whether the tiles took the place of a use; values that are left in tiles become `known`."""
+    """Replace a use by its tiles; returns whether that was possible.
+
+    known  value that is left in tiles -> its tiles; extended
+    """
     node = reader.use.node
     build = GraphBuilder(graph, node, node, phase_of(node))
     first, _ = reader.rows
@@ -260,6 +270,8 @@ def _rewritten(
 
 
 def _operand(build: GraphBuilder, reader: Reader, begin: int, rows: int) -> fx.Node:
+    """The operand [.., rows, ..] of a reader, from a gather of rows [begin, begin + rows) of the
+    weight."""
     node = build.gather_rows(reader.gather, begin, rows)
     for view, dim in reader.chain:
         node = build.repeat_view(view, node, dim, rows)
@@ -267,10 +279,11 @@ def _operand(build: GraphBuilder, reader: Reader, begin: int, rows: int) -> fx.N
 
 
 def _takes_the_place(node: fx.Node, result: Result) -> bool:
+    """Whether `result` has the layout of the node it replaces."""
     if result.value is not None:
-        return same_kind([result.value], [node])
+        return same_layout([result.value], [node])
     return all(
-        same_kind([result.items[item.args[1]]], [item])  # type: ignore[index]  # of getitem
+        same_layout([result.items[item.args[1]]], [item])  # type: ignore[index]  # of getitem
         for item in node.users
     )
 
@@ -282,7 +295,8 @@ def _gradient(
     known: Mapping[fx.Node, tuple[fx.Node, ...]],
     unread: list[fx.Node],
 ) -> Iterator[str]:
-    """Its gradient leaves in tiles; the last of them is what the graph returns in its place."""
+    """Send the gradient of a weight in tiles; the last tile is what the graph returns in its
+    place."""
     output = output_of(graph)
     results = list(output.args[0]) if isinstance(output.args[0], list | tuple) else []
     for position, desc in enumerate(output.meta.get("desc") or ()):
@@ -294,7 +308,7 @@ def _gradient(
         if phase_of(grad) is not Phase.BACKWARD or grad.op == "placeholder":
             yield f"the gradient of {weight.name} leaves whole: backward does not compute it"
             continue
-        results[position], whole = leave_in_tiles(graph, grad, tiles, known)
+        results[position], whole = send_in_tiles(graph, grad, tiles, known)
         output.args = (tuple(results),)
         unread.append(grad)
         if whole:

@@ -1,7 +1,7 @@
-"""The gradient of a weight in tiles, each of which leaves for home as soon as it is made.
+"""Sends the gradient of a weight in tiles, each as soon as it is made.
 
 A weight that is used several times gets as many contributions, and their sum is its gradient. Each
-contribution leaves by itself, and the sum is formed at home, in the order in which autograd would
+contribution is sent by itself, and the sum is formed at home, in the order in which autograd would
 form it; so no tile waits for another use. Where that order would be another one, tiles are summed
 in the graph.
 """
@@ -20,66 +20,73 @@ from zcompile.ir.types import Phase
 
 aten = torch.ops.aten
 Known = Mapping[fx.Node, Sequence[fx.Node]]
-"""Values that are there in tiles already."""
+"""Value that is left in tiles -> its tiles."""
 SCATTERS = (aten.select_backward.default, aten.slice_backward.default)
-"""Zeros but for a few rows."""
+"""Gradients that are zeros but for a few rows."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What is wanted: the rows of `handle`'s gradient, so many at a time."""
+    """The tiles of a gradient: rows of the parameter behind `handle`, `sizes[i]` in tile i."""
 
     handle: fx.Node
     sizes: tuple[int, ...]
     name: str
 
 
-def leave_in_tiles(
+def send_in_tiles(
     graph: fx.Graph, grad: fx.Node, tiles: Tiles, known: Known
 ) -> tuple[fx.Node, bool]:
-    """The last node that takes a tile of `grad` home, and whether any was cut out of a whole."""
+    """Send `grad` [rows, ..] in tiles.
+
+    Returns the last node that sends a tile, and whether any tile was cut out of a whole.
+    """
     last, whole = grad, False
     for parts in contributions(grad, known):
         made = [_Contribution(graph, part, tiles, known) for part in parts]
         whole |= any(part.is_whole for part in made)
         begin, row = 0, _row(grad)
         for n, rows in enumerate(tiles.sizes):
-            last = _leave(made, tiles, n, begin * row)
+            last = _send(made, tiles, n, begin * row)
             begin += rows
     return last, whole
 
 
 def _row(grad: fx.Node) -> int:
+    """Elements of a row of `grad`."""
     row = 1
     for n in shape(grad)[1:]:
         row *= int(n)
     return row
 
 
-def _leave(made: Sequence["_Contribution"], tiles: Tiles, n: int, offset: int) -> fx.Node:
-    """Tile `n` of the sum of `made` goes home."""
+def _send(made: Sequence["_Contribution"], tiles: Tiles, n: int, offset: int) -> fx.Node:
+    """Send tile `n` of the sum of `made`; offset in elements."""
     found = [(part.build, tile) for part in made if (tile := part.tile(n)) is not None]
     if not found:
         build = made[-1].build
         size = [tiles.sizes[n], *shape(made[-1].node)[1:]]
-        return _home(build, build.zeros(made[-1].leaf.all_input_nodes[0], size), tiles, offset)
+        return _reduce_tile(
+            build, build.zeros(made[-1].leaf.all_input_nodes[0], size), tiles, offset
+        )
     _, total = found[0]
     build = found[-1][0]
     for _, tile in found[1:]:
         total = build(aten.add.Tensor, total, tile)
-    return _home(build, total, tiles, offset)
+    return _reduce_tile(build, total, tiles, offset)
 
 
-def _home(build: GraphBuilder, tile: fx.Node, tiles: Tiles, offset: int) -> fx.Node:
+def _reduce_tile(build: GraphBuilder, tile: fx.Node, tiles: Tiles, offset: int) -> fx.Node:
+    """Send a tile, made contiguous, and copied if it is memory of the caller."""
     if not tile.meta["val"].is_contiguous() or root_of(tile).op == "placeholder":
         tile = build(aten.clone.default, tile, memory_format=torch.contiguous_format)
     return build(ops.reduce_tile, tile, tiles.handle, offset, name=f"{tiles.name}_tile_grad")
 
 
 def contributions(grad: fx.Node, known: Known) -> list[list[fx.Node]]:
-    """What is summed up to `grad`, each as it leaves: alone, or with others of its tiles."""
+    """The terms of `grad`, in groups: each group is sent as one contribution."""
     parts = list(_summed(grad))
-    scatters = [p for p in parts if is_op(_leaf(p, 0, known)[0], *SCATTERS)]
+    scatters = [p for p in parts if is_op(_before_views(p, 0, known)[0], *SCATTERS)]
     leaving = [[p] for p in parts if p not in scatters] + ([scatters] if scatters else [])
     # a + b is b + a, and (a + b) + c is summed from the left.
     made = [max(part) for part in leaving]
@@ -105,9 +112,11 @@ def _summed(grad: fx.Node) -> Iterator[fx.Node]:
     yield from reversed(more)
 
 
-def _leaf(node: fx.Node, dim: int, known: Known) -> tuple[fx.Node, int, list[tuple[fx.Node, int]]]:
-    """Back through views and casts: what they were made of, which dimension of it is wanted, and
-    the views, outermost first."""
+def _before_views(
+    node: fx.Node, dim: int, known: Known
+) -> tuple[fx.Node, int, list[tuple[fx.Node, int]]]:
+    """The source of a chain of views and casts, the dimension of it that `dim` is, and the views
+    with their dimensions, outermost first."""
     chain = []
     while node not in known and node.op == "call_function" and node.target in VIEWS:
         before = came_from(node, dim)
@@ -125,7 +134,7 @@ class _Contribution:
 
     def __init__(self, graph: fx.Graph, node: fx.Node, tiles: Tiles, known: Known) -> None:
         self.node = node
-        self.leaf, self._dim, self._chain = _leaf(node, 0, known)
+        self.leaf, self._dim, self._chain = _before_views(node, 0, known)
         self._sizes = tiles.sizes
         self._known = known.get(self.leaf)
         makers: dict[Any, Callable[[], Callable[[int], fx.Node | None] | None]] = {
@@ -147,7 +156,7 @@ class _Contribution:
             self._make = parts.__getitem__
 
     def tile(self, n: int) -> fx.Node | None:
-        """None: nothing but zeros."""
+        """Tile `n`: [sizes[n], ..]; None: nothing but zeros."""
         if self._known is not None:
             made: fx.Node | None = self._known[n]
             assert made is not None
@@ -161,6 +170,7 @@ class _Contribution:
         return made
 
     def _matmul(self) -> Callable[[int], fx.Node]:
+        """mm [n, m], bmm [b, n, m]: operands that have the tiled dimension are split."""
         left, right = self.leaf.args[:2]
         assert isinstance(left, fx.Node)
         assert isinstance(right, fx.Node)
@@ -174,7 +184,7 @@ class _Contribution:
         return lambda n: self.build(target, lefts[n], rights[n])
 
     def _embedding(self) -> Callable[[int], fx.Node] | None:
-        """Ids outside of a tile are counted to a row of their own, which is left out."""
+        """Ids outside of a tile are counted to an extra row, which is left out."""
         grad, ids, rows, padding, by_count = self.leaf.args
         if self._dim != 0 or by_count or not isinstance(ids, fx.Node):
             return None
@@ -200,9 +210,11 @@ class _Contribution:
         return make
 
     def _begin(self, n: int) -> int:
+        """First row of tile `n`."""
         return sum(self._sizes[:n])
 
     def _select(self) -> Callable[[int], fx.Node | None] | None:
+        """Zeros but for row `index`: only one tile is not zero."""
         grad, sizes, dim, index = self.leaf.args
         if dim != self._dim:
             return None
@@ -220,6 +232,7 @@ class _Contribution:
         return make
 
     def _slice(self) -> Callable[[int], fx.Node | None] | None:
+        """Zeros but for rows [start, end): a tile has those that it shares."""
         grad, sizes, dim, start, end, step = self.leaf.args
         if dim != self._dim or step != 1:
             return None
@@ -241,4 +254,5 @@ class _Contribution:
 
 
 def _with(sizes: Any, dim: Any, rows: int) -> list[Any]:
+    """`sizes` with `rows` at dimension `dim`."""
     return [rows if d == dim else n for d, n in enumerate(sizes)]

@@ -1,4 +1,4 @@
-"""What a use of a weight is, tile by tile.
+"""Finds the weights of a graph and who reads them, and writes each use tile by tile.
 
     out of the tile's dimension    y = x @ w.T                y = cat(x @ w_i.T)         as it was
     over the tile's dimension      dx = dy @ w                dx = sum(dy_i @ w_i)       rounds anew
@@ -8,7 +8,7 @@ The rounding of a sum over tiles is that of adding up partial products in the or
 instead of in the order that the library's kernel has. In float16 and bfloat16 each partial product
 is rounded to that dtype, and their sum, kept in float32, once more.
 
-The weights of a graph and who reads them, through views, as tiles would be read.
+The first part has the rules by op (`RULES`), the second the search for readers (`weights_of`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +23,18 @@ from zcompile.ir.graph import CASTS, find, phase_of, use_of
 from zcompile.ir.plan import GraphPlan, layout_of_fetch
 from zcompile.ir.rewrite import SUM_DTYPE, VIEWS, GraphBuilder, is_op, moved, shape
 from zcompile.ir.types import NodeName, ParamSpec, Phase, row_major
-from zcompile.passes.tile_matmuls.sizes import Held
+from zcompile.passes.tile_matmuls.sizes import GatheredValue
 
 aten = torch.ops.aten
 Tile = Callable[[int], fx.Node]
-"""Makes the operand of a number, where the writer stands."""
+"""Number of a tile -> the operand made of it, written where the builder stands."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A node that reads a weight, or a view of it, and what is tiled of that operand.
+    """A node that reads a weight, or a view of it, as one of its operands.
 
-    at     position among the node's arguments
+    at     position of the operand among the node's arguments
     dim    the dimension of the operand that is tiled
     sizes  of the tiles along it
     """
@@ -47,8 +47,12 @@ class Use:
 
 @dataclass(frozen=True)
 class Result:
-    """What takes the place of the node, and of its results if there are several. `tiles`: of those
-    results that are left in tiles."""
+    """What replaces a node.
+
+    value  of a node with one result
+    items  of a node with several results, one for each
+    tiles  (number of a result, its tiles), of results that are left in tiles
+    """
 
     value: fx.Node | None = None
     items: tuple[fx.Node | None, ...] = ()
@@ -56,6 +60,7 @@ class Result:
 
 
 Rule = Callable[[Use, GraphBuilder, Tile], Result | None]
+"""Writes a use over tiles; None, if that cannot be."""
 
 
 def rule_of(use: Use) -> Rule | None:
@@ -65,7 +70,7 @@ def rule_of(use: Use) -> Rule | None:
 
 
 def _plain(use: Use) -> bool:
-    """No argument that the rules do not know, and the operand is read once."""
+    """Whether the rules know all arguments, and the operand is read once."""
     node, args = use.node, use.node.args
     if node.kwargs or sum(argument is args[use.at] for argument in args) > 1:
         return False
@@ -77,13 +82,17 @@ def _plain(use: Use) -> bool:
 
 
 def _joined(use: Use, build: GraphBuilder, part: Callable[[int], fx.Node], dim: int) -> Result:
-    """The results of all tiles side by side."""
+    """The results of all tiles side by side along `dim`."""
     parts = [part(n) for n in range(len(use.sizes))]
     return Result(parts[0] if len(parts) == 1 else build(aten.cat.default, parts, dim))
 
 
 def _matmul_out(other: int, dim: int) -> Rule:
-    """mm, bmm: the tile's dimension is one of the result. other  position of the other operand"""
+    """mm, bmm whose result has the tiled dimension: y[.., t] = cat of x @ w_i.
+
+    other  position of the other operand
+    dim    the tiled dimension of the result
+    """
 
     def rule(use: Use, build: GraphBuilder, tile: Tile) -> Result:
         held = _node(use.node.args[other])
@@ -101,7 +110,11 @@ def _matmul_out(other: int, dim: int) -> Rule:
 
 
 def _matmul_over(other: int, other_dim: int) -> Rule:
-    """mm, bmm: the tile's dimension is summed over."""
+    """mm, bmm that sum over the tiled dimension: y = sum of x_i @ w_i.
+
+    other      position of the other operand
+    other_dim  its dimension that is summed over
+    """
 
     def rule(use: Use, build: GraphBuilder, tile: Tile) -> Result:
         others = build.split(_node(use.node.args[other]), use.sizes, other_dim)
@@ -133,7 +146,7 @@ def _total(node: fx.Node, build: GraphBuilder, pairs: Any, first: fx.Node | None
 
 
 def _addmm_out(use: Use, build: GraphBuilder, tile: Tile) -> Result:
-    """y = bias + x @ w, over columns of w."""
+    """y [n, m] = bias [m] + x [n, k] @ w [k, m], over columns of w."""
     bias, x = _node(use.node.args[0]), _node(use.node.args[1])
     along = len(shape(bias)) - 1
     wide = shape(bias)[along] != 1
@@ -144,7 +157,7 @@ def _addmm_out(use: Use, build: GraphBuilder, tile: Tile) -> Result:
 
 
 def _addmm_over(use: Use, build: GraphBuilder, tile: Tile) -> Result:
-    """y = bias + x @ w, over rows of w."""
+    """y [n, m] = bias [m] + x [n, k] @ w [k, m], over rows of w."""
     bias = _node(use.node.args[0])
     others = build.split(_node(use.node.args[1]), use.sizes, 1)
     pairs = ((others[n], tile(n)) for n in range(len(use.sizes)))
@@ -152,7 +165,7 @@ def _addmm_over(use: Use, build: GraphBuilder, tile: Tile) -> Result:
 
 
 def _embedding(use: Use, build: GraphBuilder, tile: Tile) -> Result | None:
-    """Each id is looked up in the tile that has its row.
+    """Look each id up in the tile that has its row: [ids.., width] from tiles [rows, width].
 
     An id that no row has is asked of the first or the last tile, which refuses it.
     """
@@ -176,7 +189,7 @@ def _embedding(use: Use, build: GraphBuilder, tile: Tile) -> Result | None:
 
 
 def _convolution(use: Use, build: GraphBuilder, tile: Tile) -> Result:
-    """Over output channels."""
+    """Over output channels: w [out, in, ..], y [n, out, ..]."""
     x, _, bias, *rest = use.node.args
     biases: Sequence[fx.Node | None] = [None] * len(use.sizes)
     if isinstance(bias, fx.Node):
@@ -185,7 +198,8 @@ def _convolution(use: Use, build: GraphBuilder, tile: Tile) -> Result:
 
 
 def _convolution_backward(use: Use, build: GraphBuilder, tile: Tile) -> Result:
-    """Input gradients of all tiles add up; each tile has its own weight and bias gradient."""
+    """Over output channels: input gradients of all tiles add up; each tile has its own weight and
+    bias gradient."""
     grad, x, _, bias_sizes, *rest = use.node.args
     grads = build.split(_node(grad), use.sizes, 1)
     mask: Any = rest[-1]
@@ -241,29 +255,33 @@ SUMMED = frozenset(
         (aten.convolution_backward.default, 2, 0),
     }
 )
-"""Of `RULES`, those that add up what the tiles give: input gradients, where the op makes some."""
+"""Those of `RULES` that sum over tiles: input gradients, where the op makes some."""
 
 
 ADDED_UP = "products with its tiles are added up one after the other"
-ALIKE = "products with its tiles have eager's bits only where the library computes them alike"
+"""Why a use rounds otherwise, for people: sums over tiles."""
+OTHER_KERNEL = (
+    "products with its tiles have eager's bits only where the library computes them alike"
+)
+"""Why a use may round otherwise, for people: the library may take another kernel for a tile."""
 
 
 def rounding_of(use: Use) -> str:
     """Why the use may round otherwise over several tiles, for people; "": it does not."""
     if (use.node.target, use.at, use.dim) in SUMMED:
         return ADDED_UP
-    return "" if is_op(use.node, aten.embedding.default) else ALIKE
+    return "" if is_op(use.node, aten.embedding.default) else OTHER_KERNEL
 
 
-def same_kind(made: Sequence[fx.Node | None], instead: Sequence[fx.Node | None]) -> bool:
-    """Whether what was made lies as what it stands for does."""
+def same_layout(made: Sequence[fx.Node | None], instead: Sequence[fx.Node | None]) -> bool:
+    """Whether each new value has dtype, sizes and strides of the one it replaces."""
     return all(
-        new is None or old is None or _lies(new) == _lies(old)
+        new is None or old is None or _layout(new) == _layout(old)
         for new, old in zip(made, instead, strict=True)
     )
 
 
-def _lies(node: fx.Node) -> tuple[Any, ...]:
+def _layout(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta["val"]
     return value.dtype, tuple(value.size()), tuple(value.stride())
 
@@ -274,10 +292,12 @@ Chain = tuple[tuple[fx.Node, int], ...]
 
 @dataclass(frozen=True)
 class Reader:
-    """gather  whose value is read
-    use     by which node, as which operand; its `sizes` are not known yet
-    chain   views and casts from the gather to the operand, each with the dimension that is tiled
-    rows    the first row of the weight that the operand has, and how many it has
+    """A node that reads a gathered weight, through views.
+
+    gather  whose value is read
+    use     node and operand; its `sizes` are not known yet
+    chain   views and casts from the gather to the operand, each with its dimension that is tiled
+    rows    first row of the weight that the operand has, and number of rows
     row     that a select takes; None: all are read
     """
 
@@ -290,9 +310,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Weight:
-    """name     of the parameter, for people
+    """A parameter that is gathered, and its readers.
+
+    name     for people
     readers  of its gathers, in no order
-    others   who reads them and cannot be computed over tiles, and through which cast
+    others   nodes that read it and cannot be written over tiles, each with the cast it reads
+             through
     whole    why it cannot be cut; "": it can
     """
 
@@ -304,10 +327,12 @@ class Weight:
     others: tuple[tuple[fx.Node, fx.Node | None], ...]
     whole: str
 
-    def held(self, where: Mapping[fx.Node, int], number: int, count: int) -> Iterator[Held]:
-        """What is in the arena of it, by phase: what is read in both is gathered in each.
+    def gathered_values(
+        self, where: Mapping[fx.Node, int], number: int, count: int
+    ) -> Iterator[GatheredValue]:
+        """The values in the arena, by phase: a weight that is read in both is gathered in each.
 
-        number  of this weight, of `count`: tells places apart that are before the same node
+        number  of this weight, of `count`: tells positions apart that are before the same node
         """
         row = 0 if self.whole or self.rows < 2 else self.nbytes // self.rows
         nodes = [*((r.use.node, _cast_of(r.chain)) for r in self.readers), *self.others]
@@ -323,16 +348,16 @@ class Weight:
                 else:  # the cast is made again, right before
                     reads.add(where[node] * (count + 1) - 1 - number)
             if reads:
-                yield Held(self.handle.name, tuple(sorted(reads)), self.nbytes, row)
+                yield GatheredValue(self.handle.name, tuple(sorted(reads)), self.nbytes, row)
 
 
 def _cast_of(chain: Chain) -> fx.Node | None:
-    """The first cast on the way from a gather: what follows does not read the gathered bytes."""
+    """The first cast on the way from a gather: nodes after it do not read the gathered bytes."""
     return next((view for view, _ in chain if view.target in CASTS), None)
 
 
 def weights_of(graph: fx.Graph, plan: GraphPlan) -> Iterator[Weight]:
-    """What is gathered, but for what is gathered for one use alone: that was cut already."""
+    """The weights of a graph, without gathers for one use alone: those were cut already."""
     gathers: dict[fx.Node, list[fx.Node]] = {}
     for gather in find(graph, ops.gather):
         if not use_of(gather):
@@ -363,7 +388,7 @@ def _is_row_major(gather: fx.Node, spec: ParamSpec) -> bool:
 
 
 def _readers(gather: fx.Node) -> tuple[list[Reader], list[tuple[fx.Node, fx.Node | None]]]:
-    """Who reads a gather, or a view of it: those that can be computed over tiles, and others."""
+    """Readers of a gather, or a view of it: those that can be written over tiles, and others."""
     seen = {gather: _Member((), (0, shape(gather)[0] if shape(gather) else 1))}
     queue = [gather]
     found: list[Reader] = []
@@ -383,7 +408,7 @@ def _readers(gather: fx.Node) -> tuple[list[Reader], list[tuple[fx.Node, fx.Node
 
 @dataclass(frozen=True)
 class _Member:
-    """A view of a weight. chain, rows  as in `Reader`"""
+    """A view of a weight; chain, rows as in `Reader`."""
 
     chain: Chain
     rows: tuple[int, int]
@@ -395,7 +420,7 @@ class _Member:
 
 
 def _carried(user: fx.Node, node: fx.Node, member: _Member) -> _Member | None:
-    """What `user` is of the weight, if it is a view that tiles carry along."""
+    """`user` as a view of the weight, if it is one that tiles carry along; else None."""
     if user.op != "call_function" or user.args[0] is not node:
         return None
     if user.target is aten.slice.Tensor and len(user.args) > 1 and user.args[1] == member.dim:
@@ -421,6 +446,7 @@ def _range(user: fx.Node, count: int) -> tuple[int, int, int]:
 
 
 def _reader(gather: fx.Node, user: fx.Node, node: fx.Node, member: _Member) -> Reader | None:
+    """`user` as a reader that can be written over tiles; else None."""
     if user.op != "call_function" or node not in user.args:
         return None
     use = Use(user, user.args.index(node), member.dim, ())

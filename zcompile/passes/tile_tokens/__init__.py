@@ -1,7 +1,4 @@
-"""Blocks whose hidden values the device cannot hold run over slices of tokens.
-
-Why hidden values that are large do not run over slices of tokens: sentences for people.
-"""
+"""Runs blocks over slices of tokens where the device cannot hold their hidden values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +15,20 @@ from zcompile.ir.torch_compat import Dispatched, is_random
 from zcompile.ir.types import Phase
 from zcompile.ir.units import show_size
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.tile_tokens.regions import Region, regions_of, tokens_of, ways_to_slice
+from zcompile.passes.tile_tokens.regions import Region, regions_of, slice_candidates, tokens_of
 from zcompile.passes.tile_tokens.rewrite import rewrite_region
 from zcompile.passes.tile_tokens.rules import PRODUCTS, Tokens
 from zcompile.passes.trial import between
 
 
-def whole_because(graph: fx.Graph, regions: Sequence[Region], least: int) -> list[str]:
-    """Of each module with a value of more than `least` bytes that is in no region, and could be if
-    tokens had a fixed number, or nothing drew random numbers: which it is."""
+def why_not_sliced(graph: fx.Graph, regions: Sequence[Region], least: int) -> list[str]:
+    """For each module with a large value outside of all regions, why it is not sliced: sentences
+    for people.
+
+    Only modules that could be sliced if tokens had a fixed number, or nothing drew random numbers.
+
+    least  bytes from which on a value is large
+    """
     values, numbers = SavedValues(graph), tokens_of(graph)
     inside = {node for region in regions for node in region.inside}
     found: dict[str, str] = {}
@@ -55,24 +57,26 @@ def _reason(values: SavedValues, numbers: Sequence[Tokens], node: fx.Node) -> st
 
 
 SMALL = 4
-"""What takes less than one part in so many of the budget is left alone: what does not fit then is
-something else."""
+"""A region of less than one part in so many of the budget is left alone: if the graph does not fit
+then, that is due to something else."""
 
 CUTS = 2
-"""Cuts of weights that are tried out beside slices, the coarsest first; a slice reads all tiles."""
+"""Most cuts of weights that are tried out beside slices, the coarsest first; a slice reads all
+tiles."""
 HOPELESS = 2
-"""Times the budget: finer tiles are not tried out where slices and the coarsest need more."""
+"""Ratio of need to budget from which on finer tiles are not tried out beside slices."""
 GROWTH, ENOUGH = 2, 2000
-"""What runs in slices may have so many times as many nodes as the graph, or so many: every trial
-goes over all of them."""
+"""Nodes that slices may add: so many times the nodes of the graph, or `ENOUGH`; every trial goes
+over all of them."""
 
 Slices = tuple[int, ...]
+"""Number of slices of each region."""
 
 
 class Cutter(Protocol):
-    """Who decides of weights and all that comes after, and says whether that fits."""
+    """Decides on weights and all that comes after, and says whether that fits."""
 
-    def roomy(self, graph: fx.Graph, plan: GraphPlan) -> int: ...
+    def upper_bound(self, graph: fx.Graph, plan: GraphPlan) -> int: ...
 
     def fitting(
         self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
@@ -118,22 +122,24 @@ class TileTokens(Pass):
             return _with_slices(plan, _write(graph, regions, written))
         if plan.budget_bytes is None or self.cutter is None:
             return plan
-        roomy = self.cutter.roomy(graph, plan)
-        if roomy <= plan.budget_bytes:
+        upper_bound = self.cutter.upper_bound(graph, plan)
+        if upper_bound <= plan.budget_bytes:
             return plan
         least = plan.budget_bytes // SMALL
         regions = [r for r in regions_of(graph) if r.demand.sliced > least]
-        why = whole_because(graph, regions, least)
+        why = why_not_sliced(graph, regions, least)
         if not regions and not why:
             return plan
-        return _Trials(graph, plan, self.cutter, regions, why).planned(plan.budget_bytes, roomy)
+        return _Trials(graph, plan, self.cutter, regions, why).planned(
+            plan.budget_bytes, upper_bound
+        )
 
 
 class _Trials:
-    """Slices of the regions of a graph, tried out.
+    """Tries out slices of the regions of a graph.
 
-    why   what is large is not sliced, for people
-    cuts  of weights, with which slices fit a budget
+    why   sentences on large values that are not sliced
+    cuts  of weights, with which the slices that were found fit
     """
 
     def __init__(
@@ -148,26 +154,29 @@ class _Trials:
         self.regions, self.why = regions, why
         self.cuts: Mapping[str, int] = {}
 
-    def planned(self, budget: int, roomy: int) -> GraphPlan:
-        """The plan, and the graph in slices, if it takes any. Where nothing fits, graph and cuts
-        are left as they are, and it is for others to refuse the budget."""
+    def planned(self, budget: int, upper_bound: int) -> GraphPlan:
+        """The plan, and the graph in slices, if it takes any.
+
+        Where nothing fits, graph and cuts are left as they are, and it is for later passes to
+        refuse the budget.
+        """
         found: Slices | None = None
-        for tried in (*between(budget, roomy), budget):
+        for tried in (*between(budget, upper_bound), budget):
             found = self._first(tried)
             if found is None:
                 text = f"slices of tokens do not make it fit {show_size(tried)}"
-                said = [*([text] if self.regions else []), *self.why]
-                return self._noted(self.plan, said)
+                texts = [*([text] if self.regions else []), *self.why]
+                return self._noted(self.plan, texts)
         assert found is not None, "the budget itself is tried out"
         plan = replace(self.plan, cuts=self.cuts)
         if max(found, default=1) == 1:
             return plan
         sliced = _write(self.graph, self.regions, found)
-        said = [*(region.describe() for region in sliced), *self.why]
-        return self._noted(_with_slices(plan, sliced), said)
+        texts = [*(region.describe() for region in sliced), *self.why]
+        return self._noted(_with_slices(plan, sliced), texts)
 
-    def _noted(self, plan: GraphPlan, said: Sequence[str]) -> GraphPlan:
-        notes = [Note(TileTokens.name, None, text) for text in said]
+    def _noted(self, plan: GraphPlan, texts: Sequence[str]) -> GraphPlan:
+        notes = [Note(TileTokens.name, None, text) for text in texts]
         return replace(plan, notes=(*plan.notes, *notes))
 
     def _first(self, budget: int) -> Slices | None:
@@ -175,7 +184,7 @@ class _Trials:
         demands = [region.demand for region in self.regions]
         most = max(GROWTH * len(self.graph.nodes), ENOUGH)
         least: int | None = None
-        for slices in ways_to_slice(demands, budget):
+        for slices in slice_candidates(demands, budget):
             nodes = sum(n * len(r.nodes) for r, n in zip(self.regions, slices, strict=True))
             sliced = max(slices, default=1) > 1
             if sliced and nodes > most:
@@ -189,21 +198,24 @@ class _Trials:
         return None
 
     def _needed(self, slices: Slices, budget: int) -> int | None:
-        """Bytes that so many slices need, with the cuts that need least; None: everything fits."""
+        """Bytes that these slices need, with the cuts that need least; None: everything fits."""
         plan = replace(self.plan, budget_bytes=budget)
         sliced = max(slices, default=1) > 1
         graph = self.graph
         try:
             if sliced:
                 graph, mapping = copy_graph(graph)
-                _write(graph, [region.there(mapping) for region in self.regions], slices)
+                _write(graph, [region.in_copy(mapping) for region in self.regions], slices)
             self.cuts = self._cuts(graph, plan, sliced)
         except BudgetExceeded as error:
             return error.needed_bytes
         return None
 
     def _cuts(self, graph: fx.Graph, plan: GraphPlan, sliced: bool) -> Mapping[str, int]:
-        """Those of weights that fit. raises BudgetExceeded"""
+        """The cuts of weights with which the slices fit.
+
+        raises  BudgetExceeded
+        """
         if not sliced:
             return self.cutter.fitting(graph, plan)
         assert plan.budget_bytes is not None
@@ -225,15 +237,15 @@ def _with_slices(plan: GraphPlan, sliced: tuple[SlicedRegion, ...]) -> GraphPlan
 def _write(
     graph: fx.Graph, regions: Sequence[Region], slices: Sequence[int]
 ) -> tuple[SlicedRegion, ...]:
-    """Those that run over slices now."""
+    """Write the slices into the graph; returns the regions that are sliced now."""
     return tuple(
-        _told(region, count)
+        _record(region, count)
         for region, count in zip(regions, slices, strict=True)
         if count > 1 and rewrite_region(graph, region, count)
     )
 
 
-def _told(region: Region, slices: int) -> SlicedRegion:
+def _record(region: Region, slices: int) -> SlicedRegion:
     need = region.demand
     inside = need.held(slices) - need.whole
     return SlicedRegion(region.name, slices, region.tokens.count, need.whole, need.sliced, inside)

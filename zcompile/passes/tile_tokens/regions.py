@@ -1,16 +1,16 @@
-"""Regions that treat every token by itself, around values much wider than what enters and leaves.
+"""Finds regions of a graph that treat every token by itself, around values much wider than their
+borders.
 
 A region grows from the widest value on, through every value more than half as wide: from a product
 that makes the hidden values of a block, over its nonlinearity, to the product that takes them back;
-in backward, from the gradient that comes in to those that leave. What is narrow is its border. So
+in backward, from the gradient that comes in to those that leave. Narrow values are its border. So
 few weights are read in it, which must be there for all slices.
 
-How a region is computed over slices of tokens: what each phase reads, makes and gives.
+Backward recomputes the hidden values of forward that it needs. Operands from outside are there
+before a phase begins with its slices; readers of the results wait until those are put together.
 
-Backward makes again what it needs of forward's hidden values. What enters is there before a phase
-begins with its slices; what reads the results waits until they are put together.
-
-Into how many slices of tokens a region is cut: pure, with a table of cases.
+The file has three parts: how many slices a region takes (pure, with a table of cases), what a
+region computes in each phase, and the search for regions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +27,19 @@ from zcompile.ir.types import NEVER_RECOMPUTED, Phase
 from zcompile.passes.tile_tokens.rules import PRODUCTS, ROWS, SUM, VIEWS, Rule, Tokens, rule_of
 
 MOST_SLICES = 16
-"""A block's hidden values in so many slices are less than what enters and leaves it, which is there
-whole; and products of few rows run far under a device's peak."""
+"""Most slices of a region. With so many, a block's hidden values are less than the values that
+enter and leave it, which are there whole; and products of few rows run far under a device's peak.
+"""
 
 
 @dataclass(frozen=True)
 class RegionDemand:
-    """Bytes that a region holds at once, whatever becomes of all other values.
+    """Bytes that a region has live at once, whatever becomes of all other values.
 
-    whole   of what enters and leaves it
-    sliced  of what is made inside, in one slice of all tokens
+    whole   of values that enter and leave it
+    sliced  of values made inside, with one slice of all tokens
     counts  numbers of equal slices that its tokens permit, ascending, from 1 on
-    least   of what is made inside, in one slice of all tokens, that one op reads and makes
+    least   of values made inside, with one slice of all tokens, that one op reads and makes
     """
 
     whole: int
@@ -47,12 +48,15 @@ class RegionDemand:
     least: int = 0
 
     def held(self, slices: int) -> int:
+        """Bytes live at once with so many slices."""
         return self.whole + -(-self.sliced // slices)
 
 
 def counts_of(count: int, split: tuple[int, int] | None) -> tuple[int, ...]:
-    """Numbers of equal slices, each at least twice the one before; where tokens come as batch and
-    length, of whole sequences or of equal parts of each."""
+    """Numbers of equal slices, each at least twice the one before.
+
+    Where tokens are (batch, length), slices are whole sequences or equal parts of each sequence.
+    """
 
     def permits(slices: int) -> bool:
         if count % slices:
@@ -69,16 +73,17 @@ def counts_of(count: int, split: tuple[int, int] | None) -> tuple[int, ...]:
 
 
 def choose_slices(demands: Sequence[RegionDemand], room: int) -> tuple[int, ...]:
-    """Of each region the fewest slices with which it fits `room` alone; the most, if none does."""
+    """For each region the fewest slices with which it fits `room` by itself; the most, if none
+    does."""
     return tuple(
         next((n for n in demand.counts if demand.held(n) <= room), demand.counts[-1])
         for demand in demands
     )
 
 
-def finer(demands: Sequence[RegionDemand], slices: Sequence[int]) -> tuple[int, ...] | None:
-    """One step on: those that hold most, and all that hold as much, in more slices; None if one
-    of these cannot be cut further."""
+def more_slices(demands: Sequence[RegionDemand], slices: Sequence[int]) -> tuple[int, ...] | None:
+    """The next candidate: more slices of the regions with most live bytes; None if one of these
+    cannot be cut further."""
     most = max((d.held(n) for d, n in zip(demands, slices, strict=True)), default=0)
     made = []
     for demand, count in zip(demands, slices, strict=True):
@@ -91,47 +96,50 @@ def finer(demands: Sequence[RegionDemand], slices: Sequence[int]) -> tuple[int, 
     return tuple(made) if made else None
 
 
-def ways_to_slice(demands: Sequence[RegionDemand], room: int) -> Iterator[tuple[int, ...]]:
-    """Nothing sliced, if that may fit; the fewest slices with which each region fits alone; then
-    ever more of those that hold most."""
+def slice_candidates(demands: Sequence[RegionDemand], room: int) -> Iterator[tuple[int, ...]]:
+    """Numbers of slices to try, coarsest first.
+
+    Nothing sliced, if that may fit; the fewest slices with which each region fits by itself; then
+    ever more of the regions with most live bytes.
+    """
     whole = (1,) * len(demands)
     if all(demand.least <= room for demand in demands):
         yield whole
     tried: tuple[int, ...] | None = choose_slices(demands, room)
     if tried == whole:
-        tried = finer(demands, whole)
+        tried = more_slices(demands, whole)
     while tried is not None:
         yield tried
-        tried = finer(demands, tried)
+        tried = more_slices(demands, tried)
 
 
 @dataclass(frozen=True)
-class Half:
+class RegionPhase:
     """What a region computes in one phase.
 
-    again   nodes of forward that backward computes once more, slice by slice
-    nodes   in graph order
-    inputs  what comes from outside, and is sliced
-    wholes  what comes from outside, and is not: weights, mostly
-    rows    results for others that have tokens; put together of all slices
-    sums    results for others that are sums over tokens
-    start   the node before which all that comes from outside is there
-    late    others before that which read results, directly or not; they can wait
+    recomputed  nodes of forward that backward computes again, slice by slice
+    nodes       in graph order
+    inputs      values from outside that are sliced
+    wholes      values from outside that are not: weights, mostly
+    rows        results [tokens, ..] for others; those of slices are put together
+    sums        results for others that are sums over tokens
+    start       the node before which all values from outside are there
+    deferred    other nodes before `start` that read results, directly or not; they can wait
     """
 
     phase: Phase
-    again: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     wholes: tuple[fx.Node, ...]
     rows: tuple[fx.Node, ...]
     sums: tuple[fx.Node, ...]
     start: fx.Node
-    late: tuple[fx.Node, ...]
+    deferred: tuple[fx.Node, ...]
 
 
-class Ruled:
-    """A graph, and how its ops run over slices of so many tokens.
+class RowwiseAnalysis:
+    """How the ops of a graph run over slices of so many tokens.
 
     among  nodes that are asked about; None: all
     """
@@ -152,22 +160,29 @@ class Ruled:
                 self.rules[node] = rule
 
     def _pure(self, node: fx.Node) -> bool:
+        """Whether a node gives the same again when it is computed again."""
         maker = self.values.maker(node)
         return maker is not node or self.values.may_repeat(node)
 
-    def halves(self, nodes: frozenset[fx.Node], inside: frozenset[fx.Node]) -> tuple[Half, ...]:
-        """Forward and backward of a region; none, if it reads what is made of its results."""
+    def phases(
+        self, nodes: frozenset[fx.Node], inside: frozenset[fx.Node]
+    ) -> tuple[RegionPhase, ...]:
+        """Forward and backward of a region; none, if the region reads what is computed from its
+        results.
+
+        inside  storages that nothing outside reads
+        """
         if not nodes <= self.rules.keys():
             return ()
         order = sorted(nodes, key=self.where.__getitem__)
         forward = [n for n in order if phase_of(n) is Phase.FORWARD]
         backward = [n for n in order if phase_of(n) is Phase.BACKWARD]
-        again = self._again(forward, backward, inside)
-        halves = [self._half(Phase.FORWARD, [], forward, inside)] if forward else []
-        halves += [self._half(Phase.BACKWARD, again, backward, inside)] if backward else []
-        return tuple(h for h in halves if h is not None) if None not in halves else ()
+        recomputed = self._recomputed(forward, backward, inside)
+        phases = [self._phase(Phase.FORWARD, [], forward, inside)] if forward else []
+        phases += [self._phase(Phase.BACKWARD, recomputed, backward, inside)] if backward else []
+        return tuple(h for h in phases if h is not None) if None not in phases else ()
 
-    def _again(
+    def _recomputed(
         self, forward: Sequence[fx.Node], backward: Sequence[fx.Node], inside: frozenset[fx.Node]
     ) -> list[fx.Node]:
         """What backward computes anew: the values inside that it reads, and what they are of."""
@@ -183,37 +198,43 @@ class Ruled:
         )
         return [n for n in forward if n in wanted]
 
-    def _half(
-        self, phase: Phase, again: list[fx.Node], nodes: list[fx.Node], inside: frozenset[fx.Node]
-    ) -> Half | None:
-        given = self._given([*again, *nodes])
+    def _phase(
+        self,
+        phase: Phase,
+        recomputed: list[fx.Node],
+        nodes: list[fx.Node],
+        inside: frozenset[fx.Node],
+    ) -> RegionPhase | None:
+        """One phase of a region; None, if it cannot be sliced."""
+        given = self._given([*recomputed, *nodes])
         outer = [n for n in nodes if self._is_result(n, set(nodes), inside)]
         if given is None or not all(self._fits(n, phase) for n in outer):
             return None
         inputs, wholes = given
         start = self._start((*inputs, *wholes), phase)
-        late = self._late(outer, start, set(nodes))
-        if late & {start, *inputs, *wholes}:
+        deferred = self._deferrable(outer, start, set(nodes))
+        if deferred & {start, *inputs, *wholes}:
             return None
         rows, sums = (
             [n for n in outer if self.rules[n].results[0] == kind] for kind in (ROWS, SUM)
         )
-        return Half(
+        return RegionPhase(
             phase,
-            tuple(again),
+            tuple(recomputed),
             tuple(nodes),
             tuple(inputs),
             tuple(wholes),
             tuple(rows),
             tuple(sums),
             start,
-            tuple(sorted(late)),
+            tuple(sorted(deferred)),
         )
 
     def _given(
         self, nodes: Sequence[fx.Node]
     ) -> tuple[dict[fx.Node, None], dict[fx.Node, None]] | None:
-        """What comes from outside, sliced and whole; None if that cannot be had."""
+        """Values from outside: (sliced, whole); None if a value made inside would be needed
+        whole."""
         mine, inputs, wholes = set(nodes), dict[fx.Node, None](), dict[fx.Node, None]()
         for node in nodes:
             for source in node.all_input_nodes:
@@ -225,13 +246,15 @@ class Ruled:
         return None if any(not is_value(n) for n in inputs) else (inputs, wholes)
 
     def _fits(self, result: fx.Node, phase: Phase) -> bool:
-        """Whether a result can be put together of those of slices."""
+        """Whether a result can be put together from those of slices."""
         (kind, *_) = self.rules[result].results
         if not is_value(result) or not result.meta["val"].is_contiguous():
             return False
         return kind == ROWS or (kind == SUM and phase is Phase.BACKWARD)
 
-    def _late(self, outer: Sequence[fx.Node], start: fx.Node, mine: set[fx.Node]) -> set[fx.Node]:
+    def _deferrable(
+        self, outer: Sequence[fx.Node], start: fx.Node, mine: set[fx.Node]
+    ) -> set[fx.Node]:
         """Nodes before `start` that read results, directly or not."""
 
         def readers(node: fx.Node) -> list[fx.Node]:
@@ -241,11 +264,13 @@ class Ruled:
         return set(reached_from(outer, readers)) - mine
 
     def _is_result(self, node: fx.Node, mine: set[fx.Node], inside: frozenset[fx.Node]) -> bool:
+        """Whether others read a node of the region."""
         return any(u not in mine for u in node.users) and (
             is_value(node) and self.values.root(node) not in inside
         )
 
     def _start(self, given: Sequence[fx.Node], phase: Phase) -> fx.Node:
+        """The first node of a phase before which all of `given` is there."""
         nodes: list[fx.Node] = [
             n
             for n in self.values.graph.nodes
@@ -255,27 +280,30 @@ class Ruled:
         return next(n for n in nodes if self.where[n] > last)
 
     def demand(
-        self, halves: Sequence[Half], inside: frozenset[fx.Node], counts: tuple[int, ...]
+        self, phases: Sequence[RegionPhase], inside: frozenset[fx.Node], counts: tuple[int, ...]
     ) -> RegionDemand:
-        """Of the half that needs most."""
+        """Bytes that a region needs in the phase that needs most."""
         most = RegionDemand(0, 0, counts)
-        for half in halves:
-            whole = {self.values.root(n) for n in (*half.inputs, *half.rows)}
-            held = RegionDemand(sum(map(storage_bytes, whole)), self._working(half, inside), counts)
+        for part in phases:
+            whole = {self.values.root(n) for n in (*part.inputs, *part.rows)}
+            held = RegionDemand(
+                sum(map(storage_bytes, whole)), self._inside_peak(part, inside), counts
+            )
             most = max(most, held, key=lambda demand: demand.held(1))
-        least = max(self._at_once(node, inside) for half in halves for node in half.nodes)
+        least = max(self._op_bytes(node, inside) for part in phases for node in part.nodes)
         return replace(most, least=least)
 
-    def _at_once(self, node: fx.Node, inside: frozenset[fx.Node]) -> int:
-        """Bytes of values inside that an op reads and makes; a product may be cut further."""
+    def _op_bytes(self, node: fx.Node, inside: frozenset[fx.Node]) -> int:
+        """Bytes of values inside that an op reads and makes; 0 for a product, which may be cut
+        further."""
         if node.target in PRODUCTS:
             return 0
         roots = {self.values.root(n) for n in (node, *node.all_input_nodes)}
         return sum(storage_bytes(root) for root in roots & inside)
 
-    def _working(self, half: Half, inside: frozenset[fx.Node]) -> int:
-        """The most bytes of values inside at once."""
-        order = (*half.again, *half.nodes)
+    def _inside_peak(self, part: RegionPhase, inside: frozenset[fx.Node]) -> int:
+        """Peak bytes of values inside, during one phase over all tokens."""
+        order = (*part.recomputed, *part.nodes)
         last: dict[fx.Node, int] = {}
         for at, node in enumerate(order):
             for n in (node, *node.all_input_nodes):
@@ -290,16 +318,19 @@ class Ruled:
         return most
 
 
-WIDE = 2
-"""A value belongs to a region if it is wider than one part in so many of its widest."""
+WIDEST_OVER = 2
+"""A value belongs to a region if it is wider than one part in so many of the region's widest
+value."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """name   for people: the module that its widest value is of
-    nodes   all that it computes, of both phases
+    """A part of a graph that can run over slices of tokens.
+
+    name    for people: the module that its widest value is of
+    nodes   all that it computes, in both phases
     inside  storages that nothing outside reads
-    demand  what it needs, and how it can be cut
+    demand  bytes that it needs, and how it can be cut
     """
 
     name: str
@@ -308,23 +339,26 @@ class Region:
     inside: frozenset[fx.Node]
     demand: RegionDemand
 
-    def there(self, mapping: Mapping[fx.Node, fx.Node]) -> "Region":
-        """The same in a copy of the graph. mapping  of its nodes"""
+    def in_copy(self, mapping: Mapping[fx.Node, fx.Node]) -> "Region":
+        """The same region in a copy of the graph.
+
+        mapping  old node -> new one
+        """
         nodes, inside = (frozenset(mapping[n] for n in part) for part in (self.nodes, self.inside))
         return replace(self, nodes=nodes, inside=inside)
 
 
 def regions_of(graph: fx.Graph) -> list[Region]:
-    """All regions that hold more inside than enters and leaves them, in graph order."""
+    """All regions that have more live bytes inside than enter and leave them, in graph order."""
     found, taken = [], set[fx.Node]()
     for tokens in tokens_of(graph):
         counts = counts_of(tokens.count, tokens.split)
         if len(counts) == 1:
             continue
-        search = _Search(graph, tokens)
+        search = _RegionSearch(graph, tokens)
         for nodes, inside in search.components():
-            if taken.isdisjoint(nodes) and (halves := search.halves(nodes, inside)):
-                demand = search.demand(halves, inside, counts)
+            if taken.isdisjoint(nodes) and (phases := search.phases(nodes, inside)):
+                demand = search.demand(phases, inside, counts)
                 if demand.sliced > demand.whole:
                     found.append(Region(_name(inside), tokens, nodes, inside, demand))
                     taken |= nodes
@@ -332,22 +366,23 @@ def regions_of(graph: fx.Graph) -> list[Region]:
 
 
 def tokens_of(graph: fx.Graph) -> list[Tokens]:
-    """What tokens may be, in a graph: the most frequent number of rows of products first."""
+    """What tokens may be in a graph: the most frequent number of rows of products first."""
     return [Tokens(count, _split(graph, count)) for count in _counts(graph)]
 
 
 def _name(inside: frozenset[fx.Node]) -> str:
+    """Module of the widest value."""
     widest = max(sorted(inside), key=storage_bytes)
     return module_of(widest) or f"%{widest.name}"
 
 
-def halves_of(graph: fx.Graph, region: Region) -> tuple[Half, ...]:
-    """What a region consists of as the graph is now; none, if it cannot be cut any more."""
-    return Ruled(graph, region.tokens, region.nodes).halves(region.nodes, region.inside)
+def phases_of(graph: fx.Graph, region: Region) -> tuple[RegionPhase, ...]:
+    """The phases of a region as the graph is now; none, if it cannot be sliced any more."""
+    return RowwiseAnalysis(graph, region.tokens, region.nodes).phases(region.nodes, region.inside)
 
 
 def _counts(graph: fx.Graph) -> list[int]:
-    """Numbers of rows that products have, the most frequent first."""
+    """Numbers of rows that products of forward have, the most frequent first."""
     seen: dict[int, int] = {}
     for node in graph.nodes:
         if node.target in PRODUCTS:
@@ -358,7 +393,7 @@ def _counts(graph: fx.Graph) -> list[int]:
 
 
 def _split(graph: fx.Graph, count: int) -> tuple[int, int] | None:
-    """Batch and length, as the first view has them that makes rows of tokens of them, or back."""
+    """(batch, length) of the first view that flattens these into `count` tokens, or back."""
     for node in graph.nodes:
         if node.target not in SIZED_VIEWS or not isinstance(node.args[0], fx.Node):
             continue
@@ -375,8 +410,8 @@ def _split(graph: fx.Graph, count: int) -> tuple[int, int] | None:
     return None
 
 
-class _Search(Ruled):
-    """Regions over one number of tokens."""
+class _RegionSearch(RowwiseAnalysis):
+    """Finds regions over one number of tokens."""
 
     @cached_property
     def families(self) -> dict[fx.Node, list[fx.Node]]:
@@ -388,7 +423,7 @@ class _Search(Ruled):
         return found
 
     def _may_be_sliced(self, root: fx.Node) -> bool:
-        """Whether all readers of a storage that has tokens read it in slices."""
+        """Whether all readers of a storage [tokens, ..] read it in slices."""
         rule = self.rules.get(root)
         if rule is None or rule.results[0] != ROWS or not is_value(root):
             return False
@@ -401,12 +436,12 @@ class _Search(Ruled):
         )
 
     def components(self) -> Iterator[tuple[frozenset[fx.Node], frozenset[fx.Node]]]:
-        """(nodes, storages inside), the widest first."""
+        """The nodes of each region and the storages inside, the widest first."""
         free = {root: storage_bytes(root) for root in self.families if self._may_be_sliced(root)}
         for widest in sorted(free, key=lambda root: -free[root]):
             if widest not in free:
                 continue
-            least, queue = free.pop(widest) // WIDE, [widest]
+            least, queue = free.pop(widest) // WIDEST_OVER, [widest]
             nodes, inside = set[fx.Node](), set[fx.Node]()
             while queue:
                 root = queue.pop()

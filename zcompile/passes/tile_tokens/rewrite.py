@@ -1,7 +1,7 @@
 """Writes a region over slices of tokens into a joint graph.
 
-    forward    of each slice: what enters is sliced, all is computed; results are put together
-    backward   of each slice: what forward did not keep is computed again, then the gradients;
+    forward    of each slice: operands are sliced, all is computed; results are put together
+    backward   of each slice: values that forward did not save are recomputed, then the gradients;
                those of tokens are put together, those of weights add up
 
 A sum over slices rounds otherwise than one over all tokens. In float16 and bfloat16 the part of
@@ -17,62 +17,71 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import bases_of, root_of
 from zcompile.ir.rewrite import SUM_DTYPE, GraphBuilder
-from zcompile.passes.tile_tokens.regions import Half, Region, halves_of
-from zcompile.passes.tile_tokens.rules import SIZED_VIEWS, Tokens, is_turned
+from zcompile.passes.tile_tokens.regions import Region, RegionPhase, phases_of
+from zcompile.passes.tile_tokens.rules import SIZED_VIEWS, Tokens, is_transposed
 
 aten = torch.ops.aten
 
 
 def rewrite_region(graph: fx.Graph, region: Region, slices: int) -> bool:
-    """In place; backward first, since it reads what forward is about to replace. False: it was
-    left alone, since something else that was rewritten stands in the way."""
-    halves = halves_of(graph, region)
-    for half in reversed(halves):
-        _Writing(graph, region.tokens, half, slices).write()
+    """Rewrite a region in place; False, if another rewritten region stands in the way.
+
+    Backward comes first, since it reads values that forward is about to replace.
+    """
+    parts_found = phases_of(graph, region)
+    for part in reversed(parts_found):
+        _SliceWriter(graph, region.tokens, part, slices).write()
     graph.eliminate_dead_code()
-    return bool(halves)
+    return bool(parts_found)
 
 
-class _Writing:
-    def __init__(self, graph: fx.Graph, tokens: Tokens, half: Half, slices: int) -> None:
-        self.graph, self.tokens, self.half, self.slices = graph, tokens, half, slices
+class _SliceWriter:
+    """Writes one phase of a region, slice by slice.
+
+    sums  node -> the sum over the slices so far
+    """
+
+    def __init__(self, graph: fx.Graph, tokens: Tokens, part: RegionPhase, slices: int) -> None:
+        self.graph, self.tokens, self.part, self.slices = graph, tokens, part, slices
         self.sums: dict[fx.Node, fx.Node] = {}
 
     def write(self) -> None:
-        half = self.half
-        parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in half.rows}
+        part = self.part
+        parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in part.rows}
         for number in range(self.slices):
             made = self._slice(number)
-            for node in half.rows:
+            for node in part.rows:
                 parts[node].append(made[node])
         whole = {node: self._joined(node, pieces) for node, pieces in parts.items()}
         for node, total in self.sums.items():
             whole[node] = self._builder(node).cast(total, node.meta["val"].dtype)
-        for node in half.late:
-            half.start.prepend(node)
+        for node in part.deferred:
+            part.start.prepend(node)
         for node, put_together in whole.items():
             node.replace_all_uses_with(put_together)
-        for node in reversed(half.nodes):
+        for node in reversed(part.nodes):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _builder(self, node: fx.Node) -> GraphBuilder:
-        return GraphBuilder(self.graph, self.half.start, node, self.half.phase)
+        return GraphBuilder(self.graph, self.part.start, node, self.part.phase)
 
     def _slice(self, number: int) -> dict[fx.Node, fx.Node]:
-        """Everything over one slice: node -> what it is there."""
-        made = {node: self._narrowed(node, number) for node in self.half.inputs}
-        for node in (*self.half.again, *self.half.nodes):
-            if node in self.half.sums:
+        """Write everything for one slice: node -> its value there."""
+        made = {node: self._narrowed(node, number) for node in self.part.inputs}
+        for node in (*self.part.recomputed, *self.part.nodes):
+            if node in self.part.sums:
                 self._add(node, made)
             else:
-                made[node] = self._once(node, made)
+                made[node] = self._repeat(node, made)
         return made
 
     def _narrowed(self, node: fx.Node, number: int) -> fx.Node:
+        """The tokens of slice `number` of a value [tokens, ..], [batch, length, ..] or [..,
+        tokens]."""
         build, step = self._builder(node), self.tokens.count // self.slices
         begin = number * step
-        if is_turned(node, self.tokens):
+        if is_transposed(node, self.tokens):
             return _part(build, node, 1, begin, begin + step)
         if self.tokens.lead(node) == 1:
             return _part(build, node, 0, begin, begin + step)
@@ -86,46 +95,49 @@ class _Writing:
         return self.tokens.split
 
     def _sizes(self, node: fx.Node) -> list[int]:
-        """Of a slice of a value."""
+        """Sizes of one slice of a value: [tokens / slices, ..], or [batch, length, ..] of a part of
+        these."""
         step, shape = self.tokens.count // self.slices, list(node.meta["val"].shape)
         if self.tokens.lead(node) == 1:
             return [step, *shape[1:]]
         _, length = self._split()
         return [max(1, step // length), min(step, length), *shape[2:]]
 
-    def _once(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def _repeat(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Write `node` with the operands of a slice."""
         there = {**self._views(node), **made}
-        args = list(_there(node.args, there))
+        args = list(_mapped(node.args, there))
         build = self._builder(node)
         if node.target in SIZED_VIEWS:
             if node.target is not aten.expand.default:
                 args[0] = build.contiguous(args[0])
             args[1] = self._sizes(node)
-        return build(node.target, *args, **_there(dict(node.kwargs), there))
+        return build(node.target, *args, **_mapped(dict(node.kwargs), there))
 
     def _views(self, node: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Views of whole weights, taken anew for each reader: a view that is taken once keeps what
-        reads it in one region."""
-        return {n: self._view(n) for n in self.half.wholes if n in node.all_input_nodes}
+        """Views of whole weights, taken anew for each reader: a view that is taken once would keep
+        all its readers in one region."""
+        return {n: self._view(n) for n in self.part.wholes if n in node.all_input_nodes}
 
     def _view(self, node: fx.Node) -> fx.Node:
         bases = bases_of(node)
         if root_of(node).target is not ops.gather or len(bases) != 1:
             return node
         (base,) = bases
-        return self._builder(node)(node.target, *_there(node.args, {base: self._view(base)}))
+        return self._builder(node)(node.target, *_mapped(node.args, {base: self._view(base)}))
 
     def _add(self, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> None:
-        """One slice's part of a sum, into what the slices before gave."""
+        """Add a slice's part of a sum over tokens to that of the slices before."""
         build, dtype = self._builder(node), node.meta["val"].dtype
         total = self.sums.get(node)
         if total is not None and node.target is aten.mm.default and dtype not in SUM_DTYPE:
-            self.sums[node] = build(aten.addmm_.default, total, *_there(node.args, made))
+            self.sums[node] = build(aten.addmm_.default, total, *_mapped(node.args, made))
             return
-        part = build.cast(self._once(node, made), SUM_DTYPE.get(dtype, dtype))
+        part = build.cast(self._repeat(node, made), SUM_DTYPE.get(dtype, dtype))
         self.sums[node] = part if total is None else build(aten.add_.Tensor, total, part)
 
     def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
+        """The value of all tokens from those of the slices."""
         build = self._builder(node)
         if self.tokens.lead(node) == 1 or self._sizes(node)[1] == node.meta["val"].shape[1]:
             return build(aten.cat.default, parts, 0)
@@ -134,10 +146,12 @@ class _Writing:
         return build(aten.view.default, build(aten.cat.default, flat, 0), shape)
 
 
-def _there(given: Any, made: Mapping[fx.Node, fx.Node]) -> Any:
+def _mapped(given: Any, made: Mapping[fx.Node, fx.Node]) -> Any:
+    """Arguments with nodes replaced by those that `made` has for them."""
     return fx.node.map_arg(given, lambda node: made.get(node, node))
 
 
 def _part(build: GraphBuilder, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+    """[begin, end) of dimension `dim` of `node`; itself, if that is all."""
     whole = begin == 0 and end == node.meta["val"].shape[dim]
     return node if whole else build(aten.slice.Tensor, node, dim, begin, end)

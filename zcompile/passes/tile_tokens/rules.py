@@ -1,11 +1,12 @@
-"""Which ops treat every token by itself: what they read in slices of tokens, and what they give.
+"""Says which ops treat every token by itself: their operands in slices of tokens, and their
+results.
 
-    rows     tokens come first: [tokens, ..], or [batch, length, ..]      y = x @ w, gelu(y)
-    turned   tokens come second: [.., tokens]                             t(dy)
-    sum      over all tokens; slices of it add up                         dw = t(dy) @ x
+    rows        tokens come first: [tokens, ..], or [batch, length, ..]   y = x @ w, gelu(y)
+    transposed  tokens come second: [.., tokens]                          t(dy)
+    sum         over all tokens; those of slices add up                   dw = t(dy) @ x
 
-Whether the first dimensions of a value are tokens is told by their sizes. That is enough: an op
-that treats each of so many rows by itself does so whatever they mean.
+Tokens are recognised by the sizes of the first dimensions. That is enough: an op that treats each
+of so many rows by itself does so whatever they mean.
 """
 
 import operator
@@ -22,13 +23,15 @@ from zcompile.ir.torch_compat import Dispatched
 aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-ROWS, TURNED, SUM = "rows", "turned", "sum"
+ROWS, TRANSPOSED, SUM = "rows", "turned", "sum"
 SIZED_VIEWS = RESHAPES | {aten.expand.default}
-"""Ops that are given the sizes of their result."""
+"""Views that are given the sizes of their result."""
 OVER_FEATURES = frozenset(
     {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
 )
+"""Reductions over given dimensions, [tokens, ..] -> [tokens] where these are features."""
 CUTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor})
+"""Ops that take ranges of one dimension."""
 UNTAGGED = frozenset(
     {
         aten._to_copy.default,
@@ -41,20 +44,22 @@ UNTAGGED = frozenset(
         aten.log_sigmoid_backward.default,
     }
 )
-"""Elementwise, though torch does not say so."""
+"""Elementwise ops that torch does not tag as pointwise."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """count  of all tokens
-    split   batch and length, if they come as two dimensions somewhere
+    """The tokens of a graph.
+
+    count  of all tokens: values are [count, ..]
+    split  (batch, length), if they come as two dimensions somewhere: values are [batch, length, ..]
     """
 
     count: int
     split: tuple[int, int] | None = None
 
     def lead(self, node: object) -> int:
-        """How many of a value's first dimensions are tokens."""
+        """How many of a value's first dimensions are tokens: 0, 1 or 2."""
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if not isinstance(value, torch.Tensor) or not value.dim():
             return 0
@@ -67,8 +72,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Rule:
-    """rows    what is read in slices; all else is read whole
-    results  of the op: ROWS, TURNED or SUM each
+    """How an op runs over slices.
+
+    rows     operands that are read in slices; all others are read whole
+    results  kind of each result: ROWS, TRANSPOSED or SUM
     """
 
     rows: frozenset[fx.Node]
@@ -76,9 +83,9 @@ class Rule:
 
 
 def rule_of(node: fx.Node, tokens: Tokens, known: Mapping[fx.Node, Rule]) -> Rule | None:
-    """How a call runs over slices; None if it does not.
+    """How a call runs over slices; None if it cannot.
 
-    known  the rules of what it reads
+    known  rules of its operands
     """
     if node.target is operator.getitem:
         parent, part = node.args
@@ -95,21 +102,25 @@ def rule_of(node: fx.Node, tokens: Tokens, known: Mapping[fx.Node, Rule]) -> Rul
         rule = _elementwise(node, tokens)
     if rule is None or (node.target is aten.mm.default and rule.results == (SUM,)):
         return rule
-    turned = any(is_turned(row, tokens) for row in rule.rows)  # of as many features as tokens
+    turned = any(is_transposed(row, tokens) for row in rule.rows)  # of as many features as tokens
     return None if turned else rule
 
 
-def is_turned(node: object, tokens: Tokens) -> bool:
+def is_transposed(node: object, tokens: Tokens) -> bool:
+    """Whether `node` is a transpose [.., tokens] of a value [tokens, ..]."""
     if not isinstance(node, fx.Node) or node.target is not aten.t.default:
         return False
     return tokens.lead(node.args[0]) == 1
 
 
 def _rows(*nodes: object, results: tuple[str, ...] = (ROWS,)) -> Rule:
+    """The rule that reads `nodes` in slices."""
     return Rule(frozenset(n for n in nodes if isinstance(n, fx.Node)), results)
 
 
 def _elementwise(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """Any op of broadcast operands: those that have the tokens are sliced, the others [1, ..,
+    features] are whole."""
     lead, out = tokens.lead(node), node.meta["val"]
     if not lead:
         return None
@@ -127,14 +138,16 @@ def _elementwise(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _mm(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """[tokens, a] @ [a, b] by rows; [a, tokens] @ [tokens, b] is a sum over slices."""
     left, right = node.args
-    if is_turned(left, tokens):
-        sums = tokens.lead(right) == 1 and not is_turned(right, tokens)
+    if is_transposed(left, tokens):
+        sums = tokens.lead(right) == 1 and not is_transposed(right, tokens)
         return _rows(left, right, results=(SUM,)) if sums else None
     return _rows(left) if tokens.lead(left) == 1 and left is not right else None
 
 
 def _addmm(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """bias + [tokens, a] @ [a, b] by rows; a bias [tokens, b] is sliced too."""
     bias, left, right = node.args
     if tokens.lead(left) != 1 or left is right or bias is right:
         return None
@@ -145,6 +158,7 @@ def _addmm(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _view(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """[tokens, ..] from [tokens, ..], or [batch, length, ..] from either."""
     source = node.args[0]
     lead, out = tokens.lead(source), tokens.lead(node)
     if not lead or not out:
@@ -157,10 +171,12 @@ def _view(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _t(node: fx.Node, tokens: Tokens) -> Rule | None:
-    return _rows(node.args[0], results=(TURNED,)) if is_turned(node, tokens) else None
+    """The transpose [features, tokens] of [tokens, features]."""
+    return _rows(node.args[0], results=(TRANSPOSED,)) if is_transposed(node, tokens) else None
 
 
 def _reduced(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """A reduction over features, by rows; or a sum over all tokens."""
     source, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
     lead = tokens.lead(source)
     if not lead or not isinstance(dims, Sequence) or not dims:
@@ -176,12 +192,14 @@ def _reduced(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _cut(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """Ranges of features [tokens, a:b]."""
     source = node.args[0]
     at = node.args[2 if node.target not in (aten.slice.Tensor,) else 1 :]
     return _rows(source) if _over_features(source, at[0] if at else 0, tokens) else None
 
 
 def _cat(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """Features side by side: [tokens, a], [tokens, b] -> [tokens, a + b]."""
     parts, lead = node.args[0], tokens.lead(node)
     given = list(parts) if isinstance(parts, list | tuple) else []
     dim = node.args[1] if len(node.args) > 1 else 0
@@ -191,6 +209,7 @@ def _cat(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _softmax(node: fx.Node, tokens: Tokens) -> Rule | None:
+    """Softmax, and its backward, over features."""
     backward = node.target is aten._softmax_backward_data.default
     given = node.args[: 2 if backward else 1]
     dim = node.args[len(given)]
@@ -198,6 +217,7 @@ def _softmax(node: fx.Node, tokens: Tokens) -> Rule | None:
 
 
 def _over_features(node: object, dim: object, tokens: Tokens) -> bool:
+    """Whether dimension `dim` of `node` is none of its tokens."""
     lead = tokens.lead(node)
     if not lead or not isinstance(dim, int) or not isinstance(node, fx.Node):
         return False
@@ -205,8 +225,11 @@ def _over_features(node: object, dim: object, tokens: Tokens) -> bool:
 
 
 def _norm(*rows: int, results: tuple[str, ...]) -> Callable[[fx.Node, Tokens], Rule | None]:
-    """Norms over the last dimensions. rows  positions of arguments; the sizes come after the
-    first one's, or the first two's"""
+    """Norms over the last dimensions.
+
+    rows  positions of the operands that are sliced; their first dimensions are tokens, and the
+          normalised sizes are the first list among the arguments
+    """
 
     def rule(node: fx.Node, tokens: Tokens) -> Rule | None:
         sizes: Any = next(a for a in node.args if isinstance(a, list | tuple))
@@ -235,4 +258,4 @@ SPECIAL: dict[object, Callable[[fx.Node, Tokens], Rule | None]] = {
     **dict.fromkeys(OVER_FEATURES, _reduced),
     **dict.fromkeys(CUTS, _cut),
 }
-"""Op -> how it runs over slices, where its being elementwise does not say so."""
+"""Op -> how it runs over slices, where it is not elementwise."""

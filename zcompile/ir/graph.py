@@ -24,8 +24,8 @@ _PHASE = "zinf_phase"
 _REGION = "zinf_region"
 _USE = "zinf_use"
 _ROOT = re.compile(r"^L\['\w+'\](\.|$)")
-"""Matches the name of the object whose method Dynamo traces: "L['self'].", with any name for self.
-"""
+"""Matches the name of the object whose method Dynamo traces: "L['self'].", with any name for
+self."""
 
 UNANNOTATED_VIEWS = frozenset(
     {

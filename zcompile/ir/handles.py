@@ -78,8 +78,8 @@ _GATHER = pow(_SPREAD, -1, _WIDTH)
 _KEYS = itertools.count(1)
 _ENTRIES: dict[int, Tie] = {}
 _GONE: deque[Tie] = deque()
-"""References to entries that have died; a `WeakValueDictionary` would run Python code when they do.
-"""
+"""References to entries that have died; a `WeakValueDictionary` would run Python code when they
+do."""
 
 
 def _spread(key: int) -> int:

@@ -1,6 +1,7 @@
-"""The memory curve of a graph, and a region in slices, as plan, dump and commands tell them.
+"""Holds the live bytes of a graph, node by node, as plan, dump and commands keep and print them.
 
-Data only, and without torch: commands that read a dump do not import it.
+Data only, and without torch: commands that read a dump do not import it. `memory/footprint.py`
+counts.
 """
 
 from collections.abc import Mapping
@@ -12,13 +13,13 @@ from zcompile.ir.units import show_size
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What values of a graph hold beside the arena while each of its nodes runs.
+    """Bytes that values of a graph hold outside the arena while each of its nodes runs.
 
     nodes     their names, in order: forward, then backward
     backward  index of the first node of backward that computes; if none does, their number
-    nbytes    held while each node runs
-    where     most is held, for people
-    holders   who holds most of it there: name for people -> bytes, the largest first
+    nbytes    live while each node runs
+    where     the place of the peak, for people
+    holders   the largest values at the peak: name for people -> bytes, the largest first
     """
 
     nodes: tuple[str, ...]
@@ -29,21 +30,23 @@ class MemoryCurve:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes held at once."""
+        """Largest number of bytes live at one node."""
         return max(self.nbytes, default=0)
 
     @property
     def peak_node(self) -> str:
-        """The first node at which the most is held; "" of an empty graph."""
+        """Name of the first node at the peak; "" of an empty graph."""
         return self.nodes[self.nbytes.index(self.peak)] if self.nodes else ""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The peak in a few words."""
         return f"{show_size(self.peak)} at %{self.peak_node} in the {self.where}"
 
     def laid_over(self, other: "MemoryCurve") -> tuple[int, ...]:
-        """These bytes at the nodes of `other`: a node that only `other` has, as one that makes a
-        value again, holds what the one before it does; one that it lacks counts to the one before.
+        """The bytes of this curve at the nodes of `other`.
+
+        A node that only `other` has, such as one that recomputes a value, gets the bytes of the
+        node before it; a node that `other` lacks counts to the node before it.
         """
         at = {name: index for index, name in enumerate(other.nodes)}
         most: list[int | None] = [None] * len(other.nodes)
@@ -61,29 +64,31 @@ class MemoryCurve:
 
 @dataclass(frozen=True)
 class Memory:
-    """before  if every value were kept that backward needs
-    after      as it was chosen
+    """Memory curves of one graph, before and after choosing what becomes of saved values.
+
+    before  if every value were saved that backward needs
+    after   as it was chosen
     """
 
     before: MemoryCurve
     after: MemoryCurve
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Both peaks in a few words."""
         if self.before == self.after:
-            return f"at most {self.after.told()}; everything is kept"
-        return f"at most {self.after.told()}; were everything kept, {self.before.told()}"
+            return f"at most {self.after.describe()}; everything is kept"
+        return f"at most {self.after.describe()}; were everything kept, {self.before.describe()}"
 
 
 @dataclass(frozen=True)
 class SlicedRegion:
-    """What a region holds in the phase that needs most.
+    """Bytes of a region that runs over slices of tokens, in the phase that needs most.
 
     name          for people: the module that its widest value is of
     tokens        in all
-    whole_bytes   of what enters and leaves it, which is there for all tokens
-    inside_bytes  of what is made inside, were it made for all tokens at once
-    sliced_bytes  of what is made inside, in one slice
+    whole_bytes   of values that enter and leave the region, which are there for all tokens
+    inside_bytes  of values made inside, were they made for all tokens at once
+    sliced_bytes  of values made inside, in one slice
     """
 
     name: str
@@ -93,7 +98,8 @@ class SlicedRegion:
     inside_bytes: int
     sliced_bytes: int
 
-    def told(self) -> str:
+    def describe(self) -> str:
+        """The slices and what they save, in one sentence."""
         return (
             f"{self.name} runs over {self.slices} slices of its {self.tokens} tokens: "
             f"{show_size(self.inside_bytes)} of values inside become {show_size(self.sliced_bytes)}"

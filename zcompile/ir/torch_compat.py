@@ -220,7 +220,8 @@ def current_pass() -> int:
 
 
 def wish_of(node: fx.Node) -> CheckpointPolicy | None:
-    """What the user asked of a value through torch.utils.checkpoint; None outside of any."""
+    """The user's wish for a value through torch.utils.checkpoint; None outside of any
+    checkpoint."""
     mark = node.meta.get("recompute")
     return CheckpointPolicy[mark.name] if isinstance(mark, _CheckpointPolicy) else None
 

@@ -1,8 +1,4 @@
-"""What a parameter is, what kinds of entry the store holds, and what a region of compute is.
-
-What the calls of a schedule hold of the device beside the arena, as data of the schedule.
-
-"""
+"""Defines what the compiler knows of parameters, entries, layouts, regions and live bytes."""
 
 import enum
 from collections.abc import Callable, Sequence

@@ -188,7 +188,7 @@ call."""
 
 @dataclass
 class Storage:
-    """A `LiveStorage` while its lifetime is being found."""
+    """A `Held` while its lifetime is being found."""
 
     maker: fx.Node
     part: int

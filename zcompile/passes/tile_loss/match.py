@@ -191,6 +191,10 @@ def _readers(
 
 
 def _check_likelihood(likelihood: fx.Node) -> None:
+    """Refuse a likelihood that weighs its classes, is of one token, or has odd targets.
+
+    raises  NoMatch
+    """
     log_probs, target, weight = (likelihood.args[i] for i in range(3))
     if weight is not None:
         raise NoMatch(f"%{likelihood.name} weighs its classes")

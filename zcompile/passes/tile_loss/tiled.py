@@ -210,9 +210,11 @@ def _repeat(build: GraphBuilder, node: fx.Node, source: fx.Node, width: int) -> 
 class GradientSink(Protocol):
     """Takes the tiles of a gradient in order."""
 
-    def add(self, tile: fx.Node) -> None: ...
+    def add(self, tile: fx.Node) -> None:
+        """Take the next tile: [classes, width]."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Put the result in the place of the old gradient."""
 
 
 @dataclass(frozen=True)

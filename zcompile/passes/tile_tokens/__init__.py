@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 from torch import fx
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.graph import aliases_of, copied, module_of, phase_of
+from zcompile.ir.graph import aliases_of, copy_graph, module_of, phase_of
 from zcompile.ir.memory_curve import SlicedRegion
 from zcompile.ir.plan import GraphPlan, Note, Rounding
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
@@ -76,11 +76,16 @@ Slices = tuple[int, ...]
 class Cutter(Protocol):
     """Decides on weights and all that comes after, and says whether that fits."""
 
-    def upper_bound(self, graph: fx.Graph, plan: GraphPlan) -> int: ...
+    def upper_bound(self, graph: fx.Graph, plan: GraphPlan) -> int:
+        """Bytes that hold everything whatever is decided."""
 
     def fitting(
         self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
-    ) -> Mapping[str, int]: ...
+    ) -> Mapping[str, int]:
+        """The cuts of weights with which everything fits; tries `most` of them.
+
+        raises  BudgetExceeded
+        """
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,15 @@ from zcompile.ir.graph import module_of, phase_of, positions, reached_from
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
 from zcompile.ir.types import NEVER_RECOMPUTED, Phase
-from zcompile.passes.tile_tokens.rules import PRODUCTS, ROWS, SUM, Rule, Tokens, rule_of
+from zcompile.passes.tile_tokens.rules import (
+    PRODUCTS,
+    ROWS,
+    SIZED_VIEWS,
+    SUM,
+    Rule,
+    Tokens,
+    rule_of,
+)
 
 MOST_SLICES = 16
 """Most slices of a region. With so many, a block's hidden values are less than the values that

@@ -1,7 +1,7 @@
-"""What the user asked for: one frozen dataclass, checked at the door.
+"""Defines `Config`: what the user asked for, one frozen dataclass, checked at the door.
 
-Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is told, never what is
-done. Where measurements are kept is up to `runtime/probe.py`.
+Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is dumped, never what
+is done. Where measurements are kept is up to `runtime/probe.py`.
 """
 
 import os
@@ -19,7 +19,7 @@ from zcompile.machine.files import find
 from zcompile.machine.model import TIER_LINKS, Machine
 
 LINKS = TIER_LINKS
-"""The links a byte can travel; `throttle` and `stats` use the same names."""
+"""Links between tiers; `throttle` and `stats` use the same names."""
 
 PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
@@ -135,8 +135,7 @@ class Config:
 
     @property
     def stays_because(self) -> str:
-        """What makes entries stay where they are put first, for people; "" if a step that was seen
-        is planned as a whole."""
+        """Why entries stay where they are put first, for people; "" if whole steps are planned."""
         said = {
             "durable=True": self.durable,
             "residency=False": not self.residency,
@@ -202,7 +201,10 @@ def at_hand(path: Path) -> Path:
 
 
 def _machine(given: Any) -> Machine | None:
-    """raises  ConfigInvalid, and as `find`"""
+    """The machine of a name, file or object.
+
+    raises  ConfigInvalid, and as `find`
+    """
     if given is None or isinstance(given, Machine):
         return given
     if not isinstance(given, str | Path) or given == "":

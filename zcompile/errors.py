@@ -1,9 +1,8 @@
-"""Every error a user can meet, and its sentence: what, where, why, and what to do.
+"""Defines every error that a user can meet, and its sentence: what, where, why, and what to do.
 
-All inherit `ZinfError` and also the built-in class that Python programmers expect, so that
-`except ZinfError` catches ours and `except OSError` keeps working.
-
-Code that is not ours, run by us: what it raises is told in a sentence, and stays the cause.
+All inherit `ZinfError` and also the built-in class that Python programmers expect, so that `except
+ZinfError` catches ours and `except OSError` keeps working. `Running` turns errors of code that
+zcompile runs for a user into sentences.
 """
 
 import traceback
@@ -22,7 +21,7 @@ class ZinfError(Exception):
 
 
 class ConfigInvalid(ZinfError, ValueError):
-    """A field of `Config` that cannot be used as given."""
+    """A field of `Config` cannot be used as given."""
 
     def __init__(self, field: str, value: object, why: str) -> None:
         super().__init__(f"{field}={value!r} {why}")
@@ -30,7 +29,7 @@ class ConfigInvalid(ZinfError, ValueError):
 
 
 class UnknownOption(ZinfError, TypeError):
-    """A key that names no field; the nearest known one is offered."""
+    """A key names no field; the nearest known one is offered."""
 
     def __init__(self, key: str, known: Iterable[str], where: str) -> None:
         known = sorted(known)
@@ -175,7 +174,7 @@ class TorchUnsupported(ZinfError, ImportError):
 
 
 class ParameterChanged(ZinfError, RuntimeError):
-    """A tiered parameter no longer is what the store holds for it."""
+    """A tiered parameter is no longer what the store holds for it."""
 
     def __init__(self, name: str, why: str, todo: str) -> None:
         super().__init__(f"parameter {name!r} {why}; {todo}")
@@ -192,7 +191,7 @@ class ValueUnset(ZinfError, RuntimeError):
 
 
 class Unsupported(ZinfError, NotImplementedError):
-    """Something that cannot be done exactly, so it is not done at all.
+    """Something cannot be done exactly, so it is not done at all.
 
     A `NotImplementedError` too, on purpose: torch raises that for an op that a kind of tensor does
     not have, and callers that have another way then take it.
@@ -221,7 +220,7 @@ class GraphInvalid(ZinfError, RuntimeError):
 
 
 class ScheduleInvalid(ZinfError, RuntimeError):
-    """A schedule that is not safe to run; the offending instructions are shown."""
+    """A schedule is not safe to run; the offending instructions are shown."""
 
     def __init__(self, why: str, excerpt: str = "") -> None:
         super().__init__(f"the schedule is not safe: {why}" + (f"\n{excerpt}" if excerpt else ""))
@@ -229,7 +228,7 @@ class ScheduleInvalid(ZinfError, RuntimeError):
 
 
 class RunUnreadable(ZinfError, ValueError):
-    """A dump that the inspection commands cannot read."""
+    """The inspection commands cannot read a dump."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} {why}; write one with ZINF_DUMP=DIR or Config(dump=DIR)")
@@ -251,7 +250,7 @@ class NotInRun(ZinfError, LookupError):
 
 
 class CheckpointInvalid(ZinfError, ValueError):
-    """A file of a checkpoint that cannot be what it should be."""
+    """A file of a checkpoint cannot be what it should be."""
 
     def __init__(self, path: Path, why: str, todo: str = "copy it again, or use another") -> None:
         super().__init__(f"{path} {why}; {todo}")
@@ -259,7 +258,7 @@ class CheckpointInvalid(ZinfError, ValueError):
 
 
 class CheckpointMismatch(ZinfError, RuntimeError):
-    """A checkpoint and what it is to be put into differ; all differences are listed."""
+    """A checkpoint and the model or optimizer that takes it differ; all differences are listed."""
 
     def __init__(self, where: str, rows: Iterable[str]) -> None:
         rows = list(rows)
@@ -271,7 +270,7 @@ class CheckpointMismatch(ZinfError, RuntimeError):
 
 
 class DurableDamaged(ZinfError, OSError):
-    """What a durable directory holds is not what was written; nothing was changed."""
+    """The content of a durable directory is not what was written; nothing was changed."""
 
     def __init__(self, path: Path, what: str, why: str) -> None:
         self.told = f"{path}: {what} {why}"
@@ -302,10 +301,10 @@ class NothingCommitted(ZinfError, FileNotFoundError):
 
 
 class CommitFailed(ZinfError, OSError):
-    """A step could not be committed, or it is not known whether it was; none before it is lost.
+    """A step could not be committed, or it is not known whether it was; no earlier step is lost.
 
-    step  that was to be committed
-    last  the step of the commit before; 0 if there was none
+    step    that was to be committed
+    last    the step of the commit before; 0 if there was none
     unsure  the disk failed when the commit may have had its name: `resume` finds `step`, or `last`
     """
 
@@ -324,7 +323,7 @@ class CommitFailed(ZinfError, OSError):
 
 
 class CheckpointUnwritable(ZinfError, OSError):
-    """A checkpoint that cannot be written where it should be; what stood there still stands."""
+    """A checkpoint cannot be written where it should be; what stood there still stands."""
 
     def __init__(self, errno: int, path: Path, why: str, todo: str) -> None:
         super().__init__(errno, f"no checkpoint can be written to {path}: {why}; {todo}")
@@ -333,7 +332,8 @@ class CheckpointUnwritable(ZinfError, OSError):
 
 Frames = Sequence[FrameSummary]
 Failure = Callable[[BaseException], tuple[BaseException, Frames]]
-"""Of what was raised: the error behind it, and where the code was then, innermost last."""
+"""Exception that was raised -> the error behind it, and the stack of the code then, innermost
+last."""
 
 
 class UserCodeFailed(ZinfError, RuntimeError):
@@ -346,15 +346,16 @@ class UserCodeFailed(ZinfError, RuntimeError):
 
 
 def as_raised(error: BaseException) -> tuple[BaseException, Frames]:
-    """A `Failure` of code that is run as it stands."""
+    """The `Failure` of code that is run as it stands."""
     return error, traceback.extract_tb(error.__traceback__)
 
 
 class Running:
-    """While it is entered, any error of code that is not ours becomes a `UserCodeFailed`.
+    """A context in which any error of code that is not ours becomes a `UserCodeFailed`.
 
-    Nothing is swallowed: the error goes on as the cause. Ours stay what they are, also where they
-    are found behind what was raised; what our own code raises otherwise is a bug, and shows itself.
+    Nothing is swallowed: the error goes on as the cause. Our errors stay what they are, also where
+    they are found behind the one that was raised; any other error that our own code raises is a
+    bug, and shows itself.
     """
 
     def __init__(self, what: str, todo: str, failure: Failure = as_raised) -> None:
@@ -380,7 +381,7 @@ class Running:
 
 
 def _at(frames: Frames) -> str:
-    """Where the code was that is neither torch's nor ours."""
+    """Place of the innermost frame that is neither torch's nor ours."""
     theirs = [f for f in frames if not _is_within(f, "torch") and not _is_within(f, "zcompile")]
     if not theirs:
         return ""

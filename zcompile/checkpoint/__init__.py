@@ -1,1 +1,1 @@
-"""Saves, loads and resumes; commits of durable runs."""
+"""Saves, loads and resumes the state of a training; commits durable steps."""

@@ -1,7 +1,7 @@
-"""Files written and read in large blocks at multiples of a page.
+"""Writes and reads files in large blocks at multiples of a page.
 
-They bypass the page cache where the filesystem lets them: a checkpoint is larger than what the
-cache should hold, and copying it there costs more CPU than all the rest.
+They bypass the page cache where the filesystem lets them: a checkpoint is larger than the cache
+should hold, and copying it there costs more CPU than all the rest.
 """
 
 import errno
@@ -24,11 +24,12 @@ from zcompile.runtime.io.system_calls import SystemCalls
 from zcompile.runtime.tiers.base import Buffer, FileRange
 
 BLOCK_BYTES = 16 * MiB
-"""One request. Of this size even a thread that shares the interpreter keeps a disk busy."""
+"""Bytes of one request. With this size even a thread that shares the interpreter keeps a disk
+busy."""
 BLOCKS = 4
-"""Two that arrive, two that leave."""
+"""Blocks in memory: two arrive, two leave."""
 LEAST_DIRECT_BYTES = 256 * KiB
-"""Less than this comes through the page cache, whose read-ahead serves the neighbours too."""
+"""Smaller tensors come through the page cache, whose read-ahead serves the neighbours too."""
 
 logger = logging.getLogger("zcompile.checkpoint.block_files")
 
@@ -39,10 +40,10 @@ def new_blocks() -> list[Tensor]:
 
 
 class BlockWriter:
-    """A new file, open.
+    """Writes a new file, which it opens.
 
     path    in the directory of the descriptor `folder`
-    nbytes  that it will have
+    nbytes  that the file will have
     system  makes all calls
     raises  IOFault, with what the system said
     """
@@ -56,7 +57,7 @@ class BlockWriter:
             raise _fault(error, "write", path, path.name, 0, 0, nbytes) from error
 
     def _open(self, folder: int) -> int:
-        """It is no link, nor what a link leads to."""
+        """Open the file; it is no link, nor what a link leads to."""
         flags, name = os.O_RDWR | os.O_CREAT, self.path.name
         try:
             new = flags | os.O_EXCL | os.O_DIRECT
@@ -68,7 +69,10 @@ class BlockWriter:
             return open_regular(self._system, name, flags, mode=0o666, dir_fd=folder)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the room for so many bytes; a disk that lacks it says so here. raises IOFault"""
+        """Take the room for so many bytes; a disk that lacks it says so here.
+
+        raises  IOFault
+        """
         try:
             self._system.allocate(self._fd, 0, nbytes)
         except OSError as error:
@@ -77,7 +81,7 @@ class BlockWriter:
     def share(self, begin: int, stretches: Sequence[FileRange]) -> bool:
         """From `begin` on the file has the bytes of other files, without a copy.
 
-        False where the filesystem cannot, or they are on another; then nothing is promised of
+        False where the filesystem cannot, or they are on another one; then nothing is promised of
         these bytes.
         """
         for stretch in stretches:
@@ -89,10 +93,12 @@ class BlockWriter:
         return True
 
     def write(self, begin: int, source: Tensor, name: str) -> None:
-        """All of `source`. raises  IOFault
+        """Write all of `source`.
 
-        begin, source  multiples of a page; uint8 [n], memory that begins at one too
-        name           of what is written, for people
+        begin   in the file, a multiple of a page
+        source  uint8 [n], n a multiple of a page, memory that begins at one too
+        name    of what is written, for people
+        raises  IOFault
         """
         view, done = Buffer.over(source).view, 0
         while done < len(view):
@@ -105,7 +111,7 @@ class BlockWriter:
                     raise _fault(error, "write", self.path, name, begin, done, len(view)) from error
 
     def finish(self, nbytes: int) -> None:
-        """It has all its bytes: cut off what the last page has beyond them, and sync."""
+        """Cut off what the last page has beyond `nbytes`, and sync."""
         try:
             self._system.truncate(self._fd, nbytes)
             self._system.fsync(self._fd)
@@ -127,10 +133,10 @@ class BlockWriter:
 
 
 class BlockReader:
-    """A file that is there: large parts of it past the page cache, where that can be.
+    """Reads an open file; large parts of it past the page cache, where that can be.
 
-    Its descriptor goes through the page cache; another, past it, is opened when it is needed, and
-    is of no use if it turns out to be of another file, which has taken the name.
+    The file's descriptor goes through the page cache. Another one, past it, is opened when it is
+    needed; it is not used if it turns out to be of another file, which has taken the name.
     """
 
     def __init__(self, file: OpenFile) -> None:
@@ -139,9 +145,10 @@ class BlockReader:
         """-1: there is none."""
 
     def read(self, begin: int, end: int, into: Tensor, name: str) -> Tensor:
-        """Bytes [begin, end), which lie somewhere in `into`. raises  IOFault
+        """Read bytes [begin, end); returns the part of `into` that holds them.
 
-        into  uint8, begins at a page; has room for all pages that the bytes touch
+        into    uint8, begins at a page; has room for all pages that the bytes touch
+        raises  IOFault
         """
         if self._direct is None:
             self._direct = self._opened_direct()
@@ -163,7 +170,10 @@ class BlockReader:
         return into[begin - low : end - low]
 
     def read_small(self, begin: int, end: int, name: str) -> Tensor:
-        """Bytes [begin, end), through the page cache: uint8 [end - begin]. raises  IOFault"""
+        """Bytes [begin, end), through the page cache: uint8 [end - begin].
+
+        raises  IOFault
+        """
         made = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         view, done = Buffer.over(made).view, 0
         while begin + done < end:
@@ -176,13 +186,17 @@ class BlockReader:
         return made
 
     def close(self) -> None:
-        """The descriptor past the page cache; the file stays open. raises OSError"""
+        """Close the descriptor past the page cache; the file stays open.
+
+        raises  OSError
+        """
         fd, self._direct = self._direct, -1
         if fd is not None and fd >= 0:
             self._system.close(fd)
 
     def _opened_direct(self) -> int:
-        """-1 where none can be had: then the page cache serves the same bytes."""
+        """A descriptor past the page cache; -1 where none can be had: then the cache serves the
+        same bytes."""
         file, fd = self._file, -1
         try:
             fd = open_regular(

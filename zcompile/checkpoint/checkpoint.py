@@ -1,14 +1,13 @@
-"""Checkpoints: the state of a training in a directory, and weights out of anybody's files.
+"""Saves, resumes and loads checkpoints: the state of a training in a directory of plain files.
 
     model.safetensors, or shards of it and model.safetensors.index.json   parameters and buffers
     optimizer.safetensors, likewise                                        "<parameter>.<key>"
     training.safetensors                                   tensors of `extra`, random states
     training.json                                          all that is not a tensor
 
-Everything is plain: PyTorch reads it with `safetensors` alone, and Hugging Face's `from_pretrained`
-reads the model. Bytes stream between tiers and files; no second copy of the model exists.
-
-A checkpoint as a source of state; checked as a whole before anything is read of it.
+PyTorch reads them with `safetensors` alone, and Hugging Face's `from_pretrained` reads the model;
+`load` takes weights out of anybody's files. Bytes stream between tiers and files; no second copy of
+the model exists. A checkpoint is checked as a whole before anything is read of it.
 """
 
 import errno
@@ -58,7 +57,8 @@ _FIELDS = {"aliases": dict, "modules": dict, "rng": dict, "extra": dict, "device
 
 
 def of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a state that stand in the files of `kind`, by the names that they have there."""
+    """The tensors of a state that stand in the files of `kind`, by the names that they have
+    there."""
     if kind == OTHERS:
         return {n: t for n, t in tensors.items() if n.partition(".")[0] not in NAMED}
     start = f"{kind}."
@@ -66,7 +66,10 @@ def of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class CheckpointSource:
-    """What `zcompile.save` wrote to a directory. raises CheckpointInvalid, naming the file"""
+    """A checkpoint that `zcompile.save` wrote, as a source of state.
+
+    raises  CheckpointInvalid, naming the file
+    """
 
     def __init__(self, folder: Folder, loader: Loader) -> None:
         self.where = str(folder.path)
@@ -109,11 +112,15 @@ class CheckpointSource:
 
 
 def fact_in(place: Place) -> Fact:
+    """Dtype and size of a tensor in a file."""
     return Fact(place.row.dtype, place.row.size)
 
 
 def _without_state(folder: Folder) -> CheckpointInvalid:
-    """What a directory is that is no checkpoint. raises CheckpointInvalid too"""
+    """The error about a directory that is no checkpoint.
+
+    raises  CheckpointInvalid too
+    """
     files = [name for name in folder.names() if name.endswith(".safetensors")]
     if any(not name.startswith("model") for name in files):
         return CheckpointInvalid(
@@ -165,13 +172,13 @@ def _tensors_of(value: Any) -> Iterator[str]:
 
 
 SHARD_BYTES = 5 * 10**9
-"""As `save_pretrained` of Hugging Face."""
+"""Most bytes of a shard, as in `save_pretrained` of Hugging Face."""
 KINDS = (*NAMED, OTHERS)
-"""Of files."""
+"""Kinds of files."""
 _WEIGHTS = re.compile(r"model.*\.safetensors")
 
 Progress = Callable[[int, int], None]
-"""Told bytes done, and bytes in all."""
+"""Is told bytes done, and bytes in all."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 logger = logging.getLogger("zcompile.checkpoint.checkpoint")
@@ -319,14 +326,17 @@ def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Plac
 
 
 def _system_of(model: nn.Module) -> SystemCalls:
-    """What makes the calls on files: what the model's session was opened with."""
+    """The calls on files that the model's session was opened with."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     first = next(tiered, None)
     return KERNEL if first is None else session_of(first.entry).system
 
 
 def _check_order(call: str, path: object, model: object) -> None:
-    """raises  Unsupported, if the model is not where `call` has it"""
+    """Refuse a path where the model belongs, or the reverse.
+
+    raises  Unsupported
+    """
     if isinstance(path, nn.Module) or not isinstance(model, nn.Module):
         raise Unsupported(
             f"{type(model).__name__} was given as the model, {type(path).__name__} as the path",
@@ -346,7 +356,10 @@ def _flaw_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def _check_path(path: str | os.PathLike[str]) -> None:
-    """raises  CheckpointInvalid"""
+    """Refuse a path that no file can have.
+
+    raises  CheckpointInvalid
+    """
     if (flaw := _flaw_of(path)) is not None:
         shown = Path(ascii(str(path)))
         raise CheckpointInvalid(shown, f"cannot be read: {flaw}", "name one that exists")
@@ -404,7 +417,10 @@ def _listed(paths: Paths) -> list[Path]:
 
 
 def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
-    """The files themselves. raises CheckpointInvalid"""
+    """The files behind paths.
+
+    raises  CheckpointInvalid
+    """
     system, files = opened.system, list[OpenFile]()
     for path in _listed(paths):
         with told_of(path):
@@ -429,7 +445,8 @@ def _holds_weights(directory: Path, system: SystemCalls) -> bool:
 
 
 def _unloadable(found: Mapping[str, Place], wanted: Mapping[str, str], held: Held) -> list[str]:
-    """What cannot be loaded, strictly or not: another shape, or no memory to take it."""
+    """Sentences on what cannot be loaded, strictly or not: another shape, or no memory to take
+    it."""
     rows = []
     for name, place in found.items():
         target = held.tensors.get(wanted[name])

@@ -1,10 +1,10 @@
-"""A directory that is replaced as a whole: at every instant a complete one stands.
+"""Replaces a directory as a whole: at every instant a complete one stands.
 
 A new one is written beside the old, as `<path>.zinf-partial-<pid>`, synced, and exchanged with it
 in one call of the system. Where there is no such call the old one is `<path>.zinf-previous` for a
-moment. Nobody else gives such names, so that what a killed process left behind is known, and is
-removed; of what is partial the system has dropped the lock. The path may lead through links; what
-lies inside, or bears such a name, is not followed if it is one.
+moment. Nobody else gives such names, so that leftovers of a killed process are known, and removed;
+the system has dropped the lock on a partial directory. The path may lead through links; names
+inside, or of such a directory, are not followed if they are links.
 """
 
 import errno
@@ -49,7 +49,7 @@ _OURS = re.compile(
     r"(model|optimizer|training)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?\Z|training\.json\Z"
 )
 _NO_ATTRIBUTES = (errno.ENOTSUP, errno.ENODATA, errno.EINVAL, errno.EPERM, errno.EACCES)
-"""A filesystem, or one who may not, keeps fewer extended attributes: as `shutil.copystat`."""
+"""Errors of a filesystem, or a user, that keeps fewer extended attributes: as `shutil.copystat`."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,8 @@ logger = logging.getLogger("zcompile.checkpoint.directory")
 
 
 def standing(path: Path, system: SystemCalls) -> Path:
-    """Where the checkpoint `path` stands now; says so, if a save was killed in the wrong moment.
+    """The path where the checkpoint `path` stands now; logs it, if a save was killed in the wrong
+    moment.
 
     raises  OSError
     """
@@ -72,7 +73,7 @@ def standing(path: Path, system: SystemCalls) -> Path:
 
 
 def _is_left(previous: Path, system: SystemCalls) -> bool:
-    """Whether it is a checkpoint, and no link: nobody of ours makes one."""
+    """Whether `previous` is a checkpoint, and no link: zcompile makes no links."""
     try:
         found = system.stat(previous)
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def _is_left(previous: Path, system: SystemCalls) -> bool:
 
 
 class Made(NamedTuple):
-    """A new directory: where it is, and the descriptor by which it is written and locked."""
+    """A new directory: its path, and the descriptor by which it is written and locked."""
 
     path: Path
     fd: int
@@ -89,7 +90,8 @@ class Made(NamedTuple):
 
 @contextmanager
 def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
-    """A new directory, which is `path` once the block has ended well, and gone if it has not.
+    """A context with a new directory, which becomes `path` once the block has ended well, and else
+    is removed.
 
     Files of others in the old directory come along.
 
@@ -129,7 +131,10 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
 
 
 def _made(path: Path, system: SystemCalls) -> Made:
-    """A new directory beside `path`, locked. raises OSError"""
+    """Make a new directory beside `path`, and lock it.
+
+    raises  OSError
+    """
     new = Path(f"{path}{_PARTIAL}{os.getpid()}")
     system.mkdir(new)
     try:
@@ -149,7 +154,10 @@ def _made(path: Path, system: SystemCalls) -> Made:
 
 
 def _check_named(made: Made, path: Path, system: SystemCalls) -> None:
-    """Whether what was written is what takes the place of `path`. raises OSError"""
+    """Check that the directory that was written is the one that will take the place of `path`.
+
+    raises  OSError
+    """
     if not os.path.samestat(system.stat(made.path), system.fstat(made.fd)):
         raise CheckpointUnwritable(
             errno.EBUSY,
@@ -160,7 +168,7 @@ def _check_named(made: Made, path: Path, system: SystemCalls) -> None:
 
 
 def _check_elsewhere(path: Path) -> None:
-    """A process whose directory is replaced by another finds no relative path any more."""
+    """Refuse to replace the working directory: the process would find no relative path any more."""
     try:
         here = Path(os.path.realpath("."))
     except FileNotFoundError:
@@ -176,7 +184,10 @@ def _check_elsewhere(path: Path) -> None:
 
 @uninterrupted
 def sync(path: Path, system: SystemCalls) -> None:
-    """The names in a directory are on the disk. raises OSError"""
+    """Bring the names in a directory to the disk.
+
+    raises  OSError
+    """
     fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         system.fsync(fd)
@@ -185,7 +196,10 @@ def sync(path: Path, system: SystemCalls) -> None:
 
 
 def exchange(one: Path, other: Path, system: SystemCalls) -> bool:
-    """Each becomes the other, at once; False where the system cannot. raises OSError"""
+    """Exchange two paths in one call; False where the system cannot.
+
+    raises  OSError
+    """
     try:
         system.exchange(one, other)
     except OSError as error:
@@ -196,7 +210,10 @@ def exchange(one: Path, other: Path, system: SystemCalls) -> bool:
 
 
 def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
-    """`new` is `path`, for certain; or, where that fails, all is as it was. raises OSError"""
+    """Put `new` in the place of `path`, for certain; where that fails, all is as it was.
+
+    raises  OSError
+    """
     previous = _previous(path)
     with ExitStack() as undo:
         if stat_through_links(system, path) is None:
@@ -217,7 +234,10 @@ def _take_place(new: Path, path: Path, system: SystemCalls) -> None:
 
 
 def _make_way(previous: Path, path: Path, system: SystemCalls) -> None:
-    """What an earlier save left there is not needed, since `path` stands. raises OSError"""
+    """Remove the leftover of an earlier save, which is not needed, since `path` stands.
+
+    raises  OSError
+    """
     try:
         found = system.stat(previous)
     except FileNotFoundError:
@@ -234,7 +254,7 @@ def _make_way(previous: Path, path: Path, system: SystemCalls) -> None:
 
 @uninterrupted
 def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
-    """Remove a directory that nobody needs, if it is one; what stays behind is told in the log.
+    """Remove a directory that nobody needs, if it is one; log what stays behind.
 
     lock  only if it is the directory of this descriptor: another may have its name
     """
@@ -269,7 +289,9 @@ def _bring_along_others(old: Path, new: Made, system: SystemCalls) -> None:
 def _bring_along(
     system: SystemCalls, old: int, new: int, path: Path, but: re.Pattern[str] | None = None
 ) -> None:
-    """path  of `old`, for people
+    """Copy the content of the directory `old` to `new`.
+
+    path  of `old`, for people
     but   names that stay behind
     """
     for name, found in list_directory(system, old):
@@ -294,7 +316,7 @@ def _bring_along(
 
 
 def _copy(system: SystemCalls, name: str, old: int, new: int) -> None:
-    """A file with its mode and times; it is on the disk."""
+    """Copy a file with its mode and times, to the disk."""
     source = open_regular(system, name, os.O_RDONLY, dir_fd=old)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -314,7 +336,7 @@ def _copy(system: SystemCalls, name: str, old: int, new: int) -> None:
 
 
 def _make_alike(system: SystemCalls, old: int, new: int) -> None:
-    """Extended attributes, then the mode, which may forbid to set them, and times."""
+    """Copy extended attributes, then the mode, which may forbid to set them, and times."""
     for key in _if_kept(system.attributes, old) or ():
         if (value := _if_kept(system.attribute, old, key)) is not None:
             _if_kept(system.set_attribute, new, key, value)
@@ -324,7 +346,10 @@ def _make_alike(system: SystemCalls, old: int, new: int) -> None:
 
 
 def _if_kept(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """What a call on extended attributes returns; None where they are not kept. raises OSError"""
+    """The result of a call on extended attributes; None where they are not kept.
+
+    raises  OSError
+    """
     try:
         return call(*args, **kwargs)
     except OSError as error:
@@ -353,7 +378,7 @@ def _check_replaceable(path: Path, system: SystemCalls) -> None:
 
 
 def _check_inside(path: Path, system: SystemCalls) -> None:
-    """Whether all that lies there may go, or can come along.
+    """Check that everything in the directory may go, or can come along.
 
     A run whose files are moved away goes on in files that nobody finds again.
     """
@@ -403,7 +428,7 @@ def _sweep(path: Path, system: SystemCalls) -> None:
 
 
 def _locked(directory: Path, system: SystemCalls) -> int | None:
-    """The lock on a directory; None if it is none by now, or another save holds it.
+    """Lock a directory; None if there is none by now, or another save holds the lock.
 
     raises  OSError
     """

@@ -1,7 +1,7 @@
-"""Durable training: each optimizer step ends in a commit, and a killed run resumes from the last.
+"""Trains durably: each optimizer step ends in a commit, and a killed run resumes from the last.
 
-What a step commits is what `training_state` describes; where the bytes lie is the business of the
-runtime. Resuming moves nothing that rests on disk: entries take the extents that the index names.
+A step commits what `state.describe` describes; where the bytes lie is the business of the runtime.
+Resuming moves nothing that rests on disk: entries take the extents that the index names.
 """
 
 import copy
@@ -44,13 +44,13 @@ from zcompile.runtime.transfer.interrupts import deferred_interrupts
 Optimizer = torch.optim.Optimizer
 
 EXTRA_STEP = "extra_step"
-"""In the meta of a commit: after which step `extra` was given."""
+"""Key in the meta of a commit: the step after which `extra` was given."""
 
 logger = logging.getLogger("zcompile.checkpoint.durable")
 
 
 def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | None:
-    """The commits of `model`, if `path` is its own durable directory, or one of them."""
+    """The commit log of `model`, if `path` is its own durable directory, or one of them."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     for param in tiered:
         ledger = session_of(param.entry).ledger
@@ -62,7 +62,7 @@ def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | N
 
 
 def check_step(session: Session, optimizer: Optimizer) -> None:
-    """Before a step of a durable session, while nothing is written yet.
+    """Check that a durable step can be committed, while nothing is written yet.
 
     raises  DurableHeld, TierFull, CommitFailed, Unsupported
     """
@@ -83,7 +83,10 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
 
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
-    """raises  Unsupported, if the optimizer changes what a commit of `model` would not hold"""
+    """Refuse an optimizer that changes what a commit of `model` would not hold.
+
+    raises  Unsupported
+    """
     held = set(map(id, model.parameters()))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     others = [param for param in params if id(param) not in held]
@@ -97,7 +100,10 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_resumed(ledger: CommitLog) -> None:
-    """raises  Unsupported, if the next commit would lose the states of an optimizer"""
+    """Refuse a commit that would lose the states of an optimizer.
+
+    raises  Unsupported
+    """
     if ledger.unresumed is not None:
         home = str(ledger.files.home.path)
         raise Unsupported(
@@ -108,7 +114,7 @@ def _check_resumed(ledger: CommitLog) -> None:
 
 
 def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
-    """What a step writes: parameters with a gradient, and their states."""
+    """Entries that a step writes: parameters with a gradient, and their states."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
@@ -118,7 +124,7 @@ def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
 
 
 def commit_step(session: Session, optimizer: Optimizer) -> None:
-    """The step that has just ended becomes what a killed run resumes from.
+    """Commit the step that has just ended: a killed run resumes from it.
 
     raises  what `CommitLog.commit` raises
     """
@@ -135,7 +141,7 @@ def commit(
 ) -> None:
     """Commit the state as it is.
 
-    extra   what the user adds; it stays in later commits until it is given again
+    extra   values that the user adds; they stay in later commits until others are given
     step    optimizer steps in this state; None: as many as in the last commit
     raises  what `CommitLog.commit` raises; Unsupported, for what cannot be kept
     """
@@ -187,6 +193,7 @@ def resume_durable(
 
 
 def _nothing_in(home: Directory) -> ZinfError:
+    """The error about a directory without a commit."""
     directory = home.path
     try:
         if stat_through_links(home.system, directory / STATE_FILE) is None:
@@ -209,12 +216,14 @@ def _optimizer_in(found: Index) -> str | None:
 
 
 def _extra_step(found: Index) -> int:
-    """After which step `extra` was given; earlier versions did not say, and nothing is told."""
+    """Step after which `extra` was given; that of the commit, where an earlier version did not
+    say."""
     given = found.meta.get(EXTRA_STEP)
     return given if isinstance(given, int) else found.step
 
 
 def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
+    """Warn of an `extra` that is older than the commit."""
     if extra and (given := _extra_step(found)) < found.step:
         logger.warning(
             "%s: extra (%s) is of step %d, the commit is step %d: bring it up to date, or call "
@@ -294,7 +303,7 @@ def _model_of(session: Session) -> nn.Module:
 
 
 class DurableSource:
-    """The last commit, as `training_state.restore` reads it."""
+    """The last commit, as `state.restore` reads it."""
 
     def __init__(self, directory: Path, index: Index, smalls: bytes, copier: Copier) -> None:
         self.where = str(directory)
@@ -308,7 +317,10 @@ class DurableSource:
         self._check_layouts()
 
     def _check_layouts(self) -> None:
-        """Whether each tensor finds its elements in its bytes. raises DurableDamaged"""
+        """Check that each tensor finds its elements in its bytes.
+
+        raises  DurableDamaged
+        """
         for kept in self._index.tensors:
             layout = Layout(kept.size, kept.stride, kept.start, self._dtype(kept.name, kept.dtype))
             needed = (layout.offset + layout.span) * layout.dtype.itemsize

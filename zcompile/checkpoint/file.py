@@ -1,10 +1,9 @@
-"""Files of checkpoints that are there, opened for reading; anybody may have put them there.
+"""Opens files of checkpoints for reading; anybody may have put them there.
 
-A path that a user gives may lead through symbolic links, and what lies in a directory may be one
-too: the cache of Hugging Face is made of them. What they lead to has to be a regular file.
-
-Each is opened once, and what lies in a directory is reached from its descriptor. So what was
-checked is what is read, also while another process replaces the checkpoint.
+A path that a user gives may lead through symbolic links, and a name in a directory may be one too:
+the cache of Hugging Face is made of them. They have to lead to a regular file. Each file is opened
+once, and names in a directory are reached from its descriptor. So what was checked is what is read,
+also while another process replaces the checkpoint.
 """
 
 import errno
@@ -32,7 +31,10 @@ _TODO = {
 
 @contextmanager
 def told_of(path: Path) -> Iterator[None]:
-    """What the system refuses within is told as a checkpoint's. raises CheckpointInvalid"""
+    """A context that turns errors of the system into those of a checkpoint.
+
+    raises  CheckpointInvalid
+    """
     try:
         yield
     except ZinfError:
@@ -50,7 +52,7 @@ def told_of(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class OpenFile:
-    """A file that is open, until its `OpenFiles` end.
+    """A file that is open until its `OpenFiles` end.
 
     path          for people
     name, dir_fd  where it was found: a path, or a name in the directory of the descriptor
@@ -89,20 +91,29 @@ class OpenFiles:
 
     @uninterrupted
     def folder(self, path: Path) -> "Folder":
-        """raises  CheckpointInvalid"""
+        """Open a directory.
+
+        raises  CheckpointInvalid
+        """
         with told_of(path):
             fd = self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._held.append((path, fd))
         return Folder(self, path, fd)
 
     def file(self, path: Path) -> OpenFile:
-        """raises  CheckpointInvalid"""
+        """Open a file.
+
+        raises  CheckpointInvalid
+        """
         with told_of(path):
             return self.found(path, path, None)
 
     @uninterrupted
     def found(self, path: Path, name: Name, dir_fd: int | None) -> OpenFile:
-        """The file `path`, by the name that it has in a directory. raises OSError"""
+        """Open the file `path`, by the name that it has in a directory.
+
+        raises  OSError
+        """
         fd = open_regular(self.system, name, os.O_RDONLY, dir_fd=dir_fd, follow=True)
         self._held.append((path, fd))
         return OpenFile(path, fd, name, dir_fd, self.system)
@@ -116,12 +127,18 @@ class Folder:
         self._files, self._fd = files, fd
 
     def names(self) -> list[str]:
-        """raises  CheckpointInvalid"""
+        """Names in the directory, sorted.
+
+        raises  CheckpointInvalid
+        """
         with told_of(self.path):
             return sorted(self._files.system.names(self._fd))
 
     def holds(self, name: str) -> bool:
-        """Whether a name leads to something. raises CheckpointInvalid"""
+        """Whether a name leads to something.
+
+        raises  CheckpointInvalid
+        """
         with told_of(self.path / name):
             try:
                 self._files.system.stat(name, dir_fd=self._fd, follow=True)
@@ -131,7 +148,10 @@ class Folder:
         return True
 
     def file(self, name: str) -> OpenFile:
-        """raises  CheckpointInvalid"""
+        """Open the file of a name.
+
+        raises  CheckpointInvalid
+        """
         path = self.path / name
         with told_of(path):
             try:
@@ -143,7 +163,11 @@ class Folder:
                 ) from error
 
     def _check_stands(self) -> None:
-        """What lacks a file may be on its way out. raises CheckpointInvalid, OSError"""
+        """Refuse a directory that was replaced or removed: one that lacks a file may be on its way
+        out.
+
+        raises  CheckpointInvalid, OSError
+        """
         system = self._files.system
         try:
             if os.path.samestat(system.stat(self.path, follow=True), system.fstat(self._fd)):

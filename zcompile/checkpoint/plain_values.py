@@ -1,8 +1,8 @@
-"""Values as JSON and named tensors, and back: what a checkpoint keeps without pickling.
+"""Packs values as JSON and named tensors, and unpacks them: a checkpoint without pickling.
 
-What JSON has is written as it is. The rest is an object with one key that begins with "$": a tuple,
-a dict with keys that are not texts, an infinite number, or the name of a tensor that is kept
-elsewhere. Any other value raises, and says where it stands.
+Values that JSON has are written as they are. The rest is an object with one key that begins with
+"$": a tuple, a dict with keys that are not texts, an infinite number, or the name of a tensor that
+is stored elsewhere. Any other value raises, and the error says where it stands.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +17,7 @@ from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.io.sound_json import MOST_NESTED
 
 Read = Callable[[str, str], Tensor]
-"""Name of a tensor, the device it was on (or "tiered") -> the tensor."""
+"""(name of a tensor, the device it was on or "tiered") -> the tensor."""
 
 _AS_THEY_ARE = (str, int, bool, type(None))
 _KINDS_OF_DICT: Mapping[str, type] = {
@@ -28,16 +28,19 @@ _KINDS_OF_DICT: Mapping[str, type] = {
 
 
 class Packer:
-    """Packs values, and collects the tensors that it met.
+    """Packs values, and collects the tensors in them.
 
-    tensors  by name, which begins with where the value stood; the tensors themselves, not copies
+    tensors  by name, which begins with the place of the value; the tensors themselves, not copies
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
     def pack(self, value: object, where: str, depth: int = 0) -> Any:
-        """`value` as JSON has it, `depth` levels down. raises  Unsupported, naming `where`"""
+        """`value` as JSON has it, `depth` levels down.
+
+        raises  Unsupported, naming `where`
+        """
         if depth > MOST_NESTED:
             raise Unsupported(
                 f"{where:.80} ... nests more than {MOST_NESTED} deep (a tuple counts for two, a "
@@ -90,7 +93,10 @@ class Packer:
 
 
 def unpack(value: Any, read: Read) -> Any:
-    """What `Packer.pack` was given. raises  ValueError, if `value` is not of its making"""
+    """The value that `Packer.pack` was given.
+
+    raises  ValueError, if `value` is not of its making
+    """
     if isinstance(value, list):
         return [unpack(item, read) for item in value]
     if not isinstance(value, dict):
@@ -112,7 +118,7 @@ def unpack(value: Any, read: Read) -> Any:
 
 
 def check_packed(value: Any, names: Container[str], where: str) -> None:
-    """Whether `unpack` can take all of `value`, which may be of anybody.
+    """Check that `unpack` can take all of `value`, which anybody may have written.
 
     names   of the tensors there are
     raises  ValueError
@@ -154,7 +160,10 @@ def _is_device(text: str) -> bool:
 
 
 def check_dense(value: Tensor, where: str) -> None:
-    """raises  Unsupported, for tensors whose values are not simply their elements"""
+    """Refuse tensors whose values are not simply their elements.
+
+    raises  Unsupported
+    """
     if value.layout is not torch.strided or value.is_quantized:
         raise Unsupported(
             f"{where} is a tensor of layout {value.layout} and dtype {value.dtype}",

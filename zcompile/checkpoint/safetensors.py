@@ -1,13 +1,13 @@
-"""The safetensors format: eight bytes with the length of a header, the header in JSON, the data.
+"""Reads and writes the safetensors format, and spreads tensors over several files.
 
-The header says of each tensor its dtype, its shape, and where its bytes lie in the data: row-major,
-one tensor after the other without holes. What is written here is laid out so that large tensors
-begin at multiples of a page, and read so that nothing damaged is taken for a tensor.
+A file is eight bytes with the length of a header, the header in JSON, the data. The header says of
+each tensor its dtype, its shape, and where its bytes lie in the data: row-major, one tensor after
+the other without holes. Files written here are laid out so that large tensors begin at multiples of
+a page; files are read so that nothing damaged is taken for a tensor.
 
-Which tensor stands in which file, in the manner of Hugging Face.
-
-One file is `model.safetensors`; several are `model-00001-of-00003.safetensors` and so on, beside
-`model.safetensors.index.json`, which says where each tensor is.
+Several files are named in the manner of Hugging Face: one is `model.safetensors`; several are
+`model-00001-of-00003.safetensors` and so on, beside `model.safetensors.index.json`, which says
+where each tensor is.
 """
 
 import json
@@ -31,11 +31,11 @@ MOST_HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 MOST_DIMENSIONS = 64
-"""Of a tensor of PyTorch."""
+"""Most dimensions of a tensor of PyTorch."""
 MOST_DEPTH = 8
-"""Of a header: an object of objects, with lists in them."""
+"""Most levels of a header: an object of objects, with lists in them."""
 _NO_SIZE = 1 << 63
-"""Sizes and offsets are smaller, in PyTorch and in files."""
+"""Upper bound of sizes and offsets, in PyTorch and in files."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -76,9 +76,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The header of a file.
 
-    rows      by name, in the order in which they lie
+    rows      by name, in the order of their bytes
     metadata  texts that the writer added
     nbytes    of the whole file
     """
@@ -89,6 +89,7 @@ class Header:
 
 
 def nbytes_of(dtype: torch.dtype, size: Iterable[int]) -> int:
+    """Bytes of a tensor."""
     count = 1
     for n in size:
         count *= n
@@ -98,7 +99,7 @@ def nbytes_of(dtype: torch.dtype, size: Iterable[int]) -> int:
 def arrange(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, Header]:
-    """The first bytes of a file of these tensors, and what it will be.
+    """The first bytes of a file of these tensors, and its header.
 
     The data begins at a multiple of a page, and so does every tensor of whole pages, since these
     come first. Of the others the widest dtype comes first, so that each is aligned to its own.
@@ -140,6 +141,7 @@ def arrange(
 
 
 def _moved(rows: Mapping[str, Row], by: int) -> dict[str, Row]:
+    """`rows` with all bytes `by` further on."""
     return {
         name: Row(row.dtype, row.size, row.begin + by, row.end + by) for name, row in rows.items()
     }
@@ -147,7 +149,7 @@ def _moved(rows: Mapping[str, Row], by: int) -> dict[str, Row]:
 
 @uninterrupted
 def read_header(file: OpenFile) -> Header:
-    """What a file holds, checked against itself and against the file's length.
+    """The header of a file, checked against itself and against the file's length.
 
     raises  CheckpointInvalid, naming the file and the tensor
     """
@@ -187,7 +189,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _row(path: Path, name: str, told: Any) -> Row:
-    """With offsets from the beginning of the data."""
+    """The row of one tensor, with offsets from the beginning of the data."""
     try:
         dtype, size, (begin, end) = told["dtype"], told["shape"], told["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
@@ -218,7 +220,8 @@ def _row(path: Path, name: str, told: Any) -> Row:
 
 
 def _checked(path: Path, rows: Mapping[str, Row], data: int, nbytes: int) -> dict[str, Row]:
-    """With offsets from the beginning of the file; one after the other, up to the file's end."""
+    """The rows with offsets from the beginning of the file, one after the other up to the file's
+    end."""
     at = 0
     ordered = dict(sorted(rows.items(), key=lambda item: (item[1].begin, item[1].end)))
     for name, row in ordered.items():
@@ -240,7 +243,7 @@ def _checked(path: Path, rows: Mapping[str, Row], data: int, nbytes: int) -> dic
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to be written. `first`, `header`: as `arrange` returns them."""
+    """A file to be written. first, header: as `arrange` returns them."""
 
     file: str
     tensors: Mapping[str, Tensor]
@@ -249,7 +252,7 @@ class Shard:
 
 
 class Place(NamedTuple):
-    """Where a tensor can be read."""
+    """The file and row of a tensor."""
 
     file: OpenFile
     row: Row
@@ -258,7 +261,10 @@ class Place(NamedTuple):
 def shards_of(
     kind: str, tensors: Mapping[str, Tensor], most_bytes: int, metadata: Mapping[str, str]
 ) -> list[Shard]:
-    """Files of at most so many bytes, or of one tensor; at least one. raises Unsupported"""
+    """Files of at most so many bytes, or of one tensor; at least one file.
+
+    raises  Unsupported
+    """
     parts: list[dict[str, Tensor]] = [{}]
     room = most_bytes
     for name, tensor in tensors.items():
@@ -277,14 +283,17 @@ def shards_of(
 
 
 def index_of(shards: Iterable[Shard]) -> dict[str, Any]:
-    """What `<kind>.safetensors.index.json` says."""
+    """The content of `<kind>.safetensors.index.json`."""
     names = {name: shard.file for shard in shards for name in shard.header.rows}
     total = sum(row.nbytes for shard in shards for row in shard.header.rows.values())
     return {"metadata": {"total_size": total}, "weight_map": names}
 
 
 def read_index(folder: Folder, kind: str) -> list[OpenFile]:
-    """The files of `kind` in a directory. raises CheckpointInvalid"""
+    """The files of `kind` in a directory.
+
+    raises  CheckpointInvalid
+    """
     index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
     if not folder.holds(index):
         if not folder.holds(single):
@@ -315,7 +324,10 @@ def read_index(folder: Folder, kind: str) -> list[OpenFile]:
 
 
 def places(files: Iterable[OpenFile]) -> dict[str, Place]:
-    """Every tensor of some files. raises CheckpointInvalid"""
+    """Every tensor of some files.
+
+    raises  CheckpointInvalid
+    """
     found: dict[str, Place] = {}
     for file in files:
         for name, row in read_header(file).rows.items():
@@ -332,7 +344,10 @@ def places(files: Iterable[OpenFile]) -> dict[str, Place]:
 
 @uninterrupted
 def read_json(file: OpenFile) -> dict[str, Any]:
-    """The object in a file. raises CheckpointInvalid"""
+    """The object in a JSON file.
+
+    raises  CheckpointInvalid
+    """
     path, system = file.path, file.system
     with told_of(path):
         content = system.read_all(file.fd, system.fstat(file.fd).st_size)

@@ -1,18 +1,14 @@
-"""What the state of a training is, by name, and how it is put back.
+"""Describes the state of a training by name (`describe`), and puts it back (`restore`).
 
 A parameter or persistent buffer is "model.<its name in state_dict()>", a state of an optimizer is
 "optimizer.<parameter>.<key>", the states of torch's random generators are "rng.<device>", tensors
 among what the caller adds are "extra.<where they stood>". What is not a tensor stands in `meta`,
-which is JSON. A tied parameter has its first name; the others are its aliases.
+which is JSON. A tied parameter has its first name; the others are its aliases. Not part of the
+state are gradients, and the random states of Python's `random` and of numpy.
 
-Not part of it: gradients, and the random states of Python's `random` and of numpy.
-
-What a model holds, by the names of its `state_dict`, and where kept values come from.
-
-What an optimizer holds, by the names of its parameters, and how it is put back.
-
-Its groups go through `Optimizer.load_state_dict`, whoever wrote the class; its states follow one by
-one, since that method would cast them to the dtype of their parameter and want them whole.
+The groups of an optimizer go through `Optimizer.load_state_dict`, whoever wrote the class; its
+states follow one by one, since that method would cast them to the dtype of their parameter and want
+them whole.
 """
 
 import logging
@@ -33,7 +29,7 @@ from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
 COMPILED = "_orig_mod"
-"""What `torch.compile(module)` keeps the module itself under; no part of a name."""
+"""Name under which `torch.compile(module)` keeps the module itself; no part of a name here."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Fact:
 
 
 class StateSource(Protocol):
-    """A state that was kept: a checkpoint, or the last commit of a durable directory.
+    """A stored state: a checkpoint, or the last commit of a durable directory.
 
     where  for people, "/data/checkpoint"
     """
@@ -60,19 +56,20 @@ class StateSource(Protocol):
         """As `TrainingState.meta`."""
 
     def facts(self) -> Mapping[str, Fact]:
-        """Every tensor that it holds, by name."""
+        """Dtype and size of every stored tensor, by name."""
 
     def fill(self, name: str, target: Tensor) -> None:
-        """Give `target`, tiered or plain, of the same dtype and size, the value kept as `name`."""
+        """Give `target`, tiered or plain, of the same dtype and size, the value stored as
+        `name`."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a model holds by the names of its `state_dict`.
+    """The state of a model, by the names of its `state_dict`.
 
     tensors  parameters and persistent buffers, each once
     aliases  further names of a tensor -> its first
-    states   what `get_extra_state` of modules gave
+    states   results of `get_extra_state` of modules
     """
 
     tensors: dict[str, Tensor]
@@ -81,7 +78,10 @@ class Held:
 
 
 def held_by(model: nn.Module) -> Held:
-    """raises  Unsupported, if a tensor is not dense"""
+    """The state of a model.
+
+    raises  Unsupported, if a tensor is not dense
+    """
     found = Held({}, {}, {})
     first: dict[int, str] = {}
     for raw, value in plain_model(model).state_dict(keep_vars=True).items():
@@ -108,7 +108,7 @@ def fact_of(tensor: Tensor) -> Fact:
 
 
 def read_back(source: StateSource, facts: Mapping[str, Fact], name: str, on: str) -> Tensor:
-    """A kept tensor on the device where it was, if there is one here, else on the CPU."""
+    """A stored tensor on the device where it was, if there is one here, else on the CPU."""
     fact = facts[name]
     device = torch.device("cpu" if on == "tiered" else on)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -119,7 +119,10 @@ def read_back(source: StateSource, facts: Mapping[str, Fact], name: str, on: str
 
 
 def set_module_state(model: nn.Module, name: str, state: object) -> None:
-    """name  of a `get_extra_state`, as in `state_dict`: ends with "_extra_state" """
+    """Give a module the result of its `get_extra_state` back.
+
+    name  of the state, as in `state_dict`: ends with "_extra_state"
+    """
     for path, module in plain_model(model).named_modules():
         path = f"{path}.".replace(f"{COMPILED}.", "").lstrip(".")
         if f"{path}_extra_state" == name:
@@ -130,6 +133,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def pack_optimizer(optimizer: Optimizer, held: Held, packer: Packer) -> Any:
+    """Groups and states of an optimizer as JSON; tensors go to `packer`."""
     names = _names_of(optimizer, held)
     groups = []
     for at, group in enumerate(optimizer.param_groups):
@@ -159,7 +163,10 @@ def pack_optimizer(optimizer: Optimizer, held: Held, packer: Packer) -> Any:
 
 
 def _names_of(optimizer: Optimizer, held: Held) -> dict[int, str]:
-    """id of a parameter -> its name. raises  Unsupported, if one is not of the model"""
+    """id of a parameter -> its name.
+
+    raises  Unsupported, if one is not of the model
+    """
     names = {id(tensor): name for name, tensor in held.tensors.items()}
     for at, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -169,6 +176,7 @@ def _names_of(optimizer: Optimizer, held: Held) -> dict[int, str]:
 
 
 def _stranger(optimizer: Optimizer, where: str, param: Tensor) -> Unsupported:
+    """The error about a parameter that the model does not have."""
     return Unsupported(
         f"{where} of {type(optimizer).__name__} holds a parameter of shape {list(param.shape)} "
         "that the model does not have, so it has no name",
@@ -177,6 +185,7 @@ def _stranger(optimizer: Optimizer, where: str, param: Tensor) -> Unsupported:
 
 
 def unfitting_groups(saved: Any, held: Held, optimizer: Optimizer) -> list[str]:
+    """Sentences on how the stored groups differ from those of `optimizer`."""
     if saved is None:
         return ["it holds no optimizer; resume without one"]
     kind = type(optimizer).__name__
@@ -201,6 +210,7 @@ def _differing(these: list[str], those: list[str]) -> str:
 
 
 def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> None:
+    """Put the groups and states of an optimizer back."""
     saved, facts = source.meta["optimizer"], source.facts()
     read = partial(read_back, source, facts)
     groups, count = [], 0
@@ -227,7 +237,7 @@ def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> 
 
 @dataclass(frozen=True)
 class _StateHome:
-    """Where the states of one parameter go.
+    """The destination of the states of one parameter.
 
     steps_on_device  the optimizer counts steps on the parameter's device
     """
@@ -238,6 +248,7 @@ class _StateHome:
     steps_on_device: bool
 
     def read(self, key: str, name: str, on: str) -> Tensor:
+        """A stored state, in the store or in memory."""
         fact = self.facts[name]
         target = self._tiered(key, fact, on)
         if target is None:
@@ -247,7 +258,8 @@ class _StateHome:
 
     @uninterrupted
     def _tiered(self, key: str, fact: Fact, on: str) -> Tensor | None:
-        """A blank one if the parameter is tiered and the state is as large, as `zeros_like`."""
+        """A blank tiered tensor, if the parameter is tiered and the state is as large, as
+        `zeros_like`."""
         param = self.param
         if not isinstance(param, TieredTensor) or fact.size != tuple(param.size()):
             return None
@@ -260,7 +272,7 @@ class _StateHome:
         return TieredTensor.over(entry, layout)
 
     def _device(self, key: str, fact: Fact, on: str) -> torch.device:
-        """That of the parameter if it was so when the state was kept, else the CPU."""
+        """The parameter's device if the state was there when it was stored, else the CPU."""
         if key == "step":
             there = self.steps_on_device
         else:
@@ -276,9 +288,9 @@ logger = logging.getLogger("zcompile.checkpoint.state")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The live tensors, not copies: they change with the next step.
+    """The live tensors of a training, not copies: they change with the next step.
 
-    tiered, plain  together all tensors, by name; where they lie tells which
+    tiered, plain  together all tensors, by name
     meta           JSON: format, versions, aliases, optimizer, extra
     """
 
@@ -325,10 +337,10 @@ def describe(
 def restore(
     source: StateSource, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Put a kept state back, random states included; returns what `extra` was.
+    """Put a stored state back, random states included; returns what `extra` was.
 
     Nothing is changed before all of it is known to fit. The values of a model on `meta` that was
-    offloaded come from here. Without `optimizer`, what was kept of one is left alone.
+    offloaded come from here. Without `optimizer`, the stored state of one is left alone.
 
     raises  CheckpointMismatch, which lists everything that does not fit
     """
@@ -349,7 +361,7 @@ def restore(
 
 
 def _check_said(source: StateSource) -> None:
-    """Whether the meta of a checkpoint is such as `describe` makes, before any of it is used.
+    """Check that the meta of a checkpoint is such as `describe` makes, before any of it is used.
 
     raises  CheckpointMismatch
     """
@@ -374,7 +386,10 @@ def _check_said(source: StateSource) -> None:
 
 
 def _check_optimizer_said(saved: Any, names: Mapping[str, object]) -> None:
-    """raises  ValueError"""
+    """Check what a checkpoint says of an optimizer.
+
+    raises  ValueError
+    """
     sound = (
         isinstance(saved, dict)
         and isinstance(saved.get("class"), str)
@@ -434,7 +449,7 @@ def _device_of(held: Held) -> torch.device:
 
 
 def _random_states(held: Held) -> dict[str, Tensor]:
-    """Of the CPU, and of the CUDA devices that the model is on."""
+    """Random states of the CPU, and of the CUDA devices that the model is on."""
     states = {"cpu": torch.get_rng_state()}
     for device in {t.device for t in held.tensors.values() if t.device.type == "cuda"}:
         states[str(device)] = torch.cuda.get_rng_state(device)

@@ -1,15 +1,11 @@
-"""Tensors into safetensors files, streamed through a few blocks of memory.
+"""Streams tensors into and out of safetensors files, through a few blocks of memory.
 
-Where the filesystem can, a file shares the bytes of tensors that rest in files already. The others
-stream: while the tiers fill two blocks, a thread writes two others. No tensor is ever whole in
-memory, unless it is not row-major.
+Where the filesystem can, a new file shares the bytes of tensors that rest in files already. The
+others stream: while the tiers fill two blocks, a thread writes two others; and while two blocks are
+read, two others go to the tiers. No tensor is ever whole in memory, unless it is not row-major.
 
-Tensors out of safetensors files, streamed through a few blocks of memory.
-
-While two blocks are read, two others go to the tiers. No tensor is ever whole in memory, unless it
-is not row-major where it goes.
-
-The bytes of a tensor as a file has them: row-major, range by range, wherever the tensor lies.
+The parts: the bytes of a tensor as a file has them, row-major, range by range, on any tier
+(`TensorBytes`); writing a file (`NewFile`); reading (`Loader`).
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +40,7 @@ from zcompile.runtime.transfer.ticket import Ticket
 
 
 class TensorBytes(ABC):
-    """One tensor, read or written by ranges of its `nbytes`."""
+    """The bytes of one tensor in row-major order, read or written by ranges."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -52,11 +48,11 @@ class TensorBytes(ABC):
 
     @abstractmethod
     def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
-        """Start to fill `into`, uint8 on the host, with the bytes from `begin` on."""
+        """Start to fill `into`, uint8 [n] on the host, with bytes [begin, begin + n)."""
 
     @abstractmethod
     def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
-        """Start to put `source`, uint8 on the host, where the bytes from `begin` on are.
+        """Start to write `source`, uint8 [n] on the host, to bytes [begin, begin + n).
 
         `source` must not change before the tickets are done.
         """
@@ -66,12 +62,12 @@ class TensorBytes(ABC):
         return ()
 
     def finish(self) -> None:
-        """All of it was written."""
+        """Take note that all bytes were written."""
         increment_version(self.tensor)
 
 
 class _Tiered(TensorBytes):
-    """In the store, and there row-major."""
+    """A tensor that is row-major in its entry."""
 
     tensor: TieredTensor
 
@@ -103,7 +99,7 @@ class _Tiered(TensorBytes):
 
 
 class _Plain(TensorBytes):
-    """In ordinary memory, of the host or of a device, and there row-major."""
+    """A row-major tensor in ordinary memory, of the host or of a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -119,7 +115,7 @@ class _Plain(TensorBytes):
 
 
 class _Whole(TensorBytes):
-    """Not row-major where it lies, so all of it passes through host memory at once."""
+    """A tensor that is not row-major, so all of it passes through host memory at once."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
@@ -150,6 +146,7 @@ class _Whole(TensorBytes):
 
 
 def bytes_of(tensor: Tensor) -> TensorBytes:
+    """The bytes of a tensor of any kind."""
     if not tensor.is_contiguous() or is_lazy(tensor):
         return _Whole(tensor)
     return _Tiered(tensor) if isinstance(tensor, TieredTensor) else _Plain(tensor)
@@ -163,11 +160,11 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 Told = Callable[[int], None]
-"""Told how many more bytes have been written."""
+"""Is told how many more bytes have been written."""
 
 
 class Piece(NamedTuple):
-    """Part of a block: bytes from `begin` of a source, `at` of the block on."""
+    """Part of a block: bytes from `begin` of a source, at byte `at` of the block."""
 
     source: int
     begin: int
@@ -176,7 +173,7 @@ class Piece(NamedTuple):
 
 
 def cut(sizes: Sequence[int], block_bytes: int) -> Iterator[list[Piece]]:
-    """What each block of a file holds whose sources, of these sizes, lie one after the other."""
+    """The pieces of each block of a file whose sources, of these sizes, lie one after the other."""
     pieces: list[Piece] = []
     at = 0
     for source, size in enumerate(sizes):
@@ -205,7 +202,7 @@ class _First:
 
 
 class NewFile:
-    """A file that is being written.
+    """Writes a safetensors file.
 
     folder         descriptor of the directory that it lies in
     first, header  what `arrange` made of the tensors
@@ -233,11 +230,17 @@ class NewFile:
             raise
 
     def reserve(self) -> None:
-        """Take the room. raises IOFault, if there is none"""
+        """Take the room on the disk.
+
+        raises  IOFault, if there is none
+        """
         self._file.reserve(self._header.nbytes)
 
     def stream(self, told: Told) -> None:
-        """Write all that is not shared, and sync. raises IOFault, and what transfers raise"""
+        """Write all that is not shared, and sync.
+
+        raises  IOFault, and what transfers raise
+        """
         told(sum(self._sources[number].nbytes for number in self._shared))
         with ThreadPoolExecutor(1, "zinf-save") as thread:
             writer = _Writer(self._file, thread, told)
@@ -262,7 +265,7 @@ class NewFile:
         writer.put(_Filling(begin, block, used, tickets, name))
 
     def _share(self) -> set[int]:
-        """Which sources the file has by now, since it shares their bytes."""
+        """Share bytes of files with the new one; returns the sources that it has thereby."""
         shared: set[int] = set()
         for number, row in enumerate(self._header.rows.values(), 1):
             source = self._sources[number]
@@ -278,7 +281,7 @@ class NewFile:
         return shared
 
     def _runs(self) -> Iterator[tuple[int, range]]:
-        """What is to be written: neighbours among the sources, and where the first begins."""
+        """Runs of neighbouring sources to be written, each with the byte at which it begins."""
         begin, run = 0, range(0)
         at = 0
         for number, source in enumerate(self._sources):
@@ -295,7 +298,8 @@ class NewFile:
 
 
 class _Filling(NamedTuple):
-    """A block on its way: `used` of its bytes go to `begin` of the file once the tickets are."""
+    """A block that is being filled: `used` of its bytes go to `begin` of the file once `tickets`
+    are done."""
 
     begin: int
     block: Tensor
@@ -314,6 +318,7 @@ class _Writer:
         self._writing: deque[tuple[Future[None], _Filling]] = deque()
 
     def block(self) -> Tensor:
+        """A free block."""
         if len(self._filling) >= BLOCKS // 2:
             self._send()
         if not self._free:
@@ -321,15 +326,18 @@ class _Writer:
         return self._free.pop()
 
     def put(self, filling: _Filling) -> None:
+        """Take a block that is being filled."""
         self._filling.append(filling)
 
     def end(self) -> None:
+        """Write all blocks."""
         while self._filling:
             self._send()
         while self._writing:
             self._settle()
 
     def _send(self) -> None:
+        """Wait until the oldest block is filled, and let the thread write it."""
         filling = self._filling.popleft()
         for ticket in filling.tickets:
             ticket.wait()
@@ -340,6 +348,7 @@ class _Writer:
         self._writing.append((future, filling))
 
     def _settle(self) -> None:
+        """Wait until the oldest block is written."""
         future, filling = self._writing.popleft()
         future.result()
         self._free.append(filling.block)
@@ -347,7 +356,7 @@ class _Writer:
 
 
 MOST_LEAVING = 256
-"""Small tensors on their way to the tiers at once."""
+"""Most small tensors in flight to the tiers at once."""
 
 
 class Loader:
@@ -380,7 +389,7 @@ class Loader:
                 close_or_warn(file.path, reader.close)
 
     def fill(self, file: OpenFile, name: str, row: Row, target: Tensor) -> None:
-        """`target` takes the value of a tensor of the file, cast as `copy_` casts."""
+        """Give `target` the value of a tensor of the file, cast as `copy_` casts."""
         if file not in self._files:
             self._files[file] = BlockReader(file)
         reader, to = self._files[file], bytes_of(target)
@@ -392,7 +401,7 @@ class Loader:
     def _pieces(
         self, reader: BlockReader, name: str, row: Row
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Where in the tensor, its bytes, and the block that they lie in."""
+        """(first byte in the tensor, its bytes, the block that they lie in), piece by piece."""
         if row.nbytes < LEAST_DIRECT_BYTES:
             if row.nbytes:
                 while len(self._leaving) > MOST_LEAVING:
@@ -412,6 +421,7 @@ class Loader:
             yield at - row.begin, future.result(), block
 
     def _settle(self) -> None:
+        """Wait until the oldest piece is in its tier."""
         block, tickets = self._leaving.popleft()
         for ticket in tickets:
             ticket.wait()
@@ -420,7 +430,7 @@ class Loader:
 
 
 def spans(row: Row) -> Iterator[tuple[int, int]]:
-    """The row's bytes in the file in parts: whole elements that lie within one block of pages."""
+    """Ranges of the row's bytes in the file: whole elements that lie within one block of pages."""
     begin, item = row.begin, row.dtype.itemsize
     while begin < row.end:
         bound = begin // PAGE_BYTES * PAGE_BYTES + BLOCK_BYTES

@@ -1,7 +1,7 @@
-"""What things cost: seconds of a region, of an instruction, of a transfer; and whether to replan.
+"""Estimates costs: seconds of a region, of an instruction, of a transfer; and whether to replan.
 
-Measured where something has run, predicted from work and machine where nothing may. Pure: what was
-measured comes in as data.
+Measured where something has run, predicted from work and machine where nothing may. Pure:
+measurements come in as data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,19 @@ from zcompile.machine.model import Compute, Link, Machine
 NOTHING: Mapping[Any, float] = MappingProxyType({})
 
 WEIGHT = 0.25
-"""Of a new measurement in a link's moving estimate: four steps after a link has changed for good,
-two thirds of the change are believed; a single odd step moves it by a quarter."""
+"""Weight of a new measurement in a link's moving estimate: four steps after a link has changed for
+good, two thirds of the change are believed; a single odd step moves the estimate by a quarter."""
 LEAST_MEASURED_BYTES = 8 * MiB
 """Less traffic than this says more about starting transfers than about the link."""
 LEAST_GAIN = 0.03
-"""Of a step: less is what steps differ by themselves, and replanning would never end."""
+"""Least gain of a new plan, as part of a step: steps differ by less than this by themselves, and
+replanning would never end."""
 STEPS_TO_PAY = 50
-"""Planning again must be earned back within so many steps."""
+"""Number of steps within which planning again must be earned back."""
 
 
 class Line(NamedTuple):
-    """Seconds of regions that differ only in how much they touch."""
+    """Seconds of regions that differ only in the bytes they touch."""
 
     fixed_s: float
     s_per_byte: float
@@ -38,8 +39,11 @@ NO_LINES: Mapping[str, Line] = MappingProxyType({})
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> Line:
-    """(bytes, seconds) of some regions: the least of them is the fixed part of each, the rest goes
-    by their bytes. Then their sum is right, and none costs less than nothing."""
+    """The line of some regions, from (bytes, seconds) of each.
+
+    The least seconds are the fixed part of each region, the rest goes by bytes. Then their sum is
+    right, and none costs less than nothing.
+    """
     fixed_s = min(seconds for _, seconds in points)
     nbytes = sum(n for n, _ in points)
     return Line(fixed_s, (sum(s for _, s in points) - fixed_s * len(points)) / max(nbytes, 1))
@@ -52,10 +56,10 @@ class Ways:
     asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
     straight_read   a file is read into the arena without a buffer between, on no link but the disk
     straight_write  slots of the arena are written to a file likewise
-    granule         of the disk: what moves there is whole ones
-    chunk_bytes     of the staging ring, through which all else goes between disk and device
+    granule         block size of the disk: whole blocks move there
+    chunk_bytes     of the staging ring, for all other bytes between disk and device
     ring_bytes      of all its chunks
-    backlog_bytes   of gradients on their way, at most, before the next waits for one to leave
+    backlog_bytes   most bytes of gradients in flight, before the next waits for one to arrive
     """
 
     asynchronous: bool = False
@@ -69,14 +73,14 @@ class Ways:
 
 @dataclass(frozen=True)
 class Costs:
-    """Machine and measurements together.
+    """A machine, and what was measured on it.
 
     regions   region key -> seconds of compute
     alike     `Region.like` -> seconds of compute by the bytes it touches
     launches  region key -> seconds of the host to start it, where compute runs beside it
     issues    (instruction class, `issued_bytes`) -> seconds of the host
     gaps      (`call_name` of one call, of the next) -> seconds of the host between them
-    idle      region key -> seconds of compute while no transfer was under way
+    idle      region key -> seconds of compute while no transfer was in flight
     """
 
     machine: Machine
@@ -89,7 +93,8 @@ class Costs:
     idle: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
 
     def region_seconds(self, region: Region) -> float:
-        """Measured if it has run, by others like it if those have, else predicted."""
+        """Seconds of compute: measured if the region has run, by others like it if those have, else
+        predicted."""
         if (known := self.regions.get(region.key)) is not None:
             return known
         if (line := self.alike.get(region.like)) is not None:
@@ -97,28 +102,30 @@ class Costs:
         return predicted_seconds(region.work, self.machine.compute)
 
     def idle_seconds(self, region: Region) -> float:
-        """As `region_seconds`, while no transfer is under way, and never more than that."""
+        """As `region_seconds`, while no transfer is in flight, and never more than that."""
         seconds = self.region_seconds(region)
         return min(seconds, self.idle.get(region.key, seconds))
 
     def launch_seconds(self, region: Region) -> float:
-        """Of the host, which starts a region and goes on."""
+        """Seconds of the host to start a region, where it goes on meanwhile."""
         known = self.launches.get(region.key)
         return region.work.ops * self.machine.compute.launch_s if known is None else known
 
     def issue_seconds(self, instruction: Instruction) -> float:
-        """Of the host, when it need not wait; 0 if none of its kind was measured."""
+        """Seconds of the host for an instruction that need not wait; 0 if none of its kind was
+        measured."""
         return issue_seconds(self.issues, type(instruction), issued_bytes(instruction))
 
     def gap_seconds(self, before: Schedule, after: Schedule) -> float:
-        """Of the host between two calls; 0 if they were not seen to follow each other."""
+        """Seconds of the host between two calls; 0 if they were not seen to follow each other."""
         return self.gaps.get((call_name(before), call_name(after)), 0.0)
 
 
 def predicted_seconds(work: Work, compute: Compute) -> float:
-    """Dense ops by FLOPs or bytes, whichever takes longer; the others by bytes; and their starts.
+    """Seconds of a region: dense ops by FLOPs or bytes, whichever takes longer; others by bytes;
+    and starts.
 
-    A dtype whose rate is not known counts at the lowest that is.
+    A dtype whose rate is not known counts at the lowest known rate.
     """
     dense = work.dense_nbytes / compute.memory_bytes_per_s
     if work.flops:
@@ -128,17 +135,18 @@ def predicted_seconds(work: Work, compute: Compute) -> float:
 
 
 def call_name(schedule: Schedule) -> str:
-    """Names what a schedule computes, however it is planned."""
+    """Name of what a schedule computes, however it is planned."""
     return f"{schedule.phase.value} {schedule.name}"
 
 
 def issued_bytes(instruction: Instruction) -> int:
-    """What the host's part in an instruction depends on: its bytes, where it handles them."""
+    """Bytes that the host handles in an instruction, which its seconds depend on."""
     return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store | Offload) else 0
 
 
 def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float:
-    """That of the same kind and size, else of the size that is nearest."""
+    """Seconds of the host for an instruction: those of the same kind and size, else of the nearest
+    size."""
     if (known := issues.get((kind, nbytes))) is not None:
         return known
     sizes = [(abs(size - nbytes), seconds) for (k, size), seconds in issues.items() if k is kind]
@@ -146,7 +154,7 @@ def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float
 
 
 def measured(link: Link, nbytes: int, busy_s: float) -> Link:
-    """`link` after `nbytes` took it `busy_s`: a moving estimate of its rate."""
+    """`link` with a moving estimate of its rate, after `nbytes` took it `busy_s`."""
     if nbytes < LEAST_MEASURED_BYTES or busy_s <= 0:
         return link
     seconds_per_byte = (1 - WEIGHT) / link.bytes_per_s + WEIGHT * busy_s / nbytes
@@ -167,9 +175,10 @@ def replan_pays(
 ) -> bool:
     """Whether to plan again, since costs are not what the plan was made for.
 
-    step_s            a step of the present plan, at costs as they are now
-    replanned_step_s  a step of the new plan, at the same costs
-    planning_s        what replacing it takes, once: planning, and moving what rests elsewhere
+    step_s            seconds of a step of the present plan, at costs as they are now
+    replanned_step_s  seconds of a step of the new plan, at the same costs
+    planning_s        seconds of replacing it, once: planning, and moving entries that rest
+                      elsewhere
     steps_left        None: not known
     """
     gain_s = step_s - replanned_step_s

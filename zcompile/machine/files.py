@@ -1,4 +1,4 @@
-"""Machines as TOML files: read, written, and found by name among those that come along.
+"""Reads and writes machines as TOML files, and finds those that come along by name.
 
     name = "desktop"                       # sizes and rates: texts with units, or plain numbers
     [tiers]
@@ -48,7 +48,7 @@ class MachineUnknown(ZinfError, LookupError):
 
 
 class MachineUnreadable(ZinfError, OSError):
-    """A file of a machine that cannot be read."""
+    """A file of a machine cannot be read."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
@@ -58,7 +58,7 @@ class MachineUnreadable(ZinfError, OSError):
 
 
 def names() -> tuple[str, ...]:
-    """The machines that come along."""
+    """Names of the machines that come along."""
     return tuple(sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}")))
 
 
@@ -109,7 +109,10 @@ def read(text: str, where: str) -> Machine:
 
 
 def write(machine: Machine, comment: str = "") -> str:
-    """The text that `read` reads as an equal machine. comment  its first lines"""
+    """The text that `read` reads as an equal machine.
+
+    comment  its first lines
+    """
     return "\n".join((*(f"# {line}".rstrip() for line in comment.splitlines()), *_lines(machine)))
 
 

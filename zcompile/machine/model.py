@@ -1,8 +1,8 @@
-"""What a plan runs on: tiers with their capacities, links with their rates, compute rates.
+"""Defines a machine: tiers with their capacities, links with their rates, compute rates.
 
-A machine is data: measured once (`runtime/probe.py`), or read from a file (`files.py`).
-Everything that plans takes one as an argument and asks nothing else. Sizes in bytes, rates in bytes
-or FLOPs per second, times in seconds.
+A machine is data: measured once (`runtime/probe.py`), or read from a file (`files.py`). Everything
+that plans takes one as an argument and asks nothing else. Sizes in bytes, rates in bytes or FLOPs
+per second, times in seconds.
 """
 
 import math
@@ -28,34 +28,36 @@ DTYPES = (
     "float8_e5m2",
     "int8",
 )
-"""Of torch, and the one that its matmuls may take for float32."""
+"""Torch's dtypes with a matmul rate, and the one that its matmuls may take for float32."""
 
 MOST_BUSY = 1.5
-"""Two throttled links over half-duplex hardware, at x and y of what they had, need x + y of its
-time. Up to here they are taken for links of their own, at most 1.5 times too fast; taking turns
-would be up to 2 times too slow where one of x and y is small."""
+"""Highest sum of the shares of two throttled links, of what they had, at which they count as
+independent. Two such links over half-duplex hardware, at x and y of what they had, need x + y of
+its time: taken for links of their own they are at most 1.5 times too fast; taking turns would be up
+to 2 times too slow where one of x and y is small."""
 
 
 class MachineInvalid(ZinfError, ValueError):
-    """A description of a machine that cannot be one: where, what, why, and what to do."""
+    """A description of a machine cannot be one: where, what, why, and what to do."""
 
     def __init__(self, where: str, what: str, why: str, todo: str) -> None:
         super().__init__(f"{where}: {what} {why}; {todo}")
         self._told = (where, what, why, todo)
 
     def within(self, where: str) -> "MachineInvalid":
-        """The same, said of what lies in a larger place."""
+        """The same error, for a description inside a larger place."""
         told = self._told
         return self if told[0].startswith(where) else type(self)(f"{where}: {told[0]}", *told[1:])
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way for bytes: "h2d", "d2h", "disk_read", "disk_write"; between ranks "rank_to_rank"
-    (of one node) and "node_to_node".
+    """A way for bytes between tiers ("h2d", "d2h", "disk_read", "disk_write") or ranks.
 
-    bytes_per_s  what long transfers reach; between ranks the rate at which the result of a
-                 collective arrives at each of them
+    Between ranks: "rank_to_rank" (of one node) and "node_to_node".
+
+    bytes_per_s  rate of long transfers; between ranks the rate at which the result of a collective
+                 arrives at each of them
     latency_s    from the start of a short transfer to its end, over its bytes / bytes_per_s
     shares       name of the link that takes turns with this one (half duplex); None: its own lane
 
@@ -84,20 +86,21 @@ class Link:
 
     @property
     def lane(self) -> str:
-        """What it takes turns on: links that share a lane name it by the first of them."""
+        """Name of the lane: links that take turns share one, named by the first of them."""
         return self.name if self.shares is None else min(self.name, self.shares)
 
     def seconds(self, nbytes: int) -> float:
+        """Seconds of one transfer."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What the device computes at.
+    """Rates of the compute device.
 
     flops_per_s         dense matmuls, by dtype ("float32", "bfloat16", ...), sustained
     memory_bytes_per_s  elementwise work: bytes read and written together
-    launch_s            the least an op costs
+    launch_s            lower bound on the time of an op
 
     raises  MachineInvalid
     """
@@ -115,7 +118,7 @@ class Compute:
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A read-only mapping can neither be copied nor travel to another process by itself."""
+        """Pickle without the read-only mapping, which cannot be copied by itself."""
         return Compute, (dict(self.flops_per_s), self.memory_bytes_per_s, self.launch_s)
 
 
@@ -123,9 +126,11 @@ class Compute:
 class Machine:
     """One rank's share of the hardware, and how many ranks there are.
 
-    tiers           capacity in bytes of "device", "host", "disk"; one that is absent is not there
-    links           by name; of each, what one rank has while all ranks use theirs
-    ranks           in all; ranks_per_node of them share a node, and every node has as many
+    tiers           capacity in bytes of "device", "host", "disk"; a tier that is absent is not
+                    there
+    links           by name; rates that one rank has while all ranks use theirs
+    ranks           in all
+    ranks_per_node  of them share a node, and every node has as many
 
     raises  MachineInvalid
     """
@@ -263,10 +268,10 @@ def scaled(
 def throttled(machine: Machine, rates: Mapping[str, float], latency_s: float = 0.0) -> Machine:
     """`machine` as a throttle leaves it: no link is faster than its rate in `rates`.
 
-    Links that took turns no longer do, if what is left of their rates adds up to little more than
-    the hardware has.
+    Links that took turns no longer do, if the rest of their rates adds up to little more than the
+    hardware has (`MOST_BUSY`).
 
-    latency_s  what pacing adds to a transfer over a throttled link
+    latency_s  that pacing adds to a transfer over a throttled link
     """
     links = dict(machine.links)
     slowed = {
@@ -285,13 +290,13 @@ def throttled(machine: Machine, rates: Mapping[str, float], latency_s: float = 0
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """What to do about a `key` that is not among the `known`."""
+    """Advice for a `key` that is not among the `known`."""
     known = list(known)
     return guess(key, known).rstrip() or f"known are {', '.join(known) or 'none'}"
 
 
 def guess(key: str, known: Iterable[str]) -> str:
-    """A question, and a space, if one of the `known` is like `key`; else nothing."""
+    """ "did you mean ...? ", if one of the `known` is like `key`; else ""."""
     near = get_close_matches(key, list(known), n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}? " if near else ""
 

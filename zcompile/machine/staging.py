@@ -1,5 +1,4 @@
-"""How large the staging ring between disk and device is, and how much each direction takes of
-it."""
+"""Sizes the staging ring between disk and device, and the share of each direction in it."""
 
 from typing import NamedTuple
 
@@ -13,19 +12,21 @@ LEAST_BYTES = LEAST_CHUNKS * LEAST_CHUNK_BYTES
 MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
 MOST_BESIDE_BYTES = 32 * MiB
-"""Where most transfers go straight between disk and arena, and the ring serves the others."""
+"""Largest ring where most transfers go straight between disk and arena, and the ring serves the
+others."""
 RING_PART = 128
-"""Such a part of the host is the ring. Nothing rests in it: a byte more of it is a byte more that
-is read from disk and written there in every step."""
+"""The ring takes one part in so many of the host. Nothing rests in it: a byte more of it is a byte
+more that is read from disk and written there in every step."""
 SMALL_RING_BYTES = 1 * MiB
-"""An eighth of the host, up to this, where a 128th is less: small chunks are mostly overhead."""
+"""Largest ring of an eighth of the host, where a 128th is less: small chunks are mostly
+overhead."""
 BACKLOG_PART = 4
-"""Of the host: gradients on their way take at most as much, though never less than the least ring
-and never more than the largest."""
+"""Gradients in flight take at most one part in so many of the host, though never less than the
+smallest ring and never more than the largest."""
 
 
 class StagingSize(NamedTuple):
-    """chunk_bytes: the largest buffer that is handed out; chunks: how many of those there are."""
+    """chunk_bytes: the largest buffer that is handed out; chunks: number of those."""
 
     chunk_bytes: int
     chunks: int
@@ -36,12 +37,13 @@ class StagingSize(NamedTuple):
 
 
 def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
-    """How much of the host budget is the ring.
+    """Size of the ring, for a host budget in bytes.
 
-    straight  most transfers between disk and device do not need it: the disk may be as fast as it
-              is, and what does need it is moved in larger chunks, a quarter of a small host
+    straight  most transfers between disk and device do not need the ring: the disk may be as fast
+              as it is, and transfers that do need the ring move in larger chunks, a quarter of a
+              small host
 
-    raises  ConfigInvalid if the budget is smaller than the least ring
+    raises  ConfigInvalid if the budget is smaller than the smallest ring
     """
     if host_budget < LEAST_BYTES:
         raise ConfigInvalid(
@@ -60,7 +62,8 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
 
 
 def backlog_bytes(host_budget: int, straight: bool = False) -> int:
-    """Of gradients on their way home, at most, before the next waits for one to arrive."""
+    """Most bytes of gradients in flight to their entries, before the next waits for one to
+    arrive."""
     return max(LEAST_BYTES, min(host_budget // BACKLOG_PART, _most(straight)))
 
 
@@ -69,5 +72,5 @@ def _most(straight: bool) -> int:
 
 
 def lane_bytes(ring_bytes: int) -> int:
-    """Of the staging ring, what reads hold at most, and what writes do."""
+    """Most bytes of the ring that reads take; writes take as many."""
     return ring_bytes - ring_bytes // 4

@@ -26,8 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.checkpoint.directory import STATE_FILE, Made, replacing, standing
-from zcompile.checkpoint.durable import commit, is_durable, ledger_over, resume_copy, resume_durable
-from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, told_of
+from zcompile.checkpoint.durable import (
+    commit,
+    commit_log_of,
+    is_durable,
+    resume_copy,
+    resume_durable,
+)
+from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
     Place,
@@ -39,8 +45,16 @@ from zcompile.checkpoint.safetensors import (
     read_json,
     shards_of,
 )
-from zcompile.checkpoint.state import Fact, Held, TrainingState, describe, fact_of, held_by, restore
-from zcompile.checkpoint.stream import Loader, NewFile, Told
+from zcompile.checkpoint.state import (
+    Fact,
+    ModelState,
+    TrainingState,
+    describe,
+    fact_of,
+    model_state,
+    restore,
+)
+from zcompile.checkpoint.stream import Loader, NewFile, ReportBytes
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.units import show_size
 from zcompile.runtime.eager.tensor import TieredTensor
@@ -213,7 +227,7 @@ def save(
     _check_order("save(path, model, optimizer)", path, model)
     if (flaw := _flaw_of(path)) is not None:
         raise CheckpointUnwritable(errno.EINVAL, Path(ascii(str(path))), flaw, "name a directory")
-    if (ledger := ledger_over(path, model)) is not None:
+    if (ledger := commit_log_of(path, model)) is not None:
         commit(ledger, model, optimizer, extra)
         return
     since = time.perf_counter()
@@ -265,10 +279,10 @@ def resume(
     """
     _check_order("resume(path, model, optimizer)", path, model)
     _check_path(path)
-    if (ledger := ledger_over(path, model)) is not None:
+    if (ledger := commit_log_of(path, model)) is not None:
         return resume_durable(ledger, model, optimizer)
     system = _system_of(model)
-    with told_of(Path(path)):
+    with checkpoint_errors(Path(path)):
         durable = is_durable(path, system)
         directory = standing(Path(path), system)
         found = stat_through_links(system, directory)
@@ -305,7 +319,7 @@ def load(
 
 
 def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place]) -> Loaded:
-    held = held_by(model)
+    held = model_state(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
     unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
@@ -374,7 +388,7 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     return shards
 
 
-def _write(shards: Sequence[Shard], made: Made, told: Told, system: SystemCalls) -> None:
+def _write(shards: Sequence[Shard], made: Made, told: ReportBytes, system: SystemCalls) -> None:
     with ExitStack() as stack:
         files = []
         for shard in shards:
@@ -444,7 +458,9 @@ def _holds_weights(directory: Path, system: SystemCalls) -> bool:
         return any(_WEIGHTS.match(name) for name in system.names(fd))
 
 
-def _unloadable(found: Mapping[str, Place], wanted: Mapping[str, str], held: Held) -> list[str]:
+def _unloadable(
+    found: Mapping[str, Place], wanted: Mapping[str, str], held: ModelState
+) -> list[str]:
     """Sentences on what cannot be loaded, strictly or not: another shape, or no memory to take
     it."""
     rows = []

@@ -49,7 +49,7 @@ EXTRA_STEP = "extra_step"
 logger = logging.getLogger("zcompile.checkpoint.durable")
 
 
-def ledger_over(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | None:
+def commit_log_of(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | None:
     """The commit log of `model`, if `path` is its own durable directory, or one of them."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     for param in tiered:
@@ -188,7 +188,7 @@ def resume_durable(
     ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
     ledger.unresumed = _optimizer_in(found) if optimizer is None else None
     logger.info("%s: resumed at step %d", ledger.files.home.path, found.step)
-    _tell_age(ledger.files.home.path, extra, found)
+    _warn_of_age(ledger.files.home.path, extra, found)
     return {**extra, "step": found.step}
 
 
@@ -222,7 +222,7 @@ def _extra_step(found: Index) -> int:
     return given if isinstance(given, int) else found.step
 
 
-def _tell_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
+def _warn_of_age(directory: Path, extra: Mapping[str, Any], found: Index) -> None:
     """Warn of an `extra` that is older than the commit."""
     if extra and (given := _extra_step(found)) < found.step:
         logger.warning(
@@ -264,7 +264,7 @@ def resume_copy(
         check_all(index, directories)
         source = DurableSource(home.path, index, smalls, Copier(directories))
         extra = restore(source, model, optimizer)
-        _tell_age(home.path, extra, index)
+        _warn_of_age(home.path, extra, index)
         return {**extra, "step": index.step}
 
 

@@ -30,7 +30,7 @@ _TODO = {
 
 
 @contextmanager
-def told_of(path: Path) -> Iterator[None]:
+def checkpoint_errors(path: Path) -> Iterator[None]:
     """A context that turns errors of the system into those of a checkpoint.
 
     raises  CheckpointInvalid
@@ -95,7 +95,7 @@ class OpenFiles:
 
         raises  CheckpointInvalid
         """
-        with told_of(path):
+        with checkpoint_errors(path):
             fd = self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._held.append((path, fd))
         return Folder(self, path, fd)
@@ -105,7 +105,7 @@ class OpenFiles:
 
         raises  CheckpointInvalid
         """
-        with told_of(path):
+        with checkpoint_errors(path):
             return self.found(path, path, None)
 
     @uninterrupted
@@ -131,7 +131,7 @@ class Folder:
 
         raises  CheckpointInvalid
         """
-        with told_of(self.path):
+        with checkpoint_errors(self.path):
             return sorted(self._files.system.names(self._fd))
 
     def holds(self, name: str) -> bool:
@@ -139,7 +139,7 @@ class Folder:
 
         raises  CheckpointInvalid
         """
-        with told_of(self.path / name):
+        with checkpoint_errors(self.path / name):
             try:
                 self._files.system.stat(name, dir_fd=self._fd, follow=True)
             except FileNotFoundError:
@@ -153,7 +153,7 @@ class Folder:
         raises  CheckpointInvalid
         """
         path = self.path / name
-        with told_of(path):
+        with checkpoint_errors(path):
             try:
                 return self._files.found(path, name, self._fd)
             except FileNotFoundError as error:

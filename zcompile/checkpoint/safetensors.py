@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zcompile.checkpoint.file import Folder, OpenFile, told_of
+from zcompile.checkpoint.file import Folder, OpenFile, checkpoint_errors
 from zcompile.errors import CheckpointInvalid, Unsupported
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -154,7 +154,7 @@ def read_header(file: OpenFile) -> Header:
     raises  CheckpointInvalid, naming the file and the tensor
     """
     path, fd, system = file.path, file.fd, file.system
-    with told_of(path):
+    with checkpoint_errors(path):
         nbytes = system.fstat(fd).st_size
         first = system.read_all(fd, _LENGTH.size)
         length = _LENGTH.unpack(first)[0] if len(first) == _LENGTH.size else 0
@@ -349,7 +349,7 @@ def read_json(file: OpenFile) -> dict[str, Any]:
     raises  CheckpointInvalid
     """
     path, system = file.path, file.system
-    with told_of(path):
+    with checkpoint_errors(path):
         content = system.read_all(file.fd, system.fstat(file.fd).st_size)
     try:
         told = sound_json.loads(content)

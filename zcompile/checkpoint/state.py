@@ -64,7 +64,7 @@ class StateSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelState:
     """The state of a model, by the names of its `state_dict`.
 
     tensors  parameters and persistent buffers, each once
@@ -77,12 +77,12 @@ class Held:
     states: dict[str, object]
 
 
-def held_by(model: nn.Module) -> Held:
+def model_state(model: nn.Module) -> ModelState:
     """The state of a model.
 
     raises  Unsupported, if a tensor is not dense
     """
-    found = Held({}, {}, {})
+    found = ModelState({}, {}, {})
     first: dict[int, str] = {}
     for raw, value in plain_model(model).state_dict(keep_vars=True).items():
         name = raw.replace(f"{COMPILED}.", "")
@@ -132,7 +132,7 @@ def set_module_state(model: nn.Module, name: str, state: object) -> None:
 Optimizer = torch.optim.Optimizer
 
 
-def pack_optimizer(optimizer: Optimizer, held: Held, packer: Packer) -> Any:
+def pack_optimizer(optimizer: Optimizer, held: ModelState, packer: Packer) -> Any:
     """Groups and states of an optimizer as JSON; tensors go to `packer`."""
     names = _names_of(optimizer, held)
     groups = []
@@ -162,7 +162,7 @@ def pack_optimizer(optimizer: Optimizer, held: Held, packer: Packer) -> Any:
     }
 
 
-def _names_of(optimizer: Optimizer, held: Held) -> dict[int, str]:
+def _names_of(optimizer: Optimizer, held: ModelState) -> dict[int, str]:
     """id of a parameter -> its name.
 
     raises  Unsupported, if one is not of the model
@@ -184,7 +184,7 @@ def _stranger(optimizer: Optimizer, where: str, param: Tensor) -> Unsupported:
     )
 
 
-def unfitting_groups(saved: Any, held: Held, optimizer: Optimizer) -> list[str]:
+def unfitting_groups(saved: Any, held: ModelState, optimizer: Optimizer) -> list[str]:
     """Sentences on how the stored groups differ from those of `optimizer`."""
     if saved is None:
         return ["it holds no optimizer; resume without one"]
@@ -209,7 +209,7 @@ def _differing(these: list[str], those: list[str]) -> str:
     return ", ".join(sorted(set(these) - set(those))[:5]) or "nothing more"
 
 
-def restore_optimizer(source: StateSource, held: Held, optimizer: Optimizer) -> None:
+def restore_optimizer(source: StateSource, held: ModelState, optimizer: Optimizer) -> None:
     """Put the groups and states of an optimizer back."""
     saved, facts = source.meta["optimizer"], source.facts()
     read = partial(read_back, source, facts)
@@ -309,7 +309,7 @@ def describe(
     extra   JSON-able values, tensors, and dicts, lists and tuples of them
     raises  Unsupported, for what cannot be kept, naming it
     """
-    held = held_by(model)
+    held = model_state(model)
     tensors = {
         # Detaching a tiered tensor is an op, and this runs at each step of a durable training.
         f"model.{name}": value if isinstance(value, TieredTensor) else value.detach()
@@ -344,7 +344,7 @@ def restore(
 
     raises  CheckpointMismatch, which lists everything that does not fit
     """
-    held = held_by(model)
+    held = model_state(model)
     _check_said(source)
     _check_fits(source, held, optimizer)
     for name, tensor in held.tensors.items():
@@ -412,7 +412,9 @@ def _texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
-def _check_fits(source: StateSource, held: Held, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_fits(
+    source: StateSource, held: ModelState, optimizer: torch.optim.Optimizer | None
+) -> None:
     saved: Mapping[str, Any] = source.meta
     if saved.get("format") != FORMAT:
         raise CheckpointMismatch(
@@ -444,11 +446,11 @@ def _check_fits(source: StateSource, held: Held, optimizer: torch.optim.Optimize
         raise CheckpointMismatch(source.where, sorted(rows))
 
 
-def _device_of(held: Held) -> torch.device:
+def _device_of(held: ModelState) -> torch.device:
     return next((tensor.device for tensor in held.tensors.values()), torch.device("cpu"))
 
 
-def _random_states(held: Held) -> dict[str, Tensor]:
+def _random_states(held: ModelState) -> dict[str, Tensor]:
     """Random states of the CPU, and of the CUDA devices that the model is on."""
     states = {"cpu": torch.get_rng_state()}
     for device in {t.device for t in held.tensors.values() if t.device.type == "cuda"}:

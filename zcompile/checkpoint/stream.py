@@ -159,7 +159,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-Told = Callable[[int], None]
+ReportBytes = Callable[[int], None]
 """Is told how many more bytes have been written."""
 
 
@@ -236,7 +236,7 @@ class NewFile:
         """
         self._file.reserve(self._header.nbytes)
 
-    def stream(self, told: Told) -> None:
+    def stream(self, told: ReportBytes) -> None:
         """Write all that is not shared, and sync.
 
         raises  IOFault, and what transfers raise
@@ -311,7 +311,7 @@ class _Filling(NamedTuple):
 class _Writer:
     """Hands blocks from those who fill them to a thread that writes them, and back."""
 
-    def __init__(self, file: BlockWriter, thread: ThreadPoolExecutor, told: Told) -> None:
+    def __init__(self, file: BlockWriter, thread: ThreadPoolExecutor, told: ReportBytes) -> None:
         self._file, self._thread, self._told = file, thread, told
         self._free = new_blocks()
         self._filling: deque[_Filling] = deque()
@@ -355,7 +355,7 @@ class _Writer:
         self._told(filling.used)
 
 
-MOST_LEAVING = 256
+MOST_IN_FLIGHT = 256
 """Most small tensors in flight to the tiers at once."""
 
 
@@ -404,7 +404,7 @@ class Loader:
         """(first byte in the tensor, its bytes, the block that they lie in), piece by piece."""
         if row.nbytes < LEAST_DIRECT_BYTES:
             if row.nbytes:
-                while len(self._leaving) > MOST_LEAVING:
+                while len(self._leaving) > MOST_IN_FLIGHT:
                     self._settle()
                 yield 0, reader.read_small(row.begin, row.end, name), None
             return

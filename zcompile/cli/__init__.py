@@ -1,4 +1,5 @@
-"""The `zinf` command: what this machine offers, how to read a dump, what a disk directory holds.
+"""Parses the `zinf` command: what this machine offers, how to read a dump, what a disk directory
+holds.
 
 Each command is a function from its arguments to an `Answer`; this file parses, prints once, and
 turns errors into exit codes: 0, 1 (a finding, a difference, an error), 2 (usage).
@@ -28,12 +29,12 @@ USAGE = (
     MachineUnreadable,
     UserCodeFailed,
 )
-"""What was asked for cannot be meant; all other errors are findings."""
+"""Errors about arguments that cannot be meant; all other errors are findings."""
 RUN_HELP = "a dump: DIR (its newest run), DIR/run-3, or DIR/run-3/graph0"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Usage errors leave through argparse with 2."""
+    """Run one command and return its exit code; usage errors leave through argparse with 2."""
     args = _parser().parse_args(argv)
     try:
         answer: Answer = args.command(args)
@@ -90,7 +91,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_command(
     commands: Any, name: str, summary: str, *arguments: str
 ) -> argparse.ArgumentParser:
-    """arguments  keys of `_HELP`; a RUN may be narrowed to one of its graphs"""
+    """Add a command.
+
+    arguments  keys of `_HELP`; a RUN may be narrowed to one of its graphs
+    """
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
     command.add_argument("--json", action="store_true", help="the same, for a program")
     for argument in arguments:

@@ -1,4 +1,5 @@
-"""`zinf plan transformer:...` and `zinf plan --paper NAME`: scale on paper, from shapes alone."""
+"""Prints scale on paper, from shapes alone: `zinf plan transformer:...` and `zinf plan --paper
+NAME`."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ PLACED = ("weights", "optimizer", "checkpoints")
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of the paper, ours beside it."""
+    """A row of the paper, with our number beside it."""
 
     name: str
     unit: str
@@ -41,7 +42,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Held:
+class StrategyFit:
     """Whether one rank can hold its part of a model by a strategy."""
 
     strategy: str
@@ -51,8 +52,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A transformer on a machine. *_bytes are of the whole model, `use` is of one rank; group: the
-    fewest ranks whose devices hold the model states (MiCS), None if all are too few."""
+    """A transformer on a machine. *_bytes are of the whole model, `use` is of one rank.
+
+    group  the fewest ranks whose devices hold the model states (MiCS); None if all are too few
+    """
 
     shape: Transformer
     machine: str
@@ -62,7 +65,7 @@ class Scaled:
     checkpoint_bytes: int
     model_working_bytes: int
     activation_working_bytes: int
-    strategies: tuple[Held, ...]
+    strategies: tuple[StrategyFit, ...]
     job: Job
     use: Use
     fits: bool
@@ -73,9 +76,12 @@ class Scaled:
 
 
 def scale_answer(args: argparse.Namespace) -> Answer:
-    """From `args.paper`, or from `args.model` ("transformer:layers=...,hidden=...,heads=...") and
-    `args.machine`; `args.device`, `host` and `disk_bytes`, where given, are capacities of one rank,
-    `batch` and `seq` those of the shape where its text has none; `sweep` and `plot` as of a model.
+    """The answer to `zinf plan`, for a shape (`args.model`) or a figure of the paper
+    (`args.paper`).
+
+    `args.model` is "transformer:layers=...,hidden=...,heads=...", with `args.machine`;
+    `args.device`, `host` and `disk_bytes`, where given, are capacities of one rank, `batch` and
+    `seq` those of the shape where its text has none; `sweep` and `plot` as of a model.
 
     raises  ConfigInvalid, UnknownOption, and what finding a machine raises
     """
@@ -114,7 +120,8 @@ def dgx2(nodes: int) -> Machine:
 
 
 def paper_answer(name: str) -> Answer:
-    """Exit code 1, if a row neither agrees nor says why."""
+    """A figure of the paper beside our numbers; exit code 1, if a row neither agrees nor says
+    why."""
     key = name if name in FIGURES else f"figure-{name}"
     if key not in FIGURES:
         raise UnknownOption(name, FIGURES, "--paper")
@@ -154,7 +161,10 @@ def _verdict(row: Row) -> str:
 def transformer_answer(
     model: str, machine: Machine, beside: Mapping[str, str] = MappingProxyType({})
 ) -> Answer:
-    """Exit code 1, if it does not fit. beside: what holds where the text does not say it."""
+    """A shape on a machine; exit code 1, if it does not fit.
+
+    beside  options that hold where the text does not say them
+    """
     scaled = _scaled(model, machine, beside)
     return Answer("\n".join(_text(scaled)), scaled, 0 if scaled.fits else 1)
 
@@ -177,7 +187,7 @@ def _scaled(model: str, machine: Machine, beside: Mapping[str, str]) -> Scaled:
     held = []
     for strategy in STRATEGIES:
         found = use_of(strategy, shape, machine)
-        held.append(Held(strategy.name, found.fits, found.missing_bytes))
+        held.append(StrategyFit(strategy.name, found.fits, found.missing_bytes))
     return Scaled(
         shape,
         machine.name,

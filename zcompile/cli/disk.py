@@ -1,5 +1,6 @@
-"""`zinf disk ls|verify|gc DIR`: what a directory of the disk tier holds, whether it is sound, and
-what of it nobody needs. Without torch: only the files are looked at.
+"""Lists, verifies and cleans a directory of the disk tier: `zinf disk ls|verify|gc DIR`.
+
+Without torch: only the files are looked at.
 """
 
 import errno
@@ -54,7 +55,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 class Tensor:
     """A tensor of the last commit.
 
-    directory, offset  where in its data file it lies; None: small, in the index itself
+    directory, offset  of its bytes in its data file; None: small, in the index itself
     step               at which its bytes were written
     """
 
@@ -69,11 +70,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Listing:
-    """step, run, written_at: of the last commit; None if there is none
+    """The content of a directory.
 
-    owner       who uses the directory now
-    file_bytes, free_bytes   of the data files: their size, and what in them no tensor takes
-    scratch     files of stores that are not durable
+    step, run, written_at   of the last commit; None if there is none
+    owner                   who uses the directory now
+    file_bytes, free_bytes  of the data files: their size, and bytes of them that no tensor takes
+    scratch                 files of stores that are not durable
     """
 
     directory: str
@@ -89,7 +91,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """step of the commit; bytes that were read; a sentence for each damage"""
+    """The result of a verification: step of the commit, bytes that were read, a sentence for each
+    damage."""
 
     directory: str
     step: int | None
@@ -99,12 +102,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Freed:
+    """Bytes and files that were freed."""
+
     directory: str
     freed_bytes: int
     removed: tuple[str, ...]
 
 
-def _told(verb: Callable[Concatenate[Path, P], Answer]) -> Callable[Concatenate[Path, P], Answer]:
+def _disk_errors(
+    verb: Callable[Concatenate[Path, P], Answer],
+) -> Callable[Concatenate[Path, P], Answer]:
     """What the system refuses is an error of the directory. raises DiskUnusable"""
 
     @wraps(verb)
@@ -119,9 +126,12 @@ def _told(verb: Callable[Concatenate[Path, P], Answer]) -> Callable[Concatenate[
     return told
 
 
-@_told
+@_disk_errors
 def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
-    """raises  DiskUnusable, DurableDamaged"""
+    """List the tensors of the last commit.
+
+    raises  DiskUnusable, DurableDamaged
+    """
     with _opened([path], system) as (directory,):
         index = _index(directory)
         owner, scratch = holder_of(directory), tuple(scratch_files(directory))
@@ -154,9 +164,12 @@ def ls(path: Path, system: SystemCalls = KERNEL) -> Answer:
     return Answer(_listed(listing), listing)
 
 
-@_told
+@_disk_errors
 def verify(path: Path, system: SystemCalls = KERNEL) -> Answer:
-    """raises  DiskUnusable, DiskOwned, DurableDamaged"""
+    """Read all of the last commit and compare checksums.
+
+    raises  DiskUnusable, DiskOwned, DurableDamaged
+    """
     with _claimed([path], system, reading=True) as (directory,):
         index = _index(directory)
         if index is None:
@@ -173,9 +186,12 @@ def verify(path: Path, system: SystemCalls = KERNEL) -> Answer:
     return Answer(text, verdict, code=1 if damages else 0)
 
 
-@_told
+@_disk_errors
 def gc(path: Path, everything: bool, system: SystemCalls = KERNEL) -> Answer:
-    """raises  DiskUnusable, DiskOwned, DurableDamaged, DurableHeld"""
+    """Free what no commit needs.
+
+    raises  DiskUnusable, DiskOwned, DurableDamaged, DurableHeld
+    """
     with _claimed([path], system) as (directory,):
         index = _readable(directory) if everything else _index(directory)
         named = _others(index) if index else []
@@ -221,7 +237,10 @@ def _verified(
 
 
 def _unverified(directory: Directory) -> Answer:
-    """There is no index. raises DurableDamaged, if there has to be one"""
+    """The verdict on a directory without an index.
+
+    raises  DurableDamaged, if there has to be one
+    """
     other = committed_elsewhere(directory)
     if other is None:
         _check_uncommitted(directory)
@@ -235,7 +254,10 @@ def _unverified(directory: Directory) -> Answer:
 
 
 def _foreign_in(directory: Directory) -> str:
-    """What lies in a directory that no model used as disk; "" if one did. raises OSError"""
+    """The content of a directory that no model used as disk; "" if one did.
+
+    raises  OSError
+    """
     names = [name for name in directory.names() if name != LOCK_NAME]
     if DATA_NAME in names or any(map(TIER_FILE.match, names)):
         return ""
@@ -248,7 +270,10 @@ def _foreign_in(directory: Directory) -> str:
 
 
 def _check_sound(index: Index | None, directory: Directory, places: Sequence[Directory]) -> None:
-    """All but the checksums of the data. raises DurableHeld, DurableDamaged, DiskUnusable"""
+    """Check all but the checksums of the data.
+
+    raises  DurableHeld, DurableDamaged, DiskUnusable
+    """
     if index is None:
         _check_uncommitted(directory)
         return
@@ -256,7 +281,10 @@ def _check_sound(index: Index | None, directory: Directory, places: Sequence[Dir
 
 
 def _check_uncommitted(directory: Directory) -> None:
-    """raises  DurableHeld, DurableDamaged, if the data file belongs to a commit"""
+    """Refuse a data file that belongs to a commit.
+
+    raises  DurableHeld, DurableDamaged
+    """
     if is_unfinished(directory):
         return
     if (header := committed_elsewhere(directory)) is not None:
@@ -267,7 +295,7 @@ def _check_uncommitted(directory: Directory) -> None:
 
 
 def _check_named(index: Index, directory: Directory) -> None:
-    """Whether the directories that the index names are its own, before a lock is made there.
+    """Check that the directories that the index names are its own, before a lock is made there.
 
     raises  DiskUnusable, DurableDamaged
     """
@@ -276,7 +304,7 @@ def _check_named(index: Index, directory: Directory) -> None:
 
 
 def _others(index: Index) -> list[Path]:
-    """All but the first, which may have been moved since the commit."""
+    """The directories of an index without the first, which may have been moved since the commit."""
     return [Path(name) for name in index.directories[1:]]
 
 
@@ -322,7 +350,10 @@ def _opened(paths: Sequence[Path], system: SystemCalls) -> Iterator[list[Directo
 def _claimed(
     paths: Sequence[Path], system: SystemCalls, reading: bool = False
 ) -> Iterator[list[Directory]]:
-    """reading  where nothing can be made, it is enough that nobody else holds it"""
+    """Lock directories.
+
+    reading  where nothing can be made, it is enough that nobody else holds the lock
+    """
     with _opened(paths, system) as directories, ExitStack() as stack:
         for directory in directories:
             try:
@@ -389,5 +420,5 @@ def _listed(listing: Listing) -> str:
 
 
 def _shown(name: str) -> str:
-    """For a terminal, which obeys what cannot be printed."""
+    """A name for a terminal, which obeys characters that cannot be printed."""
     return name if name.isprintable() else ascii(name)

@@ -1,10 +1,8 @@
-"""`zinf doctor`: what this machine offers, and what would stop zcompile from working on it.
+"""Prints what this machine offers, and what would stop zcompile from working on it: `zinf doctor`.
 
-What a directory offers as a disk tier: filesystem, space, ways to reach it, a quick bandwidth.
-
-Tried rather than looked up, in the way that the disk tier itself does at its start.
-
-A machine as text: what `zinf doctor` says of this one, and of one that a file describes.
+Of a directory for the disk tier: filesystem, space, ways to reach it, a quick bandwidth, tried
+rather than looked up, in the way that the disk tier itself does at its start. Of a machine: its
+figures under the names of its file.
 """
 
 import importlib.metadata
@@ -27,7 +25,7 @@ from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 
 def described(name_or_path: str) -> Answer:
-    """A machine; of no name, the names there are.
+    """A machine as text; without a name, the names there are.
 
     raises  MachineUnknown, MachineUnreadable, MachineInvalid
     """
@@ -38,7 +36,7 @@ def described(name_or_path: str) -> Answer:
 
 
 def rows(machine: Machine) -> Iterator[str]:
-    """One figure a line, under the names that the file has for them."""
+    """One figure of a machine a line, under the names that its file has for them."""
     yield f"{'machine':<12}{machine.name}"
     if machine.ranks > 1:
         per_node = f"{machine.ranks_per_node} on each of {machine.nodes} nodes"
@@ -66,7 +64,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Way:
-    """How requests may reach the disk. verdict: "used", "works" or "refused"; why, if refused"""
+    """How requests may reach the disk. verdict: "used", "works" or "refused"; why, if refused."""
 
     name: str
     verdict: str
@@ -77,11 +75,11 @@ class Way:
 class Disk:
     """A directory as measured.
 
-    direct              a 4 KiB write with O_DIRECT came back equal
-    granule             what transfers come in multiples of
-    ways                in the order in which the disk tier tries them
-    *_bytes_per_s       best of three, 16 MiB requests, one at a time, on a 64 MiB file; None if
-                        there was no room for it. Buffered reads come from memory: None.
+    direct         a 4 KiB write with O_DIRECT came back equal
+    granule        block size of transfers
+    ways           in the order in which the disk tier tries them
+    *_bytes_per_s  best of three, 16 MiB requests, one at a time, on a 64 MiB file; None if there
+                   was no room for it, and for buffered reads, which come from memory
     """
 
     path: Path
@@ -95,7 +93,10 @@ class Disk:
 
 
 def probe_disk(path: Path, system: SystemCalls = KERNEL) -> Disk:
-    """raises  DiskUnusable, if one cannot write there"""
+    """Measure a directory.
+
+    raises  DiskUnusable, if one cannot write there
+    """
     from zcompile.runtime.io import trial  # torch comes along
     from zcompile.runtime.io.files import Directory
 
@@ -167,7 +168,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Finding:
-    """`stops`: zcompile does not work until this is mended."""
+    """A defect of the installation. stops: zcompile does not work until it is mended."""
 
     stops: bool
     text: str
@@ -175,11 +176,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found. Versions are None for what is not installed.
+    """What was found on this machine. Versions are None for packages that are not installed.
 
-    machine  what a run plans for: the budgets it takes by default, what is free on all disks
+    machine  that a run plans for: the budgets it takes by default, free bytes on all disks
              together, and rates over them
-    kept     where its rates are kept
+    kept     path of the file with its rates
     """
 
     python: str
@@ -196,9 +197,9 @@ class Examined:
 
 
 def doctor(disks: Sequence[Path], measure: bool = False) -> Answer:
-    """Exit code 1 if a finding stops zcompile from working.
+    """Examine this machine; exit code 1 if a finding stops zcompile from working.
 
-    measure  measure rates, also if those of an earlier time are kept
+    measure  measure rates, also if earlier ones are kept
     """
     found = examine(disks, measure)
     stopped = any(finding.stops for finding in found.findings)
@@ -303,7 +304,7 @@ def _installation(cuda: bool) -> Iterator[Finding]:
 
 
 def _backends() -> Container[str]:
-    """What `torch.compile(backend=...)` knows by name from installed packages."""
+    """Names for `torch.compile(backend=...)` from installed packages."""
     return importlib.metadata.entry_points(group="torch_dynamo_backends").names
 
 

@@ -1,15 +1,12 @@
-"""`zinf explain`: the life of one parameter, read off the last graph, the plan and the schedules;
-or what became of a value that backward needs, or of all of them ("activations"), with the memory
-that they take ("memory": that alone); or which regions run over slices of tokens ("slices").
+"""Explains a run, read off the last graph, the plan and the schedules: `zinf explain`.
 
-What a parameter's value is read by is found by following its gathered value: a node that reads it
-and takes no bytes of its own is a view of it, and is followed too; any other node is a reader.
+    TENSOR        the life of one parameter, or what became of a value that backward needs
+    activations   what became of all those values, with the memory that graphs take
+    memory        that memory alone
+    slices        the regions that run over slices of tokens, and large values that do not
 
-What became of values that backward needs, and what a graph holds with them: the part of `zinf
-explain` that is about them.
-
-Which regions run over slices of tokens, and what is large and does not: the part of `zinf
-explain` that is about them.
+Readers of a parameter are found by following its gathered value: a node that reads it and takes no
+bytes of its own is a view of it, and is followed too; any other node is a reader.
 """
 
 import itertools
@@ -36,13 +33,16 @@ from zcompile.ir.serialize import (
 from zcompile.ir.units import show_seconds, show_size
 
 SLICES = "slices"
-"""Asks for every region that runs over slices of tokens, and for what does not."""
+"""Asks for all regions that run over slices of tokens, and for large values that do not."""
 PASS = "tile-tokens"
 
 
 @dataclass(frozen=True)
 class GraphSlices:
-    """notes  of the pass that decides: what is large and runs over all tokens at once, and why"""
+    """The sliced regions of a graph.
+
+    notes  sentences on large values that are computed for all tokens at once
+    """
 
     graph: int
     regions: tuple[SlicedRegion, ...]
@@ -50,7 +50,7 @@ class GraphSlices:
 
 
 def slices_of(graph: Graph, asked: str) -> Iterator[GraphSlices]:
-    """Of the graph, if slices are asked for; or the region of that name, if it has one."""
+    """The sliced regions of the graph, if slices are asked for; or the region of that name."""
     regions = graph.plan().sliced
     if asked == SLICES:
         told = {region.describe() for region in regions}
@@ -81,9 +81,9 @@ def _region_text(region: SlicedRegion) -> str:
 
 
 ALL = "activations"
-"""Asks for every value that backward needs, and for what is held with them."""
+"""Asks for all values that backward needs, and for the memory of graphs."""
 MEMORY = "memory"
-"""Asks for that alone."""
+"""Asks for the memory of graphs alone."""
 _SAID = {
     "keep": "kept",
     "again": "made again in backward",
@@ -94,13 +94,15 @@ _SAID = {
 
 @dataclass(frozen=True)
 class Fate:
+    """What became of a value that backward needs."""
+
     graph: int
     activation: ActivationRecord
 
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What a graph's values hold of the device, and what it costs that not all are kept."""
+    """Live bytes of a graph, and the cost of not saving everything."""
 
     graph: int
     memory: Memory
@@ -108,21 +110,21 @@ class GraphMemory:
 
 
 def fates_of(graph: Graph, asked: str) -> Iterator[Fate]:
-    """Those of the value asked for, by its node or its name; or of all."""
+    """The value asked for, by its node or its name; or all of them."""
     for row in graph.plan().activations:
         if asked in (ALL, row.node, row.name):
             yield Fate(graph.index, row)
 
 
 def memories_of(graph: Graph, asked: str) -> Iterator[GraphMemory]:
-    """Of a graph whose device is bounded, if all values are asked for, or just this."""
+    """Memory of a graph whose device is bounded, if all values are asked for, or just this."""
     plan = graph.plan()
     if asked in (ALL, MEMORY) and plan.memory is not None:
         yield GraphMemory(graph.index, plan.memory, plan.activation_cost)
 
 
 def memory_text(found: GraphMemory) -> str:
-    """What the choice costs, and the curve before and after it."""
+    """The cost of the choice, and the memory curve before and after it."""
     lines = [f"graph{found.graph}: what its values hold of the device, node by node"]
     cost = found.cost
     if cost is not None:
@@ -140,7 +142,7 @@ def memory_text(found: GraphMemory) -> str:
 
 
 def fate_text(fates: Sequence[Fate]) -> str:
-    """A line each, and what they come to."""
+    """One line for each value, and a sum."""
     lines = ["what backward needs of forward"]
     for fate in fates:
         row = fate.activation
@@ -174,7 +176,7 @@ _VALUES = ("zinf.gather", "zinf.fetch", "zinf.wait")
 
 @dataclass(frozen=True)
 class Event:
-    """One line that is about the parameter. `line` counts from 0 within its phase."""
+    """One line that is about the parameter. line: counts from 0 within its phase."""
 
     line: int
     node: str
@@ -186,7 +188,8 @@ class Event:
 
 @dataclass(frozen=True)
 class PhaseLife:
-    """`alive`: lines from its first event that holds bytes to its last; of `lines` in the phase."""
+    """The events of one phase. alive: lines from the first event that holds bytes to the last;
+    lines: in the phase."""
 
     phase: str
     lines: int
@@ -198,7 +201,8 @@ class PhaseLife:
 
 @dataclass(frozen=True)
 class Effect:
-    """What one pass did to it. `lead`: lines from each fetch to its wait, after the pass."""
+    """What one pass did to the parameter. lead: lines from each fetch to its wait, after the
+    pass."""
 
     step: int
     name: str
@@ -209,6 +213,8 @@ class Effect:
 
 @dataclass(frozen=True)
 class Life:
+    """The life of a parameter."""
+
     graph: int
     param: ParamRecord
     phases: tuple[PhaseLife, ...]
@@ -216,7 +222,7 @@ class Life:
 
 
 def explain(path: Path, graph: int | None, tensor: str) -> Answer:
-    """Where `tensor` rests, who reads it, when it comes and goes, what each pass did to it.
+    """The tier of `tensor`, its readers, when it comes and goes, and what each pass did to it.
 
     raises  RunUnreadable, NotInRun with the nearest names
     """

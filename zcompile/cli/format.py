@@ -1,12 +1,8 @@
-"""What a command gives back: the same facts for a person and for a program, and an exit code.
+"""Defines the answer of a command, and draws: sizes among arguments, bars, memory curves, sweeps.
 
-Sizes among the arguments of a command.
-
-Pictures of a few numbers: bars of text for a terminal, lines in SVG for a file.
-
-A memory curve as a picture over the nodes of a graph: columns of text, or lines in SVG.
-
-`--sweep` and `--plot`: a step for several sizes of a tier, as table, bars and picture.
+An `Answer` has the same facts for a person and for a program, and an exit code. Pictures are bars
+of text for a terminal, or lines in SVG for a file: of a memory curve over the nodes of a graph
+(`zinf explain`), and of a step for several sizes of a tier (`--sweep`, `--plot`).
 """
 
 import os
@@ -25,7 +21,8 @@ from zcompile.machine.model import TIERS
 
 @dataclass(frozen=True)
 class Answer:
-    """`text` is for a person; `data`, records or containers of them, is what `--json` prints."""
+    """The answer of a command. text: for a person; data: records, or containers of them, for
+    `--json`."""
 
     text: str
     data: object
@@ -36,7 +33,9 @@ class Answer:
 
 
 def read_size(option: str, text: str) -> int:
-    """Bytes of a tier. No tier is as small as a few bytes, so a small bare number lacks its unit.
+    """Bytes of a tier, from the text of an option.
+
+    No tier is as small as a few bytes, so a small bare number lacks its unit.
 
     raises  ConfigInvalid
     """
@@ -71,7 +70,7 @@ def bars(rows: Sequence[tuple[str, float | None]], title: str) -> Iterator[str]:
 
 
 def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | None]]) -> str:
-    """Lines over equally spaced names, from zero up; what is None is left out."""
+    """A picture of lines over equally spaced names, from zero up; None is left out."""
     width, height = SIZE
     most = max((v for line in lines.values() for v in line if v is not None), default=0.0) or 1.0
 
@@ -116,14 +115,14 @@ def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | N
 
 CURVE_WIDTH, CURVE_HEIGHT = 68, 9
 LABELLED = (CURVE_HEIGHT, (CURVE_HEIGHT + 1) // 2, 1)
-"""Rows, from the lowest, whose bytes are told."""
+"""Rows, counted from the lowest, whose bytes are written beside them."""
 CHOSEN, SAVED, ADDED = "#", ".", "+"
 LEGEND = {CHOSEN: "held", SAVED: "were everything kept", ADDED: "more than if it were"}
 MOST_HOLDERS = 4
 
 
 def curve_lines(memory: Memory) -> Iterator[str]:
-    """Where the peaks are, who holds most there, and both curves in one picture."""
+    """The peaks, the largest values there, and both curves in one picture."""
     before, after = memory.before, memory.after
     if before == after:
         yield f"  everything is kept: at most {after.describe()}"
@@ -182,7 +181,7 @@ def _holders(curve: MemoryCurve) -> str:
 
 
 def _spans(nodes: int, backward: int) -> list[tuple[int, int]]:
-    """First node and the one after the last of each column; none is of two phases."""
+    """First node and the one after the last of each column; no column has nodes of two phases."""
     columns = min(CURVE_WIDTH, nodes)
     spans: list[tuple[int, int]] = []
     for begin, end in ((0, backward), (backward, nodes)):
@@ -199,7 +198,7 @@ def _columns(nbytes: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[in
 
 
 def _cell(chosen: int, kept: int, floor: float) -> str:
-    """A cell is filled if more than its floor is held."""
+    """The mark of a cell, which is filled if more bytes than its floor are live."""
     if chosen > floor:
         return CHOSEN if kept > floor else ADDED
     return SAVED if kept > floor else " "
@@ -212,8 +211,11 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Point:
-    """One size of the tier that is swept. Seconds are None where the step cannot run at all, and
-    those of the bound where no bound is known."""
+    """One size of the tier that is swept.
+
+    Seconds are None where the step cannot run at all, and those of the bound where no bound is
+    known.
+    """
 
     tier: str
     nbytes: int
@@ -224,7 +226,10 @@ class Point:
 
 
 def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
-    """The tier and the sizes of "device=8GiB..80GiB:10". raises  ConfigInvalid"""
+    """The tier and the sizes of "device=8GiB..80GiB:10".
+
+    raises  ConfigInvalid
+    """
     tier, equals, span = text.partition("=")
     low, dots, rest = span.partition("..")
     high, _, count = rest.partition(":")
@@ -245,10 +250,11 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
-    """Whether there will be a picture, and room for it: planning may take minutes before.
+    """Refuse a picture that nothing would be in, or that cannot be written: planning may take
+    minutes before.
 
-    needs_sweep  without one there is nothing to show
-    raises  ConfigInvalid
+    needs_sweep  without a sweep there is nothing to show
+    raises       ConfigInvalid
     """
     if plot is None:
         return
@@ -269,9 +275,10 @@ def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
 
 
 def swept(points: Sequence[Point], plot: Path | None, note: str = "") -> Answer:
-    """Exit code 1, if nothing fits. raises  ConfigInvalid, if the picture cannot be written
+    """The answer of a sweep; exit code 1, if nothing fits.
 
-    note  a line that says what all points have in common
+    note    a line that says what all points have in common
+    raises  ConfigInvalid, if the picture cannot be written
     """
     if plot is not None:
         write_plot(plot, _sweep_svg(points))
@@ -301,7 +308,10 @@ def _lines(points: Sequence[Point]) -> Iterator[str]:
 
 
 def write_plot(path: Path, text: str) -> None:
-    """raises  ConfigInvalid, if it cannot be written"""
+    """Write a picture.
+
+    raises  ConfigInvalid, if it cannot be written
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,6 +1,6 @@
-"""`zinf plan MODEL`: what training a model would take, on a machine one need not have.
+"""Prints what training a model would take, on a machine one need not have: `zinf plan MODEL`.
 
-MODEL of `zinf plan`: a Python reference or a Hugging Face config, on `meta`, with inputs.
+MODEL is a Python reference or a Hugging Face config; the model is made on `meta`, with inputs.
 """
 
 import argparse
@@ -236,7 +236,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> Answer:
-    """Exit code 1, if the model does not fit.
+    """Plan a model; exit code 1, if it does not fit.
 
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
@@ -281,7 +281,8 @@ def _budgets(args: argparse.Namespace) -> dict[str, Any]:
 def _points(
     trace: Callable[[Any], Any], terms: Any, tier: str, sizes: Sequence[int]
 ) -> Iterator[Point]:
-    """The step planned for each size; traced once, unless what graphs hold depends on the size."""
+    """The step planned for each size; traced once, unless the live bytes of graphs depend on the
+    size."""
     from zcompile.frontend.dry_run import plan
 
     traced = None if terms.bounded else trace(terms)

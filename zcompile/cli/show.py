@@ -1,4 +1,4 @@
-"""`zinf show`, `zinf diff`, `zinf schedule`: what stands in a dump, stage by stage."""
+"""Prints what stands in a dump, stage by stage: `zinf show`, `zinf diff`, `zinf schedule`."""
 
 import difflib
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from zcompile.ir.serialize import (
 
 @dataclass(frozen=True)
 class GraphPasses:
+    """The passes of one graph."""
+
     graph: int
     name: str
     passes: tuple[PassRecord, ...]
@@ -28,6 +30,8 @@ class GraphPasses:
 
 @dataclass(frozen=True)
 class Overview:
+    """All passes of a run."""
+
     path: Path
     run: RunRecord
     graphs: tuple[GraphPasses, ...]
@@ -35,6 +39,8 @@ class Overview:
 
 @dataclass(frozen=True)
 class Stage:
+    """A graph after one pass."""
+
     graph: int
     step: int
     name: str
@@ -43,6 +49,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Difference:
+    """The difference of a graph between two passes."""
+
     graph: int
     a: str
     b: str
@@ -52,6 +60,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Scheduled:
+    """One schedule of a graph."""
+
     graph: int
     phase: str
     instructions: tuple[InstructionRecord, ...]

@@ -1,4 +1,4 @@
-"""`zinf timeline`: a step as it was, beside what was predicted of it."""
+"""Prints a step as it was, beside its prediction: `zinf timeline`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -9,9 +9,9 @@ from zcompile.ir.serialize import MomentRecord, StepRecord, TimelineRecord, open
 from zcompile.ir.units import show_seconds, show_size
 
 MOST_STALLS = 10
-"""Shown, longest first."""
+"""Most stalls that are shown, longest first."""
 COLUMNS = 72
-"""Of the strip of a phase."""
+"""Width of the strip of a phase."""
 
 
 def timeline(path: Path) -> Answer:
@@ -69,7 +69,7 @@ def _strips(moments: Sequence[MomentRecord]) -> Iterator[str]:
 
 
 Span = tuple[float, float, float]
-"""Begin, end, and how much of that was a stall; seconds."""
+"""(begin, end, seconds of stall in between)."""
 
 
 def _as_measured(moment: MomentRecord) -> Span:
@@ -83,7 +83,7 @@ def _as_predicted(moment: MomentRecord) -> Span:
 
 
 def _strip(rows: Sequence[MomentRecord], span_of: Callable[[MomentRecord], Span]) -> str:
-    """What took most of each column's time."""
+    """One mark for each column: what took most of its time."""
     spans = [(m.kind, *span_of(m)) for m in rows]
     since, until = min(s[1] for s in spans), max(s[2] for s in spans)
     width_s = (until - since) / COLUMNS or 1.0
@@ -96,7 +96,7 @@ def _strip(rows: Sequence[MomentRecord], span_of: Callable[[MomentRecord], Span]
 
 
 def _spread(columns: list[float], low: float, high: float) -> None:
-    """Add to each column what of [low, high), in columns, falls into it."""
+    """Add to each column its share of [low, high), in columns."""
     for at in range(max(0, int(low)), min(len(columns), int(high) + 1)):
         columns[at] += max(0.0, min(high, at + 1) - max(low, at))
 

@@ -1,1 +1,2 @@
-"""What a user calls: offload, the backend of torch.compile, hooks of optimizers, plans."""
+"""What a user calls: offload, the backend of torch.compile, optimizer hooks, re-planning, dry
+runs."""

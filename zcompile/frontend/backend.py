@@ -1,4 +1,4 @@
-"""torch.compile's entry: joins compile time and run time. The only file that knows both wings.
+"""Compiles graphs of torch.compile: joins passes and runtime. The only file that knows both wings.
 
 Dynamo hands over a graph and its inputs; AOTAutograd makes the joint graph and asks for a cut; the
 passes run in between. Nothing of a parameter's identity is baked in: an executor reads the handles
@@ -52,10 +52,10 @@ from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger("zcompile.frontend.backend")
 
-MOST_TOLD = 4
-"""Places of a graph that a line of the log names; `stats` names all."""
+MOST_LOGGED = 4
+"""Most places of a graph that a line of the log names; `stats` names all."""
 STATES = 3
-"""Times the parameters: their gradients, and two states of each."""
+"""Bytes of gradients and two states of each parameter, over the bytes of the parameters."""
 
 
 def zinf(
@@ -112,12 +112,12 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
 
 
 Weakly = Callable[[], Session | None]
-"""A session if it is still there: torch's caches must not keep a model that its user let go."""
+"""Returns a session if it is still there: torch's caches must not keep a model alive."""
 
 
 @dataclass
 class _Graph:
-    """One graph from Dynamo on its way to schedules; AOTAutograd calls its methods in order."""
+    """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order."""
 
     specs: Mapping[int, ParamSpec]
     session: Weakly
@@ -128,12 +128,12 @@ class _Graph:
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
     largest: dict[str, int] = field(default_factory=dict)
-    """Dynamic sizes of forward calls, the largest of each."""
+    """Name of each dynamic size -> its largest value in forward calls."""
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The joint graph: run the passes, then cut it by phase."""
+        """Run the passes on the joint graph, then cut it by phase."""
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = _contributions(joint.graph, self.plan)
         saved: list[fx.Node] = []
@@ -175,7 +175,7 @@ class _Graph:
         plan = GraphPlan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
         if plan.roundings:
-            _tell_roundings(self.watch.name, plan.roundings)
+            _log_roundings(self.watch.name, plan.roundings)
         if session is not None:
             session.inexact.update({(r.where, r.by): r.why for r in plan.roundings})
         if session is not None and plan.budget_bytes is not None:
@@ -219,7 +219,7 @@ class _Graph:
         return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
 
     def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> MemoryProfile:
-        """What a call of the graph of one phase holds, where sizes are these."""
+        """Live bytes of calls of the graph of one phase, where `size` evaluates dynamic sizes."""
         assert self.plan is not None
         if self.joint is None:
             return memory_profile(schedule, footprint(graph, self.plan.params, {}, size))
@@ -233,7 +233,10 @@ class _Graph:
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:
-    """raises  Unsupported, if a value of the graph has no bytes that lie at strides"""
+    """Refuse a graph with a value that is not dense.
+
+    raises  Unsupported
+    """
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -247,8 +250,13 @@ def _refuse_sparse(graph: fx.Graph) -> None:
 
 
 def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> None:
-    """raises  Unsupported, if a graph writes a view of a parameter that it was called with: torch
-    traces that as a tensor by itself, and other inputs that show the same bytes as unwritten"""
+    """Refuse a graph that writes a view of a parameter it was called with.
+
+    Torch traces the view as a tensor by itself, and other inputs that show the same bytes as
+    unwritten.
+
+    raises  Unsupported
+    """
     for position in sorted(mutated_positions(graph) & specs.keys()):
         raise Unsupported(
             f"a compiled function writes to a view of {specs[position].name!r} that was taken "
@@ -257,20 +265,20 @@ def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> No
         )
 
 
-def _tell_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
-    """One line for a graph."""
+def _log_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
+    """Log in one line where a graph may round otherwise than eager."""
     places = [f"{r.where} ({r.by}: {r.why})" for r in roundings]
-    more = f"; {len(places) - MOST_TOLD} more in stats" if len(places) > MOST_TOLD else ""
+    more = f"; {len(places) - MOST_LOGGED} more in stats" if len(places) > MOST_LOGGED else ""
     log.info(
         "%s is not bit-equal to eager, within rounding: %s%s",
         graph,
-        "; ".join(places[:MOST_TOLD]),
+        "; ".join(places[:MOST_LOGGED]),
         more,
     )
 
 
 def activation_budget(session: Session) -> ActivationBudget:
-    """What activations of a model may use beside its parameters.
+    """Bytes that activations of a model may use beside its parameters, tier by tier.
 
     The host has room for what gradients and the states of an optimizer will not take; where there
     is a disk, these may rest there, and a quarter of what is free on the host is offered. A disk
@@ -288,7 +296,7 @@ def activation_budget(session: Session) -> ActivationBudget:
 
 
 def _contributions(graph: fx.Graph, plan: GraphPlan) -> Mapping[NodeName, int]:
-    """How many contributions the backward of a graph makes to the gradient of each sink."""
+    """Number of contributions that the backward of a graph makes to the gradient of each sink."""
     sinks = [name for name, spec in plan.params.items() if spec.sink]
     elements: dict[NodeName, int] = {}
     for sink in find(graph, *ops.SINKS):
@@ -302,6 +310,7 @@ def _contributions(graph: fx.Graph, plan: GraphPlan) -> Mapping[NodeName, int]:
 
 
 def _gathered_in_backward(handle: fx.Node) -> bool:
+    """Whether backward fetches the parameter of a handle."""
     return any(
         user.target is ops.fetch and phase_of(user) is Phase.BACKWARD for user in handle.users
     )
@@ -329,7 +338,7 @@ def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., An
 def _bound(
     session: Weakly, at: Callable[[Sequence[Any]], Schedule]
 ) -> Callable[[list[Any]], list[Any]]:
-    """What runs the schedule for its inputs; it empties the list it is given."""
+    """The function that runs the schedule for its inputs; it empties the list it is given."""
 
     def call(args: list[Any]) -> list[Any]:
         alive = session()

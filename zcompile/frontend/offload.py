@@ -1,8 +1,7 @@
-"""Parameters move to their home tier: of a finished model, or one by one as it is built.
+"""Moves parameters to their home tier: of a finished model (`offload`), or as it is built (`init`).
 
-Which parameters of a model lie in the same memory, as after `a.weight.data = b.weight.data`.
-
-They are several parameters, each with a gradient of its own, that show the same values.
+Parameters that are in the same memory, as after `a.weight.data = b.weight.data`, are several
+parameters, each with a gradient of its own, that show the same values.
 """
 
 import logging
@@ -25,7 +24,7 @@ from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.frontend.replan import Rescheduling, StepController
-from zcompile.ir.handles import ANEW, leaf_of
+from zcompile.ir.handles import REBUILD_ADVICE, leaf_of
 from zcompile.ir.torch_compat import (
     check_torch,
     forget_hooks,
@@ -55,7 +54,7 @@ from zcompile.runtime.transfer.interrupts import (
 
 
 def first_in_memory(named: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
-    """id of a parameter -> the first that lies exactly where it does, if it is not that itself.
+    """id of a parameter -> an earlier one with the same layout in the same memory.
 
     raises  Unsupported, if two share a part of their memory
     """
@@ -81,6 +80,7 @@ def first_in_memory(named: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
 
 
 def _overlap(a: Layout, b: Layout) -> bool:
+    """Whether two layouts over the same memory share a byte."""
     begin = max(a.offset * a.dtype.itemsize, b.offset * b.dtype.itemsize)
     return begin < min(a.end_bytes, b.end_bytes)
 
@@ -92,8 +92,10 @@ optimizer_hooks.watch()
 
 @uninterrupted
 def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
-    """A parameter that is put where a tiered one was becomes tiered: `load_state_dict(assign=True)`
-    and `layer.weight = nn.Parameter(...)` would leave it in memory."""
+    """Make a parameter tiered that is put where a tiered one was.
+
+    `load_state_dict(assign=True)` and `layer.weight = nn.Parameter(...)` would leave it in memory.
+    """
     old = module._parameters.get(name)
     if not isinstance(old, TieredTensor) or param is None or param is old:
         return
@@ -111,7 +113,8 @@ register_module_parameter_registration_hook(_take_place)
 
 
 def _give_value(param: TieredTensor, value: Tensor) -> None:
-    """As a parametrization gives its original another value, when it is registered or assigned."""
+    """Write the value that a parametrization gives its original, when it is registered or
+    assigned."""
     if value is param:
         return
     if value.shape != param.shape or value.dtype != param.dtype:
@@ -126,11 +129,13 @@ def _give_value(param: TieredTensor, value: Tensor) -> None:
 set_by(TieredTensor, _give_value)
 
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes that replicate or shard by themselves; named, so that they need not be importable."""
+"""Names of classes that replicate or shard by themselves; named, so that they need not be
+importable."""
 
 
 def _refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """An offloaded model is not put into a wrapper: it would look for gradients where none are."""
+    """Refuse to put an offloaded model into a wrapper, which would look for gradients where none
+    are."""
     wrapper = _wrapper_of(outer)
     if (
         wrapper
@@ -159,7 +164,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and len(tiered) == len(list(model.parameters())):
         if config is not None or fields:
-            todo = f"call zcompile.offload once, or only zcompile.init; for other budgets {ANEW}"
+            todo = f"call zcompile.offload once, or only zcompile.init; for other budgets {REBUILD_ADVICE}"
             raise Unsupported("the model is offloaded already, or was until it was closed", todo)
         session_of(tiered[0].entry).root = weakref.ref(model)
         return model
@@ -174,7 +179,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 
 @uninterrupted
 def move_in(session: Session, model: nn.Module) -> nn.Module:
-    """The parameters of `model` go to the tiers of `session`, which is closed if one cannot.
+    """Move the parameters of `model` to the tiers of `session`, which is closed if one cannot move.
 
     raises  as `offload`
     """
@@ -194,14 +199,14 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
     except BaseException:
         _undo(session, moved)
         raise
-    _tell_of_others(model)
+    _log_other_holders(model)
     _move_buffers(model, session.device.torch_device)
     session.root = weakref.ref(model)
     return model
 
 
-def _tell_of_others(model: nn.Module) -> None:
-    """Who holds the memory that parameters had does not see what becomes of them."""
+def _log_other_holders(model: nn.Module) -> None:
+    """Log that memory of parameters is held by others, who do not see later writes."""
     left = [
         name
         for name, p in model.named_parameters()
@@ -218,7 +223,7 @@ def _tell_of_others(model: nn.Module) -> None:
 
 @cleanup
 def _undo(session: Session, moved: list[tuple[nn.Parameter, torch.device]]) -> None:
-    """Parameters are plain again, and the session is closed."""
+    """Make parameters plain again, and close the session."""
     for param, device in moved:
         _become_plain(param, device)
     session.close()
@@ -273,7 +278,10 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
 @uninterrupted
 def open_session(config: Config, opening: Opening = open_resources) -> Session:
-    """raises  as `opening`; Unsupported, if there are several ranks and no mesh=False"""
+    """A session with what only this package knows.
+
+    raises  as `opening`; Unsupported, if there are several ranks and no mesh=False
+    """
     refuse_ranks(config.mesh)
     session = furnish(Session(config, TieredTensor.over, opening))
     if not config.stays_because:
@@ -282,7 +290,7 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
 
 
 def furnish(session: Session) -> Session:
-    """Give a session what is known only above it."""
+    """Give a session the functions that only packages above the runtime know."""
     session.deferrals.make = apply_deferred
     session.executor.make_copy = make_copy
     session.executor.fit = Rescheduling(session).fit
@@ -345,7 +353,10 @@ def _not_offloaded() -> Unsupported:
 
 
 def session_behind(model: nn.Module) -> Session:
-    """raises  Unsupported, if no parameter of the model is tiered"""
+    """The session of an offloaded model.
+
+    raises  Unsupported, if no parameter of the model is tiered
+    """
     for param in model.parameters():
         if isinstance(param, TieredTensor):
             return session_of(param.entry)
@@ -364,13 +375,16 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> str:
-    """The name of a class of `WRAPPERS` that `module` is of; "" if of none."""
+    """Name of the class of `WRAPPERS` that `module` is of; "" if of none."""
     names = (kind.__name__ for kind in type(module).__mro__)
     return next((name for name in names if name in WRAPPERS), "")
 
 
 def _check_nodes(model: nn.Module) -> None:
-    """raises  Unsupported, if hooks may wait at a node that a parameter leaves behind"""
+    """Refuse a model if hooks may wait at an autograd node that a parameter leaves behind.
+
+    raises  Unsupported
+    """
     kept = with_kept_nodes(model.parameters())
     names = (name for name, p in model.named_parameters() if any(p is k for k in kept))
     name = next(names, "")
@@ -383,7 +397,10 @@ def _check_nodes(model: nn.Module) -> None:
 
 
 def _check_movable(name: str, param: Tensor) -> None:
-    """raises  Unsupported, if something would be lost on the way"""
+    """Refuse a parameter, if something would be lost on the way.
+
+    raises  Unsupported
+    """
     if type(param) is not nn.Parameter or param.layout is not torch.strided:
         raise Unsupported(
             f"parameter {name!r} is a {type(param).__name__} of layout {param.layout}",
@@ -407,7 +424,7 @@ def _check_movable(name: str, param: Tensor) -> None:
 
 
 def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
-    """A tiered tensor with the value of `param`; on meta without one."""
+    """A tiered tensor with the value of `param`; unset for one on meta."""
     layout = Layout.of(param)
     entry = session.create(name, EntryKind.PARAM, layout.nbytes, unset=param.is_meta)
     made = TieredTensor.over(entry, layout)
@@ -418,7 +435,7 @@ def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
 
 @uninterrupted
 def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -> None:
-    """The parameter object itself turns tiered; whoever holds it holds the tiered one.
+    """Turn the parameter object itself into a tiered one; whoever holds it holds the tiered one.
 
     first  a tiered parameter that showed the same memory, and shows the same entry
     """
@@ -484,7 +501,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 @uninterrupted
 def _finish(session: Session, modules: list[nn.Module]) -> None:
-    """Names and buffers, once the whole model stands."""
+    """Set names and move buffers, once the whole model stands."""
     children = {id(child) for module in modules for child in module.children()}
     for root in modules:
         if id(root) in children:

@@ -1,4 +1,4 @@
-"""What stock optimizers need beside their own code: two public hooks of torch.optim.
+"""Prepares steps of stock optimizers, and ends them, by two public hooks of torch.optim.
 
 Before a step, states that were loaded as plain tensors move to the store, and gradients that
 autograd left plain too. After it, the step is counted, states get the names people know them by,
@@ -72,13 +72,14 @@ def _begin(
 
 
 def _is_foreign_state(value: object, param: TieredTensor) -> bool:
-    """Plain, or of another model's store, as after `load_state_dict`."""
+    """Whether a state is plain, or of another model's store, as after `load_state_dict`."""
     if isinstance(value, TieredTensor):
         return value.store_key != param.store_key
     return isinstance(value, Tensor) and value.dim() > 0 and value.size() == param.size()
 
 
 def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
+    """A tiered tensor with the value of a foreign state."""
     if isinstance(value, TieredTensor):
         value = value.on_host()
     layout = Layout.of(value)

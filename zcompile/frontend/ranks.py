@@ -1,4 +1,4 @@
-"""How many ranks were started, and the refusal of more than one.
+"""Refuses to train with several ranks.
 
 A model is trained by one process. Several that know of each other would each train a model of their
 own, and nothing would tell: the losses fall in all of them.
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from zcompile.errors import Unsupported
 
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""What torchrun and those like it, Open MPI, and MPICH tell each process of how many they started.
-SLURM is not among them: it says the same to a script that runs once."""
+"""Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
+processes. SLURM's is not among them: it says the same to a script that runs once."""
 
 
 def refuse_ranks(mesh: bool | None) -> None:
-    """raises  Unsupported, if there are several ranks and `mesh` does not say that each is alone"""
+    """Refuse several ranks, unless `mesh` says that each trains alone.
+
+    raises  Unsupported
+    """
     if mesh is False:
         return
     told = next((text for text, size in _sizes() if size > 1), None)
@@ -31,6 +34,7 @@ def refuse_ranks(mesh: bool | None) -> None:
 
 
 def _sizes() -> Iterator[tuple[str, int]]:
+    """Known numbers of ranks, each with a text that says where it comes from."""
     if dist.is_available() and dist.is_initialized():
         size = dist.get_world_size()
         yield f"torch.distributed has a world of {size}", size

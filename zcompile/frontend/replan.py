@@ -22,7 +22,7 @@ from typing import Any
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.step import StepCall, StepTrace, joined, lasting, of_the_living
+from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
 from zcompile.ir.types import ALIGNMENT, HELD, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
@@ -231,7 +231,7 @@ class StepController:
             self._review()
             return
         alive = {key_of(entry) for entry in self.session.entries()}
-        self._base, self._tried = joined(of_the_living(self._base, alive), step), True
+        self._base, self._tried = joined(without_dead_entries(self._base, alive), step), True
         if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1

@@ -1,4 +1,4 @@
-"""The timeline of a step, measured beside predicted, for a dump (`zinf timeline`)."""
+"""Writes the timeline of a step, measured beside predicted, to a dump (`zinf timeline`)."""
 
 import weakref
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from zcompile.runtime.session import Session
 
 
 def dump_steps(session: Session, run: Path) -> None:
-    """From here on steps of `session` are written to the run: the second, the fourth, the eighth
-    and so on, each over the one before."""
+    """Write steps of `session` to the run from here on.
+
+    The second, the fourth, the eighth and so on, each over the one before.
+    """
     clocks = session.executor.clocks
     if clocks.record:
         return
@@ -46,7 +48,7 @@ class _Writer:
             session.executor.clocks.forget()
 
     def _since(self, session: Session) -> tuple[dict[str, int], dict[str, float]]:
-        """Bytes and busy seconds of each link since this was asked last."""
+        """Bytes and busy seconds of each link since the last call of this method."""
         meter = session.meter
         before, self._nbytes = self._nbytes, meter.bytes()
         then, self._traffic = self._traffic, meter.traffic()
@@ -62,14 +64,14 @@ class _Writer:
             machine = machine_for(session.config, session.device)
             simulated = simulate(step, clocks.costs(machine, session.ways()))
         measured = replace(measured_of(walks, clocks.last_step_s()), nbytes=moved, busy_s=busy)
-        record = recorded(self._steps, measured, walks, simulated)
+        record = timeline_record(self._steps, measured, walks, simulated)
         form.timeline_file(self._run).write_text(serialize.encode(record))
 
 
-def recorded(
+def timeline_record(
     number: int, measured: form.StepRecord, walks: Sequence[Walked], simulated: Timeline | None
 ) -> form.TimelineRecord:
-    """Step `number` as it was, with what was predicted of it instruction by instruction."""
+    """The record of step `number`: measured, with the prediction instruction by instruction."""
     begun = walks[0].begins[0]
     ahead = {(m.call, m.number): m for m in simulated.moments} if simulated else {}
     moments = tuple(
@@ -100,10 +102,10 @@ def _moment(
 
 
 def measured_of(walks: Sequence[Walked], step_s: float | None = None) -> form.StepRecord:
-    """All of a step that its walks can tell.
+    """The measured times of a step.
 
-    step_s  from its first call to that of the next: what the walks do not cover is what came before
-            the first, as in a prediction
+    step_s  from its first call to that of the next step; time that no walk covers came before the
+            first call, as in a prediction
     """
     compute_s = sum(
         end - begin

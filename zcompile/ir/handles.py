@@ -68,7 +68,7 @@ class Held(Protocol):
 HOLDERS = 2
 """Tensors that hold the memory of a handle nobody else has: the handle, and the tensor of one
 dimension that it was reshaped from."""
-ANEW = "build the model anew, offload that, and load what was saved"
+REBUILD_ADVICE = "build the model anew, offload that, and load what was saved"
 """Advice for errors about entries that are gone: their values went with the store."""
 
 _SPREAD, _WIDTH = 0x1E3779B97F4A7C15, 1 << 63
@@ -271,6 +271,6 @@ def _entry_at(key: int) -> Held:
             f"behind handle {key}",
             "is not there: its store was closed, or hooks on saved tensors gave back another "
             "number than they were given, or a copy of one that stood for an activation",
-            f"{ANEW}; or let torch.autograd.graph.saved_tensors_hooks leave integers as they are",
+            f"{REBUILD_ADVICE}; or let torch.autograd.graph.saved_tensors_hooks leave integers as they are",
         )
     return entry

@@ -120,7 +120,7 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
     )
 
 
-def of_the_living(step: StepTrace, alive: set[int]) -> StepTrace:
+def without_dead_entries(step: StepTrace, alive: set[int]) -> StepTrace:
     """The step without the calls that use entries which are gone, such as states of an optimizer
     made anew."""
     gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}

@@ -1,1 +1,1 @@
-"""Plans a whole step: placement, windows, simulation, lower bounds, the report."""
+"""Plans a whole step, pure: placement, windows, simulation, lower bounds, the report."""

@@ -1,18 +1,17 @@
-"""The floor of a step: what no plan within the same budgets goes below, however it splits them.
+"""Computes the floor of a step: no plan within the same budgets takes less, however it splits them.
 
 `bounds.py` takes for granted what the plans of this compiler have in common: that weights and
-states rest in the arena only, that values are made again where this plan makes them again, that
-compute takes the seconds it took while links were at work. Here none of that is:
+states rest in the arena only, that values are recomputed where this plan recomputes them, that
+compute takes the seconds it took while links were at work. The floor does not:
 
-- Compute is what was traced, before any pass: without what is made again or cut, at seconds that
-  regions took while no transfer was under way. What is known of compute is what was measured: where
-  a region never ran with links idle, its seconds beside transfers are all there is, and what passes
-  added is taken off by its share of the predicted work. Kernels that nobody has run may be faster.
-- All of `device_memory` and all of `host_memory` are there for what rests at the border of two
-  segments, so that over each link go only the bytes which no use of that memory can save
-  (`bounds.least_of_segment`).
-- Everything overlaps: a step lasts as long as the busiest of compute and the links, and not as
-  long as the sum over its segments.
+- Compute is that of the traced graph, before any pass: without what is recomputed or cut, at
+seconds that regions took while no transfer was in flight. What is known of compute is what was
+measured: where a region never ran with links idle, its seconds beside transfers are all there is,
+and work that passes added is taken off by its share of the predicted work. Kernels that nobody has
+run may be faster. - All of `device_memory` and all of `host_memory` are there for entries that rest
+at the border of two segments, so that over each link go only the bytes which no use of that memory
+can save (`bounds.least_of_segment`). - Everything overlaps: a step lasts as long as the busiest of
+compute and the links, and not as long as the sum over its segments.
 
 Optimizers are called after backward, as the user's loop does it: a plan that moved updates into
 backward would read gradients once less.
@@ -34,15 +33,15 @@ ASSUMES = (
     "its regions took with links idle, where they ran so, and of each link at its rate for the "
     "bytes that have to move"
 )
-"""What `floor` is, for people."""
+"""What the floor assumes, for people."""
 
 
 @dataclass(frozen=True)
 class Floor:
     """The floor of a step.
 
-    seconds    no plan takes less
-    compute_s  of the compute that was traced, with links idle
+    seconds    lower bound on any plan
+    compute_s  of the traced compute, with links idle
     nbytes     that have to move over each link
     binding    "compute", or the link (of links that take turns, the first) that is busiest
     """
@@ -82,9 +81,12 @@ def floor(
 
 
 def traced_compute(schedule: Schedule, costs: Costs) -> float:
-    """Seconds that a call computes while links are idle, less what passes added to what was traced:
-    by the share of that in the work, each op priced as `predicted_seconds` prices it. Where a
-    region never ran with links idle, its seconds beside transfers count."""
+    """Seconds of a call's compute with links idle, without work that passes added to the traced
+    graph.
+
+    The added work is taken off by its share of the work, each op priced as `predicted_seconds`
+    does. Where a region never ran with links idle, its seconds beside transfers count.
+    """
     seconds = least_compute(schedule, costs.idle_seconds)
     if schedule.traced_work is None:
         return seconds

@@ -1,13 +1,11 @@
-"""Transfers over links in simulated time: first come, first served, none before what it follows.
+"""Simulates transfers over links: first come, first served, none before what it follows.
 
 A transfer is cut into pieces, and each piece passes its links one after the other, so that while
 one is copied the next is read. A link carries one piece at a time; two that share a lane take
-turns, reads first. What a transfer that is not over keeps of the staging ring, others lack. Compute
-is a journey that takes its time and no link.
+turns, reads first. Bytes of the staging ring that a transfer in flight takes are not there for
+others. Compute is a transfer that takes its time and no link.
 
-What travels in simulated time: from when to when, over which links, and who waits for it.
-
-Which links the bytes of an instruction travel over, by where its entry rests.
+`LinkPaths` says which links the bytes of an instruction travel over, by the tier of its entry.
 """
 
 from collections import deque
@@ -29,18 +27,19 @@ from zcompile.machine.staging import lane_bytes
 class SimTransfer:
     """One transfer: `nbytes` over the links of `route`.
 
-    over_after  how many links until its memory on the device is free, or filled
-    begin_s     when its first piece set out; None before
-    queued_s    when the last piece set out on the link to, or from, the device
-    over_s      when its memory was free or filled
-    home_s      when all of it was done
-    disk_nbytes what a disk moves for it: whole granules
-    unseen      a link that it passes in no time
-    seconds     what it takes, if it is compute; it follows other compute by being told so
-    adds        it is added to what rests there: on the host, half of each buffer for either
-    blockers    how much must still happen before it sets out
-    over_left   pieces whose memory on the device is not yet free or filled; home_left: not yet done
-    after_over  journeys that wait for `over_s`; after_home: for `home_s`
+    over_after   number of links until its memory on the device is free, or filled
+    begin_s      when its first piece set out; None before
+    queued_s     when the last piece set out on the link to, or from, the device
+    over_s       when its memory was free or filled
+    home_s       when all of it was done
+    disk_nbytes  bytes that a disk moves for it: whole blocks
+    unseen       a link that it passes in no time
+    seconds      its duration, if it is compute
+    adds         it is added to the bytes at home: on the host, half of each buffer for either
+    blockers     number of events before it may set out
+    over_left    pieces whose memory on the device is not yet free or filled
+    home_left    pieces that are not yet done
+    after_over   transfers that wait for `over_s`; after_home: for `home_s`
     """
 
     __slots__ = (
@@ -87,7 +86,7 @@ class SimTransfer:
 
     @property
     def cut_in(self) -> int:
-        """Times its bytes that they take of the ring."""
+        """Bytes of the ring that it takes per byte."""
         return 2 if self.adds else 1
 
     @property
@@ -97,15 +96,16 @@ class SimTransfer:
 
 
 RING_BLOCK = 4 * KiB
-"""Buffers of the staging ring are multiples of it, as `runtime/transfer/staging.py` hands them
-out."""
+"""Block size of the staging ring, as `runtime/transfer/staging.py` hands out buffers."""
 MOST_PIECES = 4
-"""Of one transfer. The pipeline of two links costs one piece of the faster one more than its slower
-link alone: with 4 pieces at most a quarter of that, which the transfers behind it hide."""
+"""Most pieces of one transfer. The pipeline of two links costs one piece of the faster one more
+than its slower link alone: with 4 pieces at most a quarter of that, which the transfers behind it
+hide."""
 
 
 class _Piece:
-    """`ways`: where it passes; `pool`: that holds `ring_bytes` for it; None, if not staged."""
+    """A piece of a transfer. ways: the links it passes; pool: that holds `ring_bytes` for it; None,
+    if not staged."""
 
     __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
 
@@ -127,7 +127,7 @@ class _Piece:
 
 
 class _Lane:
-    """What one piece at a time may use; who waits for it, by urgency."""
+    """A resource that one piece at a time may use, and the pieces that wait for it, by urgency."""
 
     __slots__ = ("busy", "first", "then")
 
@@ -138,11 +138,12 @@ class _Lane:
 
 
 _Ways = tuple[tuple[_Lane, deque[_Piece], float, float], ...]
-"""Of a route, each link: its lane, where to wait for that, bytes per second, latency."""
+"""The links of a route: (lane, its queue for this link, bytes per second, latency) of each."""
 
 
 class _Pool:
-    """What pieces of one direction hold of the staging ring; who waits is served in order."""
+    """Bytes of the staging ring that pieces of one direction hold; waiting pieces are served in
+    order."""
 
     __slots__ = ("held", "waiting")
 
@@ -152,7 +153,7 @@ class _Pool:
 
 
 class LinkSimulator:
-    """All transfers; `now` never goes back.
+    """Simulates all transfers; `now` never goes back.
 
     chunk_bytes  of the staging ring
     ring_bytes   of all its chunks. Reads, or writes, hold three quarters at most, and reads are
@@ -179,8 +180,11 @@ class LinkSimulator:
         after: Iterable[SimTransfer] = (),
         after_home: Iterable[SimTransfer] = (),
     ) -> None:
-        """Set out at `at_s` at the earliest, once the memory of `after` is free, or filled, and
-        `after_home` is all done."""
+        """Start a transfer at `at_s` at the earliest, after other transfers.
+
+        after       whose memory on the device must be free, or filled
+        after_home  that must be all done
+        """
         for other in after:
             if other.over_s is None:
                 other.after_over.append(journey)
@@ -192,7 +196,7 @@ class LinkSimulator:
         self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, journey)
 
     def advance(self, to_s: float) -> None:
-        """Let everything happen until then."""
+        """Let everything happen until `to_s`."""
         events = self._events
         while events and events[0][0] <= to_s:
             self.now, _, act, what = heappop(events)
@@ -200,13 +204,13 @@ class LinkSimulator:
         self.now = max(self.now, to_s)
 
     def finish(self) -> float:
-        """Let everything happen; the time it is then."""
+        """Let everything happen; returns the time of the last event."""
         while self._events:
             self.advance(self._events[0][0])
         return self.now
 
     def until(self, journey: SimTransfer, moment: str) -> float:
-        """Let things happen until `journey` has that one of its times; which it is."""
+        """Let events happen until `journey` has the time `moment`, which is returned."""
         events = self._events
         while (time_s := getattr(journey, moment)) is None:
             assert events, "what is waited for was never started"
@@ -261,20 +265,20 @@ class LinkSimulator:
         return found[1]
 
     def _size(self, journey: SimTransfer) -> int:
-        """Of its pieces, but for the last."""
+        """Bytes of the pieces of a transfer, but for the last."""
         chunk = self._chunk_bytes // journey.cut_in
         chunks = -(-journey.nbytes // chunk)
         size = -(-chunks // MOST_PIECES) * chunk
         return max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
 
     def _buffer(self, nbytes: int) -> int:
-        """What so many bytes take of the ring: whole blocks."""
+        """Bytes of the ring for so many bytes: whole blocks."""
         block = min(RING_BLOCK, self._chunk_bytes)
         return -(-nbytes // block) * block
 
     def _admit(self) -> None:
-        """Give what is free of the ring to who waits for it; one at a time may take more than all
-        that there is."""
+        """Give free bytes of the ring to waiting pieces; one at a time may take more than there
+        are."""
         reads, writes = self._reads, self._writes
         for pool, other in ((reads, writes), (writes, reads)):
             waiting = pool.waiting
@@ -296,7 +300,7 @@ class LinkSimulator:
             self._carry(piece)
 
     def _carry(self, piece: _Piece) -> None:
-        """It has its lane for itself."""
+        """Start a piece on its lane, which is free."""
         journey, at, now = piece.journey, piece.at, self.now
         if journey.begin_s is None:
             journey.begin_s = now
@@ -307,7 +311,7 @@ class LinkSimulator:
         heappush(self._events, (over_s, count, LinkSimulator._passed, piece))
 
     def _passed(self, piece: _Piece) -> None:
-        """The lane is free: the next piece sets out, if there is one."""
+        """Free the lane of a piece for the next one."""
         lane, _, _, latency_s = piece.ways[piece.at]
         if queue := lane.first or lane.then:
             self._carry(queue.popleft())
@@ -357,11 +361,11 @@ class LinkSimulator:
 
 HOST, DISK = "host", "disk"
 Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
-"""To which call fetches are handed over, and after which instruction they start."""
+"""The call that fetches are handed over to, and the instructions after which they start."""
 
 
 class LinkPaths:
-    """The ways of one step on one machine.
+    """The links of each transfer of one step on one machine.
 
     homes  key of an entry -> tier; where it is silent, as the step was recorded
     """
@@ -378,7 +382,7 @@ class LinkPaths:
         self._links: dict[tuple[str, ...], tuple[Link, ...]] = {}
 
     def begin(self) -> None:
-        """A step begins: nothing was written in it yet."""
+        """Begin a step, in which nothing was written yet."""
         self._written.clear()
         self._came.clear()
 
@@ -386,11 +390,11 @@ class LinkPaths:
         return self._homes.get(key, HOST)
 
     def resident(self, tier: str) -> Iterable[int]:
-        """Bytes of each entry that rests there."""
+        """Bytes of each entry that rests on `tier`."""
         return (fact.nbytes for key, fact in self._facts.items() if self.home(key) == tier)
 
     def source(self, call: StepCall, fetch: Fetch) -> int:
-        """Key of what a fetch brings: of the copy in another dtype, if it asks for that."""
+        """Key of the entry that a fetch brings: the low-precision copy, if it asks for that."""
         key = call.entries[fetch.entry]
         if fetch.cast is None or key not in self._facts:
             return key
@@ -398,8 +402,10 @@ class LinkPaths:
         return self._copies.get(f"{self._facts[key].name} in {dtype}", key)
 
     def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
-        """From each call to the one after it, from the last to the first; past those that it passes
-        by, which hand over nothing themselves."""
+        """For each call, the fetches that start in it for a later call.
+
+        That is the next one, but for calls that are passed by, which hand over nothing themselves.
+        """
         found: list[Ahead] = []
         heeded = [not self._passes_by(call) for call in calls]
         for number, now in enumerate(calls):
@@ -421,7 +427,7 @@ class LinkPaths:
         return passes_by(call.schedule, kinds.__getitem__)
 
     def fetch(self, call: StepCall, fetch: Fetch) -> SimTransfer:
-        """To the arena."""
+        """The transfer of a fetch, to the arena."""
         key = self.source(call, fetch)
         home = self.home(key)
         if self._blank(call, key):
@@ -435,7 +441,7 @@ class LinkPaths:
         return self._journey(fetch.begin, fetch.nbytes, 1, *(("h2d",) if home == HOST else ()))
 
     def store(self, call: StepCall, store: Store) -> SimTransfer:
-        """From the arena home."""
+        """The transfer of a store, from the arena home."""
         key = call.entries[store.entry]
         self._written.add(key)
         home = self.home(key)
@@ -446,7 +452,7 @@ class LinkPaths:
         return self._leaving(home, store.begin, store.nbytes)
 
     def reduce(self, call: StepCall, reduce: Reduce) -> SimTransfer:
-        """A gradient home, or added to what came of it before."""
+        """The transfer of a gradient home, where it is added to earlier parts."""
         key = -call.entries[reduce.entry]
         begin, home = reduce.begin, self.home(key)
         more = (key, begin) in self._came
@@ -459,7 +465,7 @@ class LinkPaths:
         return journey
 
     def offload(self, call: StepCall, offload: Offload) -> SimTransfer:
-        """A value that backward needs, to the entry that it becomes."""
+        """The transfer of a value that backward needs, to the entry that it becomes."""
         return self._leaving(self.home(call.made[offload.made]), 0, offload.nbytes)
 
     def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
@@ -481,7 +487,8 @@ class LinkPaths:
         return self._journey(begin, nbytes, 1, *(("d2h",) if home == HOST else ()))
 
     def _blank(self, call: StepCall, key: int) -> bool:
-        """What a step makes anew holds nothing before; zeros come over no link."""
+        """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
+        link."""
         fact = self._facts.get(key)
         if fact is None or call.phase is not Phase.STEP:
             return False

@@ -1,7 +1,7 @@
-"""What a step will cost on a machine: placed, arranged, simulated, and held against the bound.
+"""Evaluates a step on a machine: placed, scheduled, simulated, and compared with its bounds.
 
-Pure: a step, terms, and nothing else. `frontend/dry_run/plan.py` finds the step, `report.py` tells
-the answer.
+Pure: a step, terms, and nothing else. `frontend/dry_run/plan.py` traces the step, `report.py`
+prints the answer.
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,27 @@ from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_scratch
 
 MORE_BYTES = GiB
-"""What a shadow price is the price of."""
+"""Bytes of a tier whose value a shadow price is."""
 MORE_ENTRIES = 4
-"""Entries rest whole, so that one more GiB may hold none more: planned again is with room for so
-many of the largest, and the price is per GiB of that."""
+"""Entries rest whole, so that one more GiB may hold none more: the step is planned again with room
+for so many of the largest, and the price is per GiB of that."""
 
 COMPARED = 1
 """Walks of a step that is only compared with others. In the first nothing is ahead, for any."""
 LEAST_SHARE = 8
-"""A device that activations fill is planned as if this part of it were left for entries; the report
-says what it lacks."""
+"""A device that activations fill is planned as if 1/LEAST_SHARE of it were left for entries; the
+report says what it lacks."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a step is planned for.
+    """The machine and the choices that a step is planned for.
 
     emulates     compute reaches the host's memory, and disks reach the device's (`Room`)
     prefetch     whether a fetch may start ahead of its reader
-    bounded      the device's tier bounds all that a step takes of it, as `device_memory` does: what
-                 graphs hold is chosen for it; else everything is kept, and takes its part of it
+    bounded      the device's tier bounds all that a step takes of it, as `device_memory` does: live
+                 bytes of graphs are chosen for it; else everything is saved, and takes its part of
+                 it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
     activations, tile_bytes  as in `Config`
     """
@@ -55,7 +56,7 @@ class Terms:
     tile_bytes: int | None = None
 
     def on(self, machine: Machine) -> "Terms":
-        """The same for another machine, whose host has room for another staging ring."""
+        """The same terms for another machine, whose host has room for another staging ring."""
         host = machine.tiers["host"]
         ring = staging_size(host, self.emulates and "disk" in machine.tiers)
         ways = replace(
@@ -72,7 +73,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Shadow:
-    """What one more GiB of a tier saves of a step, in seconds.
+    """Seconds of a step that one more GiB of a tier saves.
 
     least_s    of the bound
     planned_s  of the simulated step, planned again with `nbytes` more; per GiB of them
@@ -86,7 +87,7 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The plan of a step and what is to be said of it.
+    """The plan of a step, its times, and its bounds.
 
     room        bytes of each tier for entries
     used_bytes  by tier, residents only
@@ -107,10 +108,11 @@ class Evaluation:
 
     @property
     def batch_factor(self) -> float:
-        """How much larger a batch hides all transfers of forward and backward behind compute.
+        """Ratio of the batch that hides all transfers of forward and backward to the batch of the
+        step.
 
-        Compute grows with the batch and what moves does not, to first order: that is how regions
-        are priced, and no plan is made for the other batch.
+        Compute grows with the batch and transferred bytes do not, to first order: that is how
+        regions are priced, and no plan is made for the other batch.
         """
         return max(
             (
@@ -125,12 +127,12 @@ class Evaluation:
 def evaluated(
     step: StepTrace, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0, prices: bool = True
 ) -> Evaluation:
-    """The outlook of a step.
+    """The evaluation of a step.
 
-    beside_bytes  of the device, that graphs hold beside its arena
+    beside_bytes  of the device, that graphs have live outside its arena
     chunk_bytes   of its optimizer's chunks, if those are to be larger than the device's
     prices        whether to plan again for one more GiB of each tier
-    raises  BudgetExceeded, if the device has no room for what one region reads
+    raises        BudgetExceeded, if the device has no room for what one region reads
     """
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
@@ -165,7 +167,7 @@ def evaluated(
 
 
 def room_of(terms: Terms, beside_bytes: int) -> Room:
-    """What the tiers have for entries."""
+    """Bytes of the tiers for entries."""
     tiers = dict(terms.machine.tiers)
     most = tiers["device"] if terms.bounded else activation_room(terms)
     if most is not None:
@@ -187,8 +189,10 @@ def whole_room(terms: Terms) -> Room:
 
 
 def activation_room(terms: Terms) -> int | None:
-    """Bytes of the device that activations may take, if all are kept; None, if they are chosen to
-    fit, or lie beside what is planned."""
+    """Bytes of the device that activations may take, if all are saved.
+
+    None, if they are chosen to fit, or lie outside what is planned.
+    """
     if terms.bounded or terms.emulates:
         return None
     whole = terms.machine.tiers["device"]
@@ -196,7 +200,10 @@ def activation_room(terms: Terms) -> int | None:
 
 
 def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> dict[str, int]:
-    """What each tier lacks. `beside`: bytes of the device for activations."""
+    """Bytes that each tier lacks.
+
+    beside  bytes of the device for activations
+    """
     missing = {tier: n - room.nbytes.get(tier, 0) for tier, n in used.items()}
     if activation_room(terms) is not None:
         missing["device"] = room.nbytes["device"] + beside - terms.machine.tiers["device"]
@@ -219,9 +226,9 @@ def _shadows(
     demand: Demand,
     least: Bound,
 ) -> tuple[Shadow, ...]:
-    """One more GiB of device and host; a disk has room, or lacks it, and saves no time.
+    """Shadow prices of device and host; a disk has room, or lacks it, and saves no time.
 
-    The window stays as it is, so that the GiB goes to what rests.
+    The window stays as it is, so that the GiB goes to resident entries.
     """
     links, costs = terms.machine.links, terms.costs()
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
@@ -248,6 +255,7 @@ def _shadows(
 def _lanes(
     step: StepTrace, machine: Machine, room: Room, placement: Placement
 ) -> dict[Phase, dict[str, float]]:
+    """Busy seconds of each lane in each phase, under a placement."""
     groups, homes = group(step, machine, room, placement.stay), placement.homes
     counts = []
     for g in groups:

@@ -1,7 +1,4 @@
-"""What `zcompile.plan` answers: a record for programs, `str()` of it for people.
-
-What a report is made of: facts of the model, what rests where, what the links carry.
-"""
+"""Defines the answer of `zcompile.plan`: a record for programs, `str()` of it for people."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,8 +25,7 @@ _COLUMN_OF = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the model and its inputs; of one micro-batch, but for their number, and for
-    what is held at once (`planning.Traced`)."""
+    """Facts of the model and its inputs, of one micro-batch; as in `dry_run.plan.Traced`."""
 
     parameters: int
     activation_bytes: int
@@ -43,10 +39,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class TierRow:
-    """What rests on a tier, in bytes.
+    """Bytes on a tier.
 
     capacity   for all of it
-    streaming  of the device: the window that what is fetched passes; of the host: staging
+    streaming  of the device: the window that fetches pass; of the host: staging
     """
 
     tier: str
@@ -64,7 +60,7 @@ class TierRow:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """A link in one step: bytes, the least there can be, seconds it is in use."""
+    """A link in one step: bytes, their lower bound, seconds it is in use."""
 
     link: str
     nbytes: int
@@ -86,7 +82,7 @@ def tier_rows(found: Evaluation, terms: Terms) -> tuple[TierRow, ...]:
 
 
 def bottleneck_of(found: Evaluation) -> str:
-    """What the step waits for longest, phase by phase."""
+    """Compute or lane that the step waits for longest, phase by phase."""
     due: dict[str, float] = {}
     for phase, seconds in found.compute_s.items():
         lanes = {"compute": seconds, **found.lanes_s.get(phase, {})}
@@ -100,28 +96,28 @@ class Report:
     """One training step of a model on a machine, from a dry run. Sizes in bytes, times in seconds.
 
     optimizer          its class
-    fits               whether every tier holds what is to rest on it
+    fits               whether every tier holds the entries that are to rest on it
     missing_bytes      tier -> how much more it would have to have
-    activation_bytes   that forward keeps for backward on the device, outside the arena
-    held_bytes         most that compiled graphs hold of the device at once, outside the arena
-    bounded            the device's bytes bound entries and what graphs hold together; else
-                       activations are all kept
-    memories           of each compiled graph: what it holds, node by node, if everything were kept
-                       and as it was chosen
+    activation_bytes   that forward saves for backward on the device, outside the arena
+    held_bytes         peak of live bytes of compiled graphs on the device, outside the arena
+    bounded            the device's bytes bound entries and live bytes of graphs together; else
+                       activations are all saved
+    memories           memory curves of each compiled graph, with everything saved and as it was
+                       chosen
     step_seconds       of one optimizer step with all its micro-batches, once training is under way
     compute_seconds    of which the device computes; it idles in the others
     bottleneck         "compute", a link, or two that take turns: what the step waits for longest
-    bound_seconds      no plan takes less that computes what this one does, and has the same arena
+    bound_seconds      lower bound on plans that compute what this one does, and have the same arena
                        for weights and states (`bounds.py`); due to `bound_by` most of all
-    floor_seconds      no plan within these budgets takes less (`floor.py`); due to `floor_by`
+    floor_seconds      lower bound on all plans within these budgets (`floor.py`); due to `floor_by`
     activation_room    bytes of the device that activations may take, so that enough is left for
-                       entries; None: they lie beside what is planned, or were chosen to fit a
+                       entries; None: they lie outside what is planned, or were chosen to fit a
                        bounded device, and larger batches were not tried
-    hiding_samples     per micro-batch: the smallest batch whose forward and backward hide what
-                       moves, since compute grows with the batch and what moves does not
+    hiding_samples     per micro-batch: the smallest batch whose forward and backward hide
+                       transfers, since compute grows with the batch and transferred bytes do not
     shadows            what one more GiB of a tier saves
-    peak_device_bytes  of the arena, with what rests there
-    scratch_bytes        beside it, for the optimizer's step, while no graph holds them
+    peak_device_bytes  of the arena, with entries that rest there
+    scratch_bytes      outside it, for the optimizer's step, while no graph needs them
     staying_bytes      of gradients that stay there from backward to that step
     ranks              that the machine has; one of them, which trains the whole model by itself, is
                        what is planned for
@@ -209,8 +205,10 @@ class Report:
 
     @property
     def most_samples(self) -> int | None:
-        """Per micro-batch: the largest batch whose activations fit, 0 if those of one sample do
-        not; None if nothing bounds it. Activations grow with the batch, to first order."""
+        """Largest batch per micro-batch whose activations fit; 0 if those of one sample do not.
+
+        None if nothing bounds it. Activations grow with the batch, to first order.
+        """
         if self.activation_room is None or not self.activation_bytes:
             return None
         return self.samples * self.activation_room // self.activation_bytes
@@ -223,17 +221,18 @@ class Report:
 
     @property
     def fullest(self) -> Memory | None:
-        """Of the graph that holds most."""
+        """Memory curves of the graph with the largest peak."""
         return max(self.memories, key=lambda memory: memory.after.peak, default=None)
 
     @property
     def gap(self) -> float:
-        """Seconds over the least; 1 is as good as can be."""
+        """Ratio of the step to its bound; 1 is as good as can be."""
         return self.step_seconds / self.bound_seconds if self.bound_seconds else 1.0
 
     @property
     def floor_gap(self) -> float:
-        """Seconds over the floor; what is above 1 may be due to memory, and not to this plan."""
+        """Ratio of the step to its floor; an excess over 1 may be due to memory, and not to this
+        plan."""
         return self.step_seconds / self.floor_seconds if self.floor_seconds else 1.0
 
     @property
@@ -246,7 +245,7 @@ class Report:
         return self.tokens * self.micro_batches / self.step_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, dicts, texts and numbers; what is derived stands beside the fields."""
+        """Lists, dicts, texts and numbers; derived values stand beside the fields."""
         names = (
             "sequence",
             "gap",
@@ -313,7 +312,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _beside(report: Report) -> str:
-    """Where the activations are, and what the device's capacity in the table is."""
+    """A sentence on activations, and on the device's capacity in the table."""
     left = next(row.capacity for row in report.tiers if row.tier == "device")
     if report.bounded:
         held = f"{show_size(report.held_bytes)}, held by graphs,"
@@ -395,7 +394,7 @@ def _advice(report: Report) -> Iterator[str]:
 
 
 def _batch(report: Report) -> str:
-    """Which batch to take."""
+    """A sentence on the batch to take."""
     now, hiding, most = report.samples, report.hiding_samples, report.most_samples
     if most is not None and most < now:
         single = ", those of a single sample do not either" if now > 1 else ""

@@ -1,17 +1,10 @@
-"""Step after step of a run, walked on a clock: what `simulator.py` asks for one of them.
-
-A step without a device: the instructions of the executor, walked on a clock.
+"""Simulates training steps without a device: the instructions of the executor, walked on a clock.
 
 The host starts what comes next and waits where the executor would; compute goes on in order, on the
-host's own thread or beside it; transfers travel as `links.py` says. A step is walked several
-times in a row, since what one begins with was started while the one before still ran, and the last
-walk is the answer.
-
-What a simulated walk remembers of each instruction, until its times are known.
-
-Transfers under way: on the bytes of entries, and out of slots. Which another must wait for.
-
-What a step was predicted to take, as plain numbers beside those that were measured.
+host's own thread or beside it; transfers travel as `links.py` says. A step is walked several times
+in a row, since the transfers that are ahead when it begins were started while the one before still
+ran, and the last walk is the answer (`simulate`). `predicted` gives it as plain numbers, beside
+those that `zcompile.stats` measures.
 """
 
 from collections import deque
@@ -42,7 +35,7 @@ from zcompile.planner.links import LinkPaths, LinkSimulator, SimTransfer
 
 
 class Task(NamedTuple):
-    """A piece of compute, that before it, and when the host came to it."""
+    """A piece of compute, the piece before it, and the time at which the host issued it."""
 
     before: SimTransfer
     issued_s: float
@@ -67,6 +60,7 @@ class Told(NamedTuple):
     sent: SimTransfer | None
 
     def moment(self, begun: float) -> Moment:
+        """The instruction with its times, in seconds since `begun`."""
         if self.work is not None:
             ready = later(self.work.before, self.work.issued_s)
             begin, end = time_of(self.work.task.begin_s), time_of(self.work.task.over_s)
@@ -89,37 +83,41 @@ class Told(NamedTuple):
 
 
 def time_of(time_s: float | None) -> float:
+    """A time that must be known by now."""
     assert time_s is not None, "asked before all traffic was over"
     return time_s
 
 
 def later(task: SimTransfer, host_s: float) -> float:
+    """The time at which both a task and the host are done."""
     return max(time_of(task.over_s), host_s)
 
 
 def idle(waited: tuple[SimTransfer, float, float]) -> float:
-    """Of the time in which the host waited between calls, what compute did not fill: the piece of
-    compute before it, and when it began and ended."""
+    """Seconds in which the host waited between calls and compute was idle.
+
+    waited  the piece of compute before the wait, and when the wait began and ended
+    """
     task, begin, end = waited
     return max(0.0, end - later(task, begin))
 
 
 _Row = tuple[int, int, bool, SimTransfer]
-"""A transfer under way on bytes [begin, end) of an entry; whether it writes there."""
+"""A transfer in flight: (begin, end, writes, transfer) on bytes [begin, end) of an entry."""
 
 
 class Flying:
-    """By the key of the entry."""
+    """Transfers in flight, by the key of their entry: which of them another one must wait for."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[_Row]] = {}
 
     def start(self, key: int, begin: int, end: int, writes: bool, journey: SimTransfer) -> None:
-        """A transfer sets out."""
+        """Add a transfer that starts."""
         self._rows.setdefault(key, []).append((begin, end, writes, journey))
 
     def blockers(self, key: int, begin: int, end: int, writes: bool) -> list[SimTransfer]:
-        """What moves those bytes of the entry now, if either side writes."""
+        """Transfers in flight over those bytes of the entry, if either side writes."""
         rows = self._rows.get(key)
         if not rows:
             return []
@@ -132,30 +130,30 @@ class Flying:
 
 
 class Departing:
-    """What still leaves the device from a slot that was given back."""
+    """Transfers that still read slots which were given back."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, SimTransfer, bool]] = []
 
     def leave(self, schedule: Schedule, slot: Slot, journey: SimTransfer) -> None:
-        """A transfer out of a slot of `schedule` sets out."""
+        """Add a transfer out of a slot of `schedule`."""
         self._rows.append((slot.address, slot.end, journey, bool(schedule.scratch_at)))
 
     def under(self, slot: Slot) -> list[SimTransfer]:
-        """What must have left before `slot` is overwritten."""
+        """Transfers that must be over before `slot` is overwritten."""
         self._rows = rows = [row for row in self._rows if row[2].over_s is None]
         begin, end = slot.address, slot.end
         return [row[2] for row in rows if row[0] < end and begin < row[1]]
 
     def from_scratch(self) -> list[SimTransfer]:
-        """What must have left the step scratch before it is given back."""
+        """Transfers that must be over before the step scratch is given back."""
         return [row[2] for row in self._rows if row[3] and row[2].over_s is None]
 
 
 class SimulatedSteps:
     """Host, compute and arena while step after step is walked. Times in seconds.
 
-    tells  whether it remembers each instruction for a timeline
+    tells  whether each instruction is remembered, for a timeline
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class SimulatedSteps:
         self._begin()
 
     def _begin(self) -> None:
-        """What is counted per step starts anew."""
+        """Reset what is counted per step."""
         self._routes.begin()
         self._peak, self._held_peak = self._taken, self._held.now
         self._together = self._taken + self._held.now
@@ -192,7 +190,7 @@ class SimulatedSteps:
         self._between: list[tuple[SimTransfer, float, float]] = []
 
     def timeline(self) -> Timeline:
-        """Walk once more, and say what it took."""
+        """Walk the step once more, and return its times and bytes."""
         before = self._end()
         ends = self.step()
         self._traffic.finish()
@@ -217,14 +215,15 @@ class SimulatedSteps:
         )
 
     def seconds(self) -> float:
-        """Walk once more; `step_s` of the timeline, for which not all traffic need be over."""
+        """Walk the step once more; `step_s` of the timeline, for which not all traffic need be
+        over."""
         before = self._end()
         ends = self.step()
         self._traffic.until(self._compute, "over_s")
         return ends[-1]() - before() if ends else 0.0
 
     def step(self) -> list[Callable[[], float]]:
-        """Walk all calls; what says when each ended, once all traffic has."""
+        """Walk all calls; returns functions that give the end of each, once all traffic is over."""
         self._begin()
         # Not kept, or a walk would keep itself alive, and all its traffic.
         acts: dict[type, Any] = {
@@ -247,7 +246,7 @@ class SimulatedSteps:
         return ends
 
     def _end(self) -> Callable[[], float]:
-        """When host and compute have both come to here."""
+        """A function that gives the time at which host and compute have both come to here."""
         return partial(later, self._compute, self._host)
 
     def _walk(self, number: int, call: StepCall, acts: Mapping[type, Any]) -> None:
@@ -269,7 +268,7 @@ class SimulatedSteps:
         self._told_between(partial(self._join, self._held.end(after)))
 
     def _work(self, seconds: float, *after: SimTransfer) -> Task:
-        """Compute goes on for so long, after all before it and `after`."""
+        """Let compute go on for so many seconds, after all before it and `after`."""
         task = SimTransfer(0, seconds=seconds)
         before, self._compute = self._compute, task
         issued = self._host
@@ -296,7 +295,7 @@ class SimulatedSteps:
     def _bring(
         self, call: StepCall, fetch: Fetch, mark: SimTransfer, after: Sequence[Ticket] = ()
     ) -> SimTransfer:
-        """Start a fetch: after `mark` of compute, and after whatever still leaves its slot."""
+        """Start a fetch: after `mark` of compute, and after transfers that still read its slot."""
         self._issue(fetch, fetch.nbytes)
         journey = self._routes.fetch(call, fetch)
         under = self._leaving.under(fetch.slot)
@@ -313,7 +312,7 @@ class SimulatedSteps:
         return task, None
 
     def _joined(self, ticket: Ticket) -> Task:
-        """Compute waits for a transfer."""
+        """Let compute wait for a transfer."""
         journey = self._done[ticket]
         if self._asynchronous:
             self._host = max(self._host, self._traffic.until(journey, "queued_s"))
@@ -325,7 +324,7 @@ class SimulatedSteps:
         return NOTHING_STARTED
 
     def _rise(self) -> None:
-        """The next instruction is carried out that changes what is held beside the arena."""
+        """Count live bytes during the next instruction that changes them."""
         held = self._held.rise()
         self._held_peak = max(self._held_peak, held)
         self._together = max(self._together, self._taken + held)
@@ -340,15 +339,17 @@ class SimulatedSteps:
         return self._leaves(reduce, key, self._departing[-1])
 
     def _told_between(self, wait: Callable[[], object]) -> None:
-        """The host waits while no instruction does."""
+        """Let the host wait between instructions, and remember for how long."""
         task, begin = self._compute, self._host
         wait()
         self._between.append((task, begin, self._host))
 
     def _join(self, departures: int) -> None:
+        """Let the host wait for the oldest gradients in flight."""
         self._await([self._departing.popleft() for _ in range(departures)])
 
     def _await(self, journeys: Sequence[SimTransfer]) -> None:
+        """Let the host wait for transfers."""
         for journey in journeys:
             self._host = max(self._host, self._traffic.until(journey, "over_s"))
 
@@ -359,6 +360,7 @@ class SimulatedSteps:
         return self._leaves(offload, key, journey)
 
     def _leaves(self, x: Reduce | Offload, key: int, journey: SimTransfer) -> Done:
+        """Start the transfer of a gradient or an offload."""
         before = self._host
         if journey.route:  # else it is at home where it is
             self._make_room(x.nbytes)
@@ -404,7 +406,8 @@ class SimulatedSteps:
         after: Sequence[Ticket],
         follows: Sequence[SimTransfer] = (),
     ) -> None:
-        """`after` and `follows` say when its memory is its own, the entry's traffic the rest."""
+        """Start a transfer once its memory is its own (`after`, `follows`) and no transfer of its
+        entry blocks it."""
         self._traffic.advance(self._host)
         blockers = self._flying.blockers(key, begin, begin + nbytes, writes)
         self._flying.start(key, begin, begin + nbytes, writes, journey)
@@ -414,7 +417,8 @@ class SimulatedSteps:
         self._sent.append(journey)
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until what is on its way out, with `nbytes` more, is within the backlog."""
+        """Let the host wait until the bytes on their way out, with `nbytes` more, are within the
+        backlog."""
         self._traffic.advance(self._host)
         most = self._costs.ways.backlog_bytes
         while True:
@@ -424,22 +428,24 @@ class SimulatedSteps:
             self._host = max(self._host, self._traffic.until(self._backlog[0], "over_s"))
 
     def _issue(self, instruction: Any, nbytes: int) -> None:
+        """Let the host take the seconds of an instruction."""
         if (key := (type(instruction), nbytes)) not in self._issues:
             self._issues[key] = self._costs.issue_seconds(instruction)
         self._host += self._issues[key]
 
 
 REPEATS = 3
-"""Walks of a step. The first begins with idle links and nothing ahead; by the third what one step
-leaves behind for the next is what it was left itself."""
+"""Walks of a step. The first begins with idle links and nothing ahead; by the third a step leaves
+to the next what it was left itself."""
 
 
 def simulate(
     step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
 ) -> Timeline:
-    """What a step will take, in the middle of a long run of the same.
+    """The times and bytes of a step in the middle of a long run of equal ones.
 
-    homes   key of an entry -> "device", "held", "host" or "disk"; where silent, as it was recorded
+    homes   key of an entry -> "device", "held", "host" or "disk"; where it is silent, as it was
+            recorded
     raises  Unsupported, if a transfer needs a link that the machine does not have
     """
     walk = SimulatedSteps(step, costs, homes or {})
@@ -451,7 +457,7 @@ def simulate(
 def step_seconds(
     step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
 ) -> float:
-    """`step_s` of what `simulate` says, sooner: for one of many that are compared."""
+    """`step_s` of what `simulate` returns, sooner: for one of many that are compared."""
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)
     for _ in range(repeats - 1):
         walk.step()
@@ -461,12 +467,13 @@ def step_seconds(
 def predicted(
     step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
-    """One step of many alike, simulated; in the words of `zcompile.stats`.
+    """The times and bytes of one step of many alike, simulated; under the names of
+    `zcompile.stats`.
 
     step_s   seconds of it
-    bound_s  seconds that no step of the same plan can be below: its compute, or its busiest link
+    bound_s  lower bound, in seconds, on a step of the same plan: its compute, or its busiest link
     seconds  `compute` of forward and backward, `stall`, `optimizer` (compute of the step phase)
-    phases   seconds of each, all that the host does between two calls counted to the later one
+    phases   seconds of each; time of the host between two calls counts to the later one
     bytes    over each link
     busy     seconds that each link is in use
     peak     bytes of the `device`

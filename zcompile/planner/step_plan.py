@@ -1,8 +1,10 @@
-"""One plan for a whole step: what rests where, and how much of the arena is left to stream through.
+"""Plans a whole step: which tier each entry rests on, and how much of the arena is left to stream
+through.
 
-The two depend on each other: a larger window hides more transfers, and holds fewer residents. So a
-few windows are tried, from nothing (everything rests on the device) to what gives every fetch a
-lead of many runs; each is placed, arranged and told how long it takes; the fastest is taken. Pure.
+The two depend on each other: a larger window hides more transfers, and leaves room for fewer
+residents. So a few windows are tried, from nothing (everything rests on the device) to one that
+gives every fetch a lead of many runs; each is placed, scheduled and simulated; the fastest is
+taken. Pure.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,44 +25,49 @@ from zcompile.planner.placement import Placement, Room, place
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
 PARTS = (64, 32, 16, 8, 2)
-"""Parts of the arena that are tried too: chunks of an optimizer's step grow with the window."""
+"""The arena divided by these is tried as a window too: chunks of an optimizer's step grow with
+it."""
 NEARLY = 50
-"""A window that differs from one tried by less than this part of it is not tried: the step takes
+"""A window that differs from one tried by less than 1/NEARLY of that is not tried: the step takes
 about as long, and each costs a simulation."""
 HOPELESS = 1.06
-"""A placement that its own links bind to so many times the best step so far is not simulated: what
-is left over from one phase to the next makes a step a few percent shorter than that, not more."""
+"""A placement whose own links bind it to so many times the best step so far is not simulated: work
+that is left over from one phase to the next makes a step a few percent shorter than that bound, not
+more."""
 NEAR = 1.01
 """A plan within so many times the bound is taken: no other could save more, and each costs a
-simulation. Plans within so many times the fastest are as good."""
+simulation. Plans within so many times the fastest count as equally fast."""
 BEST = 2
-"""Of the fastest plans, how many are tried with more chunks in flight: it changes which is the best
-only among those that are nearly equal, and each costs a simulation."""
+"""Number of the fastest plans that are tried with more chunks in flight: it changes which is the
+best only among those that are nearly equal, and each costs a simulation."""
 ROUNDS = 4
-"""A placement changes what the window must hold, and that the placement; so often at most."""
+"""Most rounds of fitting a window to its placement: a placement changes what the window must hold,
+and the window the placement."""
 LEAST_WINDOW = 256 * KiB
-"""Of an arena that has room for it: with less, an optimizer's step crawls in chunks that are mostly
-overhead, and what its ops make for themselves pushes the plan out."""
+"""Least window of an arena that has room for it: with less, an optimizer's step crawls in chunks
+that are mostly overhead, and temporaries of its ops push the plan out."""
 SCRATCH_CHUNKS = 16
-"""Times the largest chunk of an operand is the most of a step scratch: 16 chunks of four operands
-have a quarter of it each."""
+"""Largest step scratch, in chunks of an operand: 16 chunks leave four operands a quarter of it
+each."""
 SCRATCH_OPERANDS = 4
-"""For `DEEP` paced chunks of so many operands room is kept from gradients that could stay."""
+"""Room for `DEEP` paced chunks of so many operands is kept from gradients that could stay."""
 SCRATCH_SHARE = 8
-"""Or such a part of what is beside the arena, if that is less."""
+"""At most one part in so many of the memory outside the arena is kept so."""
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
 Seconds = Callable[[StepTrace, Mapping[int, str]], float]
-"""How long a step takes that is arranged so, its entries resting there."""
+"""(arranged step, homes of its entries) -> seconds of the step."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """placement  what rests where
-    arena         how the arena is shared
-    step          as it will be walked
-    seconds       that it will take
+    """A plan of a whole step.
+
+    placement  the tier of each entry
+    arena      how the arena is shared
+    step       as it will be walked
+    seconds    that it will take
     """
 
     placement: Placement
@@ -74,24 +81,25 @@ class StepPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the arena: what rests there, and the most that a schedule takes beside it."""
+        """Peak bytes of the arena: entries that rest there, and the slots of a schedule beside
+        them."""
         inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.scratch_at)
         return self.resident_bytes + max(inside, default=0)
 
     @property
     def staying_bytes(self) -> int:
-        """Of gradients that stay beside the arena from backward to the optimizer's step."""
+        """Bytes of gradients that stay outside the arena from backward to the optimizer's step."""
         return staying_bytes(self.step, self.placement.stay)
 
     @property
     def transfers(self) -> int:
-        """Of a step, there and back."""
+        """Number of transfers of a step, there and back."""
         rows = (x for call in self.step.calls for x in call.schedule.instructions)
         return sum(isinstance(x, Fetch | Store | Offload) for x in rows)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of the device beside the arena, for chunks of the optimizer's step."""
+        """Bytes of the step scratch, for chunks of the optimizer's step."""
         scratched = (c.schedule for c in self.step.calls if c.schedule.scratch_at)
         return max((made.arena_bytes - made.scratch_at for made in scratched), default=0)
 
@@ -106,14 +114,14 @@ def plan_step(
     least_s: float = 0.0,
     stay: frozenset[int] = frozenset(),
 ) -> StepPlan:
-    """The fastest of the plans tried, or the first that is near the least.
+    """The fastest of the plans tried, or the first that is near the bound.
 
     machine  links and rates
     room     bytes of each tier for the entries of this step, the whole arena among them
     arena    its window is the least that must be left
-    seconds  what an arranged step takes
-    least_s  no plan takes less; 0, if that is not known
-    stay     the gradients that stay where backward makes them (`memory/step_footprint.py`)
+    seconds  simulates an arranged step
+    least_s  lower bound, in seconds, on any plan; 0, if that is not known
+    stay     gradients that stay where backward makes them (`memory/step_footprint.py`)
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
@@ -143,16 +151,20 @@ def plan_step(
 
 
 def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
-    """Of the fastest, and those that take hardly longer, the one with the fewest transfers: each is
-    started by the host, which does that later than was foreseen where it is busy."""
+    """The plan with the fewest transfers of the fastest, and of those that take hardly longer.
+
+    Each transfer is started by the host, later than it was foreseen where the host is busy.
+    """
     most = NEAR * min(plan.seconds for plan in plans)
     near = [plan for plan in plans if plan.seconds <= most]
     return min(near, key=lambda plan: (plan.transfers, plan.seconds))
 
 
 def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
-    """The fastest of the plans once more, with more chunks of an optimizer's step in flight, and
-    without a step scratch, into which nothing is handed over."""
+    """The fastest plans with more chunks of an optimizer's step in flight.
+
+    Also without a step scratch, into which nothing is handed over.
+    """
     for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:
         if plan.arena.window_bytes:
             scratch = replace(plan.arena.scratch, depth=DEEPER)
@@ -170,11 +182,12 @@ def at_rest(
     window_bytes: int,
     seconds: Seconds,
 ) -> StepPlan:
-    """`plan` as it will be walked where its entries rest in truth: some may have found no room
-    where they should rest, or are still where they should not be.
+    """`plan` as it will be walked with entries where they really rest.
 
-    step          what the plan was made for, as it was recorded
-    rests         key of an entry -> where it is
+    Some may have found no room on their tier, or are still where they should not be.
+
+    step          that the plan was made for, as it was recorded
+    rests         key of an entry -> the tier that it is on
     window_bytes  that are left to stream through
     """
     planned = plan.placement.homes
@@ -191,6 +204,7 @@ def at_rest(
 def _planned(
     step: StepTrace, placement: Placement, arena: ArenaShare, seconds: Seconds
 ) -> StepPlan:
+    """The plan of a placement and an arena."""
     made = arranged(step, placement.homes, arena)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
@@ -203,8 +217,8 @@ def stay_and_scratch(
     chunk_bytes: int,
     kept: frozenset[int] = frozenset(),
 ) -> tuple[frozenset[int], StepRoom]:
-    """The gradients that stay beside the arena until the optimizer has read them, and what it may
-    stream through there: what nobody holds then.
+    """The gradients that stay outside the arena, and the step scratch in the memory that is free
+    there.
 
     beside_bytes  of the device, set aside for graphs
     chunk_bytes   of one operand, at most
@@ -226,7 +240,7 @@ def _windows(
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[int],
 ) -> Iterator[tuple[int, Placement]]:
-    """Windows to try, each with what is placed beside it."""
+    """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
 
     def beside(window: int) -> Placement:

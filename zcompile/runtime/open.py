@@ -13,7 +13,7 @@ import torch
 
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
-from zcompile.ir.handles import ANEW
+from zcompile.ir.handles import REBUILD_ADVICE
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.device.cpu import CpuDevice
@@ -112,7 +112,7 @@ def forked_error(name: str, pid: int) -> ParameterChanged:
 
 
 def closed_error(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", ANEW)
+    return ParameterChanged(name, "is gone: its store was closed", REBUILD_ADVICE)
 
 
 def _disk_tier(

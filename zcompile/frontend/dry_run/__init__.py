@@ -1,1 +1,1 @@
-"""A training step without bytes, for `zcompile.plan`."""
+"""Runs a training step without memory, bytes or compute, to plan a model for a machine."""

@@ -1,4 +1,4 @@
-"""The device of a dry run: addresses without memory, tiers that only count.
+"""Stands in for a device in a dry run: addresses without memory, tiers that only count.
 
 A training step is walked as on a real device, but nothing is computed and nothing moves: a tensor
 here has a shape and an address of a range that is reserved and never touched. Its torch device is
@@ -31,9 +31,9 @@ from zcompile.runtime.transfer.transfer import TransferContext
 
 CPU = torch.device("cpu")
 NO_LIMIT = 1 << 62
-"""Bytes of a tier of a dry run: what is missing on a machine is found by who places, not here."""
+"""Bytes of a tier of a dry run: the placement finds what is missing on a machine, not the tier."""
 MOST_BYTES = 8 * TiB
-"""Of one tensor; the address space of a process has 128 TiB."""
+"""Most bytes of one tensor; the address space of a process has 128 TiB."""
 
 
 class _Range:
@@ -56,7 +56,8 @@ class _Range:
 
 @cache
 def _range() -> _Range:
-    """One for the process: addresses are all that is taken, and tensors of a dry run share them."""
+    """The one range of the process: only addresses are taken, and tensors of a dry run share
+    them."""
     return _Range()
 
 
@@ -81,7 +82,10 @@ def blank(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Ten
 
 
 def is_blank(tensor: Tensor) -> bool:
-    """Whether a plain tensor has no memory. tensor  on the CPU"""
+    """Whether a plain tensor has no memory.
+
+    tensor  on the CPU
+    """
     return tensor.untyped_storage().data_ptr() == _range().address
 
 
@@ -94,7 +98,7 @@ def blank_like(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DryRunStamp:
-    """No time passes in a dry run."""
+    """A moment of a dry run, in which no time passes."""
 
     def until(self, later: Stamp) -> float:
         return 0.0
@@ -103,8 +107,8 @@ class DryRunStamp:
 class DryRunDevice:
     """A `Device` whose copies are over when they are asked for.
 
-    emulates      plans for the emulated device, where compute reaches what rests on the host
-    torch_device  other than the CPU only in a stand-in for one that is asked about
+    emulates      plans for the emulated device, where compute reaches entries on the host
+    torch_device  other than the CPU only in a stand-in for a device that is asked about
     """
 
     def __init__(self, chunk_bytes: int, emulates: bool, torch_device: torch.device = CPU) -> None:
@@ -205,8 +209,10 @@ class DryRunTier:
 def open_dry_run(
     config: Config, meter: Meter, *, device_bytes: int, emulates: bool, has_disk: bool
 ) -> Resources:
-    """Resources of a machine in a dry run; entries rest on a host without end until they are
-    placed, or on such a disk, where that is asked for.
+    """Resources of a machine in a dry run.
+
+    Entries rest on a host without end until they are placed, or on such a disk, where that is asked
+    for.
 
     device_bytes  of the device that graphs and schedules are planned for
     """

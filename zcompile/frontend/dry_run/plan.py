@@ -1,9 +1,7 @@
-"""`zcompile.plan`: what training a model would take on a machine, which need not be this one.
+"""Plans the training of a model on a machine, which need not be this one (`zcompile.plan`).
 
-A real training step is walked in a dry run (`session.py`), then placed, arranged and simulated as a
-real one is once it was seen. Weights are not needed: a model on `meta` will do.
-
-Planning makes many objects and little garbage: none is looked for meanwhile, nor right after.
+A real training step is walked in a dry run (`session.py`), then placed, scheduled and simulated as
+a real one is once it was seen. Weights are not needed: a model on `meta` will do.
 """
 
 import gc
@@ -43,21 +41,27 @@ from zcompile.runtime.open import default_budgets
 from zcompile.runtime.probe import disks_of, machine_for
 
 MANY = 3_000_000
-"""Objects more than the last search left. Tracing 96 layers makes 2.3 million, two thirds of them
-garbage by then, 150 MB; to look through them takes two seconds, which is worth it where there are
-more than one such plan's."""
+"""Objects made since the last garbage collection from which on another one pays before a plan.
+Tracing 96 layers makes 2.3 million, two thirds of them garbage by then, 150 MB; to look through
+them takes two seconds, which is worth it where there are more than one such plan's."""
 
 
 class _Last:
-    """What the last search left: objects."""
+    """State of the last garbage collection before a plan.
+
+    left  objects that it did not free
+    """
 
     left = 0
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without garbage collection, if there was any; what earlier plans left is collected before,
-    where it is much, and what is young always."""
+    """A context without garbage collection, if it was on: planning makes many objects and little
+    garbage.
+
+    Garbage of earlier plans is collected before, where it is much, and young garbage always.
+    """
     was = gc.isenabled()
     if was:
         gc.collect(1)
@@ -86,24 +90,24 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType(
 )
 CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
 TRACED_BYTES = 4 * TiB
-"""Of the arena that a step of a dry run is traced for: tracing never fails for want of room; a plan
-is arranged for the machine afterwards."""
+"""Arena that a step of a dry run is traced for: tracing never fails for want of room; a plan is
+scheduled for the machine afterwards."""
 MOST_CHUNKS = 2048
-"""Of one state, over all parameters. A real step may have more, smaller ones; that hides nothing
-else, but takes its time to simulate."""
+"""Most chunks of one state, over all parameters. A real step may have more, smaller ones; that
+hides nothing else, but takes its time to simulate."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step of a dry run, and what the report says of its model.
+    """A step of a dry run, and facts about its model for the report.
 
-    activation_bytes  that one micro-batch's forward keeps for its backward, outside the arena
-    held_bytes        most that its graphs hold at once, outside the arena
-    memories          of each of its graphs, node by node
-    device_bytes      for which its graphs were planned; None: everything was kept
+    activation_bytes  that the forward of one micro-batch saves for its backward, outside the arena
+    held_bytes        peak of live bytes of its graphs, outside the arena
+    memories          memory curves of its graphs
+    device_bytes      for which its graphs were planned; None: everything was saved
     samples, tokens   of one micro-batch; tokens 0: the inputs do not say
     optimizer         its class
-    chunk_bytes       least size of a chunk of its optimizer's step, so that there are few enough
+    chunk_bytes       least size of a chunk of the optimizer's step, so that there are few enough
     """
 
     step: StepTrace
@@ -147,8 +151,7 @@ def plan(
 
 
 def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
-    """The report of a step that was traced; also on another machine, where nothing bounds the
-    device that it was traced for.
+    """The report of a traced step; also on another machine, where nothing bounds the device.
 
     raises  BudgetExceeded; Unsupported, if it was traced for another bounded device
     """
@@ -175,7 +178,7 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
 
 
 def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Terms:
-    """What is planned for: the machine with its budgets, and how bytes travel there.
+    """The machine that is planned for, with its budgets, and how bytes travel there.
 
     raises  MachineUnknown, MachineUnreadable, MachineInvalid, DiskUnusable, Unsupported
     """
@@ -217,7 +220,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
 
 
 def _capacities(config: Config) -> dict[str, int]:
-    """Of this machine, where the config gives no budget: what `zcompile.offload` would take."""
+    """Capacities of this machine, where the config gives no budget: as `zcompile.offload` would
+    take."""
     given = {"device": config.device_memory, "host": config.host_memory}
     device = torch.device(config.device or "cpu")
     on_cuda = device.type == "cuda"
@@ -236,7 +240,7 @@ def trace(
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
 ) -> Traced:
-    """One training step of a dry run.
+    """Walk one training step in a dry run.
 
     raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
     """
@@ -290,7 +294,8 @@ def _recorded(session: DryRunSession, model: nn.Module) -> StepTrace:
 
 
 def _session(terms: Terms) -> DryRunSession:
-    """Where a step is traced: on the device as it is bounded, or on one that holds everything."""
+    """The session to trace a step in: with the device as it is bounded, or one that holds
+    everything."""
     machine = terms.machine
     tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
     tiers["host"] -= terms.ways.ring_bytes
@@ -321,7 +326,8 @@ def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
 
 
 def _input(value: Any) -> Any:
-    """Whole numbers on the CPU are kept: code may look at them. All else has no values."""
+    """The stand-in of an input: whole numbers on the CPU are kept, since code may look at them; all
+    else has no values."""
     if not isinstance(value, Tensor):
         return value
     kept = value.device.type == "cpu" and not value.is_floating_point()
@@ -329,7 +335,8 @@ def _input(value: Any) -> Any:
 
 
 def _settled(step: StepTrace, session: DryRunSession) -> StepTrace:
-    """Facts as they are after the first step, in which an optimizer makes its states."""
+    """The step with facts as they are after it, since an optimizer makes its states in the first
+    step."""
     alive = {entry.key: entry for entry in session.entries()}
     facts = {
         key: replace(fact, name=alive[key].name, kind=alive[key].kind) if key in alive else fact

@@ -1,11 +1,8 @@
-"""A training step of a dry run: a copy of a model whose parameters have no bytes, in a session that
-walks schedules and computes nothing.
+"""Walks one training step of a copy of a model whose parameters have no bytes.
 
-What is recorded is what a real step would record. The caller's model is not touched.
-
-Regions of a step of a dry run: each only says what it would make.
-
-One training step of the copy: forward and backward so many times, then the optimizer.
+The session walks schedules and computes nothing: each region only makes blanks of its results. The
+step is forward and backward so many times, then the optimizer; its trace is the one that a real
+step would have. The caller's model is not touched.
 """
 
 import copy
@@ -51,7 +48,7 @@ from zcompile.runtime.transfer.ticket import Ready, Ticket
 
 
 class DryRunRegions(dict[str, Region], MutableMapping[str, Region]):
-    """Regions that are compiled here make blanks of what the traced ones make."""
+    """Compiled regions that make blanks of what the traced ones make."""
 
     def __setitem__(self, key: str, region: Region) -> None:
         blanks = isinstance(region.call, _BlankResults)  # a variant of one that is here
@@ -60,7 +57,7 @@ class DryRunRegions(dict[str, Region], MutableMapping[str, Region]):
 
 
 class _BlankResults:
-    """Stands in for the call of a region; the results are those that tracing saw."""
+    """Stands in for the call of a region; the results have the shapes that tracing saw."""
 
     def __init__(self, region: Region) -> None:
         traced: Any = region.call
@@ -81,12 +78,12 @@ def _blank(value: Any) -> Any:
 
 
 class DryRunSession(Session):
-    """A session whose transfers are over at once and whose regions only say what they would make.
+    """A session whose transfers are over at once and whose regions make blanks.
 
     config        with a machine, so that nothing is measured
     device_bytes  of the device that graphs and schedules are planned for
-    beside        tier but the device -> bytes of it for entries
-    ways          how bytes travel on the machine that is asked about
+    beside        tier other than the device -> bytes of it for entries
+    ways          how bytes travel on the machine that is planned for
     """
 
     def __init__(
@@ -123,11 +120,12 @@ class DryRunSession(Session):
 
     @property
     def saved_bytes(self) -> int:
-        """Of activations, summed over the calls of backward."""
+        """Bytes of activations, summed over the calls of backward."""
         return self.executor.saved_bytes
 
     def free_bytes(self) -> dict[str, int]:
-        """As if parameters rested on the host as far as they find room, and on disk beyond."""
+        """Free bytes, as if parameters rested on the host as far as they find room, and on disk
+        beyond."""
         left = sum(e.nbytes for e in self.entries() if e.kind is EntryKind.PARAM)
         free = {}
         for tier in ("host", "disk"):
@@ -183,20 +181,20 @@ class DryRunSession(Session):
 
 
 def dry_run_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`backend="zinf"`, without the `DryRunMode` that is entered: it would slow tracing down."""
+    """`backend="zinf"`, without the current `DryRunMode`, which would slow tracing down."""
     with without_modes():
         return zinf(gm, inputs)
 
 
 def _has_room(nbytes: int, least_arena: int) -> None:
-    """There is room for what is held beside the arena."""
+    """Accept any live bytes outside the arena."""
 
 
 class _DryRunExecutor(Executor):
-    """Walks graphs as ever; of an optimizer's step only what becomes of the entries.
+    """Walks graphs as a real executor; of an optimizer's step only notes which entries are written.
 
-    saved_bytes  what backward calls were handed: what their forward kept, and tangents
-    hold         told what will be held beside the arena, before it is: as it is predicted, since
+    saved_bytes  given to backward calls: activations that their forward saved, and tangents
+    hold         is told live bytes outside the arena before a call, as they are predicted, since
                  blanks that are views of each other look as if each had memory of its own
     """
 
@@ -223,7 +221,10 @@ class _DryRunExecutor(Executor):
         return []
 
     def _foresee(self, schedule: Schedule) -> None:
-        """Make room for what is held while `schedule` is walked. raises  BudgetExceeded"""
+        """Make room for the live bytes of a call of `schedule`.
+
+        raises  BudgetExceeded
+        """
         held = self._held
         if held is None:
             held = self._held = StepFootprint()
@@ -236,7 +237,7 @@ class _DryRunExecutor(Executor):
 
 
 class DryRunMode(DispatchMode):
-    """While it is entered, ops on plain tensors give blanks of the right shape.
+    """A mode in which ops on plain tensors give blanks of the right shape.
 
     Views are taken as ever, and tracing is left alone.
     """
@@ -264,7 +265,10 @@ class DryRunMode(DispatchMode):
 
 
 def _computes(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an op would touch a blank's bytes. raises  Unsupported, if it asks for a value"""
+    """Whether an op would touch a blank's bytes.
+
+    raises  Unsupported, if it asks for a value
+    """
     if func is torch.ops.aten.set_.source_Storage_storage_offset:
         return False  # how a blank is made
     tensors = [x for x in trees.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -289,7 +293,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _written(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an op that writes returns: the tensors it wrote, as they were."""
+    """The result of an op that writes: the tensors it wrote, as they were."""
     names = [a.name for a in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     written = [
@@ -307,7 +311,7 @@ def _as_meta(value: Any) -> Any:
 
 
 class _NoNorms(Norms):
-    """Nothing is measured in a dry run."""
+    """Norms of a dry run, in which nothing is measured."""
 
     def note(self, entry: Entry, grad: Tensor) -> None:
         return
@@ -322,7 +326,7 @@ class _NoNorms(Norms):
 def copy_without_bytes(model: nn.Module, session: DryRunSession) -> nn.Module:
     """A copy of `model` in `session`: parameters without bytes, buffers without values.
 
-    Tied parameters stay tied. Whatever else the modules hold is copied.
+    Tied parameters stay tied. All else in the modules is copied.
     """
     memo: dict[int, Any] = {}
     for name, param in model.named_parameters():
@@ -348,7 +352,10 @@ REMEDY = (
 def run_step(
     model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, times: int
 ) -> None:
-    """Run it. raises  Unsupported, UserCodeFailed"""
+    """Run forward and backward `times` times, then the optimizer.
+
+    raises  Unsupported, UserCodeFailed
+    """
 
     def loss_of(*given: Any) -> Tensor:
         named = len(given) == 1 and isinstance(given[0], Mapping)
@@ -360,7 +367,7 @@ def run_step(
         loss_of.__code__.replace(), globals(), "loss_of", None, loss_of.__closure__
     )
     compiled = torch.compile(fresh, backend=dry_run_backend, dynamic=False)
-    name, given = type(model).__name__, ", ".join(_told(inputs))
+    name, given = type(model).__name__, ", ".join(_describe(inputs))
     for _ in range(times):
         with (
             Running(f"forward of {name} with ({given})", REMEDY, failure_of),
@@ -395,7 +402,7 @@ def _loss(result: Any) -> Tensor:
     return tensors[0].float().mean()
 
 
-def _told(inputs: Sequence[Any]) -> Iterator[str]:
+def _describe(inputs: Sequence[Any]) -> Iterator[str]:
     """Dtype and sizes of each tensor."""
     for x in trees.tree_leaves(inputs):
         if isinstance(x, Tensor):

@@ -1,9 +1,9 @@
-"""Scale on paper: what a transformer of any size needs and takes on a cluster, from its shape.
+"""Computes scale on paper: what a transformer of any size needs and takes on a cluster, from its
+shape.
 
-Nothing is traced and nothing runs: formulas (`model.py`, `model.py`), memory by strategy
-(`model.py`), and a simulation of one rank's step layer by layer (`step.py`, `step.py`).
-`frontend/dry_run/session.py` holds the figures that ZeRO-Infinity printed, as data to be compared
-with.
+Nothing is traced and nothing runs: formulas and memory by strategy (`model.py`), and a simulation
+of one rank's step layer by layer (`step.py`). `paper.py` holds the figures that ZeRO-Infinity
+printed, as data to be compared with.
 
 Source of formulas and figures, where no other is named: ZeRO-Infinity, arXiv:2104.07857.
 """

@@ -1,17 +1,15 @@
-"""The memory of a transformer from its shape: model states, activations, working memory.
+"""Computes the memory of a transformer from its shape, by strategy, and the bandwidth that it
+needs.
 
 All sizes are bytes of the whole model, over all ranks, for `batch` sequences at a time; the
-formulas are those of section 3 of the paper. Embeddings are left out, as there.
+formulas are those of section 3 of the paper. Embeddings are left out, as there. The parts:
 
-Where each class of bytes rests, by strategy, and the largest model that fits a machine so.
-
-A strategy is data (Table 2 of the paper): for weights, gradients and optimizer state the tiers that
-may hold them, and whether every rank holds all of them or its share.
-
-Which bandwidth keeps compute busy, if transfers do not overlap with it (section 4).
-
-The arithmetic intensity of a class of bytes is the FLOPs of a step over the bytes of that class
-that a step moves.
+- model states, activations, working memory (`Transformer`); - the bandwidth that keeps compute
+busy, if transfers do not overlap with it (section 4). The arithmetic intensity of a class of bytes
+is the FLOPs of a step over the bytes of that class that a step moves; - the tier of each class of
+bytes, by strategy, and the largest model that fits a machine so. A strategy is data (Table 2 of the
+paper): for weights, gradients and optimizer state the tiers that may hold them, and whether every
+rank holds all of them or its share.
 """
 
 import math
@@ -34,10 +32,10 @@ STATE_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES
 class Transformer:
     """A stack of equal blocks: attention, and an MLP four times as wide.
 
-    hidden                  elements of one token's vector
-    batch                   sequences at a time; a share of one, where several ranks split it
-    seq                     tokens of a sequence
-    blocks_per_checkpoint   blocks between two kept activations; what lies between is recomputed
+    hidden                 elements of one token's vector
+    batch                  sequences at a time; a share of one, where several ranks split it
+    seq                    tokens of a sequence
+    blocks_per_checkpoint  blocks between two saved activations; values in between are recomputed
 
     raises  ConfigInvalid
     """
@@ -113,10 +111,9 @@ _SHORT = {"bsz": "batch", "ci": "blocks_per_checkpoint"}
 
 
 def read_shape(options: Mapping[str, str], others: Iterable[str] = ()) -> Transformer:
-    """A shape from texts: layers, hidden and heads, and what else `Transformer` knows.
+    """A shape from texts: layers, hidden and heads, and further fields of `Transformer`.
 
     others  keys that the caller reads itself, and that an error names too
-
     raises  UnknownOption, ConfigInvalid
     """
     known = {field.name for field in fields(Transformer)}
@@ -144,7 +141,7 @@ def _number(name: str, text: str) -> float:
 
 
 PEAK_FLOPS_PER_S = 70e12
-"""What one V100 reaches in a transformer's half-precision matmuls (the paper's `peak_tp`)."""
+"""Rate of one V100 in a transformer's half-precision matmuls (the paper's `peak_tp`)."""
 
 
 def weights_intensity(batch: float, seq: int) -> float:
@@ -172,16 +169,17 @@ def efficiency(
 def bandwidth_for(
     wanted_efficiency: float, intensity: float, peak_flops_per_s: float = PEAK_FLOPS_PER_S
 ) -> float:
-    """Bytes per second; `efficiency`, solved for its bandwidth."""
+    """Bytes per second for a wanted efficiency: `efficiency`, solved for its bandwidth."""
     return peak_flops_per_s * wanted_efficiency / ((1 - wanted_efficiency) * intensity)
 
 
 @dataclass(frozen=True)
 class Needed:
-    """A row of Table 3: what devices of some speed need, so that they are kept as busy as a V100.
+    """A row of Table 3: bandwidth for devices of some speed, so that they are kept as busy as a
+    V100.
 
-    slow_bytes_per_s   of memory outside the device, per device; times `devices` in all
-    peer_bytes_per_s   between devices
+    slow_bytes_per_s  of memory outside the device, per device; times `devices` in all
+    peer_bytes_per_s  between devices
     """
 
     devices: int
@@ -209,10 +207,10 @@ def needed(times_as_fast: float, of: Needed = V100_NEEDS) -> Needed:
 
 @dataclass(frozen=True)
 class GatherVolume:
-    """What gathering a parameter costs between the nodes of a group of ranks (MiCS).
+    """Cost of gathering a parameter between the nodes of a group of ranks (MiCS).
 
-    inter_node   share of the parameter that each rank receives over the links between nodes
-    hops         messages one after another
+    inter_node  share of the parameter that each rank receives over the links between nodes
+    hops        messages one after another
     """
 
     inter_node: float
@@ -238,7 +236,8 @@ logits and fragmentation."""
 
 @dataclass(frozen=True)
 class Rest:
-    """tiers: fastest first; sharded: each rank holds its share instead of everything."""
+    """A class of bytes. tiers: fastest first; sharded: each rank holds its share instead of
+    everything."""
 
     tiers: tuple[str, ...]
     sharded: bool
@@ -246,7 +245,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Strategy:
-    """checkpoints: the tier of activation checkpoints."""
+    """The tiers of each class of bytes. checkpoints: the tier of activation checkpoints."""
 
     name: str
     weights: Rest
@@ -285,7 +284,7 @@ LEAST_LAYERS = 16
 
 @dataclass(frozen=True)
 class Use:
-    """Of one rank: bytes by tier, and what found no place (0: it fits)."""
+    """Bytes of one rank by tier, and those that found no place (0: it fits)."""
 
     bytes_by_tier: dict[str, int]
     missing_bytes: int
@@ -296,10 +295,10 @@ class Use:
 
 
 def use_of(strategy: Strategy, shape: Transformer, machine: Machine, mp: int = 1) -> Use:
-    """What one rank holds, if `shape.batch` is the batch of one rank and `mp` ranks split a matrix.
+    """Bytes of one rank, if `shape.batch` is its batch and `mp` ranks split a matrix.
 
-    Of a class that may rest on several tiers the slowest is filled first. As the sets of tiers
-    are nested, and those with the fewest tiers choose first, this places all if anything does.
+    Of a class that may rest on several tiers the slowest is filled first. As the sets of tiers are
+    nested, and those with the fewest tiers choose first, this places all if anything does.
     """
     free = {tier: machine.tiers.get(tier, 0) for tier in _DISK}
     before = dict(free)

@@ -1,11 +1,9 @@
-"""What ZeRO-Infinity (arXiv:2104.07857) printed, as data: shapes, settings, figures.
+"""Compares computed tables and figures with those that ZeRO-Infinity (arXiv:2104.07857) printed.
 
-Texts keep the digits of the print. Where the paper leaves a setting open, `ASSUMED` says what was
-taken here.
-
-The paper's tables and figures, computed: each row holds our figure and, where there is one, its.
-
-A cluster is given as a function from the number of nodes to a machine; nothing is read here.
+The printed ones are data: shapes, settings, figures. Texts keep the digits of the print. Where the
+paper leaves a setting open, `ASSUMED` says what was taken here. Each row holds our figure and,
+where there is one, the paper's. A cluster is given as a function from the number of nodes to a
+machine; nothing is read here.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,14 +47,14 @@ FIGURE_2A = (
     Memory(315, 160, 1024, "101.47", "1845.70", "88.59", "3.08", "400.00", "18.00"),
 )
 ODDITY_2A = ("0.10", "1.95", "does not follow from 4·hd·4hd, which gives 1.56; other rows do")
-"""Parameters and working memory of a figure that nobody can meet, and why."""
+"""Parameters and working memory of a figure that no computation can meet, and why."""
 
 TABLE_3 = (
     (1, "0.07", "3.0", "1.5", "70.0"),
     (10, "0.70", "30.0", "15", "700.0"),
     (100, "7.00", "300.0", "1.5E+2", "7000.0"),
 )
-"""Times as fast as a V100: PFLOP/s, GB/s from slow memory per device, TB/s in all 512 (two digits,
+"""Times as fast as a V100, with PFLOP/s, GB/s from slow memory per device, TB/s in all 512 (two digits,
 hence the E), GB/s between devices."""
 
 
@@ -163,7 +161,7 @@ ASSUMED = {
     "figure-6a": ("one sequence per GPU; 4 GiB of each device are not ours to fill",),
     "figure-6d": ("10 layers of 8K; weights, gradients and optimizer state on the host",),
 }
-"""By figure: settings that the paper leaves open, as they were taken."""
+"""Figure -> settings that the paper leaves open, as they were taken."""
 
 
 TOLERANCE = 0.15
@@ -174,12 +172,12 @@ Cluster = Callable[[int], Machine]
 
 @dataclass(frozen=True)
 class Row:
-    """paper: as printed, or None. kind: how the two compare.
+    """A row of a table or figure. paper: as printed, or None; kind: how the two compare.
 
     "formula"   all printed digits are equal
     "measured"  within `TOLERANCE`
     "at least"  not below it by more than that
-    why: where they do not agree, the reason
+    why         the reason, where they do not agree
     """
 
     name: str
@@ -349,4 +347,4 @@ FIGURES: dict[str, Callable[[Cluster], Iterator[Row]]] = {
     "figure-6a": figure_6a,
     "figure-6d": figure_6d,
 }
-"""By the name that `zinf plan --paper` takes."""
+"""Name that `zinf plan --paper` takes -> the rows of that figure."""

@@ -1,4 +1,4 @@
-"""One rank's training step, block by block, as tasks on lanes.
+"""Simulates one rank's training step, block by block, as tasks on lanes.
 
 Lanes: the disk's links and the device's (one lane for both ways where they are half duplex), the
 links between ranks, the device, the host's CPU. With bandwidth-centric partitioning each rank
@@ -7,16 +7,9 @@ ranks. While operator i computes, i+1 is gathered, i+2 comes to the device and i
 gradients are scattered and leave while the next ones compute. Operators are the blocks forward, and
 each block forward again and backward. The update follows, block after block.
 
-Seconds of one rank for each part of a step: transfers, collectives, compute, the update.
-
-What the machine does not say is in `Assumptions`, each with its source.
-
-Tasks on lanes: when does each start and end?
-
-A lane does one task at a time, in the order in which they become ready; a task is ready when all
-that it comes after have ended. Nothing is decided here, and nothing is random.
-
-Which placement of a transformer's bytes fits a machine, and how few ranks suffice.
+The parts: tasks on lanes (`simulate`), seconds of one rank for each part of a step (`Rates`; what
+the machine does not say is in `Assumptions`, each with its source), the step (`step_time`), and the
+placement of a transformer's bytes that fits a machine (`fastest`, `group_of`).
 """
 
 import heapq
@@ -44,7 +37,7 @@ from zcompile.planner.analytic.model import (
 
 @dataclass(frozen=True)
 class Task:
-    """`seconds` of `lane`; `after` holds positions of earlier tasks."""
+    """Work of `seconds` on `lane`. after: positions of earlier tasks."""
 
     name: str
     lane: str
@@ -54,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Timeline:
-    """starts, ends: seconds since the first task, by position. busy_s: by lane."""
+    """Times of tasks. starts, ends: seconds since the first task, by position; busy_s: by lane."""
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
@@ -66,9 +59,11 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Walks from one end of a task to the next; of tasks ready at one instant the first goes first.
+    """When each task starts and ends.
 
-    Tasks come after earlier ones only, so there is no cycle and all of them end.
+    A lane does one task at a time, in the order in which they become ready; a task is ready when
+    all tasks that it comes after have ended; of tasks ready at one instant the first goes first.
+    Tasks come after earlier ones only, so there is no cycle and all of them end. Nothing is random.
     """
     walk = _Walk(tasks)
     walk.start(walk.ready(i for i, task in enumerate(tasks) if not task.after))
@@ -81,7 +76,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 
 
 class _Walk:
-    """What is under way `now`."""
+    """The state at one instant, `now`."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
@@ -98,7 +93,7 @@ class _Walk:
                 self._followers[other].append(i)
 
     def ready(self, found: Iterable[int]) -> set[str]:
-        """Queues tasks; the lanes that have something new to look at."""
+        """Queue tasks; returns the lanes that have something new to look at."""
         lanes = set()
         for i in found:
             heapq.heappush(self._waiting[self.tasks[i].lane], (self.now, i))
@@ -114,7 +109,8 @@ class _Walk:
                 heapq.heappush(self.running, (self.ends[i], i))
 
     def end_next(self) -> set[str]:
-        """Ends all that end at the next instant; the lanes that are free or have new tasks."""
+        """End all tasks that end at the next instant; returns the lanes that are free or have new
+        tasks."""
         self.now, lanes = self.running[0][0], set[str]()
         while self.running and self.running[0][0] == self.now:
             _, done = heapq.heappop(self.running)
@@ -127,13 +123,16 @@ class _Walk:
 
 
 STATE_ON_DISK_BYTES = 12
-"""Master, momentum and variance in float32: read and written by an update. The float32 gradient,
-which the paper counts too, is made of the half-precision one while updating."""
+"""Bytes per parameter that an update reads and writes: master, momentum and variance in float32.
+The float32 gradient, which the paper counts too, is made of the half-precision one while updating.
+"""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """sustained         of the machine's matmul rate, what a training step reaches between waits.
+    """What the machine does not say, each with its source.
+
+    sustained         share of the machine's matmul rate that a training step reaches between waits.
                       Calibrated on one point: 49 TFLOP/s per GPU for 1T parameters on 512 V100
                       (Figure 5a); every other figure is then a prediction.
     host_bytes_per_s  of a node's memory in the CPU's update, shared by the node's ranks. DGX-2: two
@@ -152,10 +151,10 @@ class Assumptions:
 class Job:
     """A step of `shape` on every rank; `shape.batch` is the batch per rank.
 
-    mp           ranks that split every matrix among them (tensor parallelism), within a node;
-                 their common batch is mp times `shape.batch`
-    weights, optimizer, checkpoints   the tier where a rank's share rests
-    overlap      transfers run beside compute, ahead of it; else all follows one by one
+    mp       ranks that split every matrix among them (tensor parallelism), within a node; their
+             common batch is mp times `shape.batch`
+    weights, optimizer, checkpoints  the tier where a rank's share rests
+    overlap  transfers run beside compute, ahead of it; else all follows one by one
     """
 
     shape: Transformer
@@ -167,8 +166,8 @@ class Job:
 
     @property
     def gradients(self) -> str:
-        """Where they wait for the update: beside the weights, but never on a device that does not
-        update them."""
+        """Tier where gradients wait for the update: beside the weights, but never on a device that
+        does not update them."""
         if self.optimizer == "device":
             return "device"
         return "disk" if self.weights == "disk" else "host"
@@ -212,13 +211,17 @@ class Rates:
 
     @property
     def gathering_ranks(self) -> int:
-        """Those that hold shares of the same matrices: one group for every rank of `mp`."""
+        """Number of ranks that hold shares of the same matrices: one group for every rank of
+        `mp`."""
         return self.machine.ranks // self.job.mp
 
     @cached_property
     def ways(self) -> tuple[Link, ...]:
-        """What a collective passes. Within a node every rank has its own link; between nodes the
-        `mp` groups that pass through a node share what one alone would have."""
+        """Links that a collective passes, with their rates.
+
+        Within a node every rank has its own link; between nodes the `mp` groups that pass through a
+        node share what one alone would have.
+        """
         links, found = self.machine.links, list[Link]()
         if self.machine.ranks_per_node > 1:
             found.append(links["rank_to_rank"])
@@ -232,7 +235,7 @@ class Rates:
         return link.latency_s + nbytes / link.bytes_per_s
 
     def lane(self, link: str) -> str:
-        """What a link takes turns on."""
+        """Lane of a link."""
         return self.machine.links[link].lane
 
     @property
@@ -251,13 +254,14 @@ class Rates:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of one block; ranks that split a matrix split its input's checkpoint too."""
+        """Bytes of one block's checkpoint; ranks that split a matrix split its input's checkpoint
+        too."""
         return self.job.shape.checkpoint_bytes / self.job.shape.layers
 
     @property
     def forward_s(self) -> float:
-        """Matmuls, attention's products, the rest as memory traffic, and the all-reduces of
-        tensor parallelism. Backward takes twice that."""
+        """Seconds of a block's forward: matmuls, attention's products, the rest as memory traffic,
+        and the all-reduces of tensor parallelism. Backward takes twice that."""
         shape, compute = self.job.shape, self.machine.compute
         flops = shape.token_count * (2 * shape.block_parameters + 4 * shape.seq * shape.hidden)
         matmul_s = flops / (self.assumed.sustained * compute.flops_per_s[self.assumed.dtype])
@@ -275,7 +279,7 @@ class Rates:
 
     @property
     def update_s(self) -> float:
-        """Of the share of a block: on the device, or on the host's CPU."""
+        """Seconds of updating the share of a block: on the device, or on the host's CPU."""
         if self.job.optimizer == "device":
             touched = 2 * STATE_ON_DISK_BYTES + GRADIENT_BYTES + WEIGHT_BYTES
             return self.share * touched / self.machine.compute.memory_bytes_per_s
@@ -284,13 +288,13 @@ class Rates:
 
     @property
     def update_read_bytes(self) -> float:
-        """From disk, per block."""
+        """Bytes of a block that an update reads from disk."""
         gradients = GRADIENT_BYTES * (self.job.gradients == "disk")
         return self.share * (STATE_ON_DISK_BYTES * (self.job.optimizer == "disk") + gradients)
 
     @property
     def update_write_bytes(self) -> float:
-        """To disk, per block."""
+        """Bytes of a block that an update writes to disk."""
         weights = WEIGHT_BYTES * (self.job.weights == "disk")
         return self.share * (STATE_ON_DISK_BYTES * (self.job.optimizer == "disk") + weights)
 
@@ -298,20 +302,21 @@ class Rates:
 READ_AHEAD, COPY_AHEAD, GATHER_AHEAD = 3, 2, 1
 """Operators before its own at whose start a transfer may begin (the paper's section 6.2)."""
 GRADIENT_BUFFERS = 3
-"""Computing, scattered, leaving: backward waits for the first of them when all are taken."""
+"""Buffers of gradients: computing, scattered, leaving; backward waits for the first when all are
+taken."""
 UPDATE_BUFFERS = 3
-"""Arriving, updated, leaving."""
+"""Buffers of the update: arriving, updated, leaving."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one rank.
+    """Times of one rank's step.
 
     passes_s     forward and backward, until the last gradient is home
     update_s     the optimizer's part
     compute_s    of the device in forward and backward
     flops_per_s  as the paper counts: 8 FLOPs per parameter and token, over all seconds
-    busy_s       by lane, as `Machine.told` has it
+    busy_s       by lane, as `Machine.describe` names it
     """
 
     passes_s: float
@@ -326,7 +331,10 @@ class StepTime:
 
 
 def step_time(job: Job, machine: Machine, assumed: Assumptions | None = None) -> StepTime:
-    """raises  ConfigInvalid, if the job does not fit the machine's ranks"""
+    """Simulate a step.
+
+    raises  ConfigInvalid, if the job does not fit the machine's ranks
+    """
     rates = Rates(job, machine, assumed or Assumptions())
     passes, update = simulate(passes_tasks(rates)), simulate(update_tasks(rates))
     seconds = passes.seconds + update.seconds
@@ -346,7 +354,7 @@ def _sum(*timelines: Timeline) -> dict[str, float]:
 
 
 def passes_tasks(rates: Rates) -> list[Task]:
-    """Forward and backward over all blocks."""
+    """Tasks of forward and backward over all blocks."""
     passes = _Passes(rates)
     layers = range(rates.job.shape.layers)
     for block in layers:
@@ -357,7 +365,7 @@ def passes_tasks(rates: Rates) -> list[Task]:
 
 
 class _Passes:
-    """Tasks in the order in which their operators need them."""
+    """Emits tasks in the order in which their operators need them."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
@@ -384,7 +392,7 @@ class _Passes:
         self._left.append(self._send(block, done))
 
     def _fetch(self, block: int) -> int | None:
-        """Weights of the next operator: disk, host, device, gathered."""
+        """Bring the weights of the next operator: disk, host, device, gathered."""
         rates, nbytes = self.rates, WEIGHT_BYTES * self.rates.share
         here: int | None = None
         if rates.job.weights == "disk":
@@ -397,7 +405,7 @@ class _Passes:
         return here
 
     def _send(self, block: int, done: int) -> int:
-        """Gradients of a block that was computed: scattered, to the host, to disk."""
+        """Send the gradients of a block that was computed: scattered, to the host, to disk."""
         rates, nbytes = self.rates, GRADIENT_BYTES * self.rates.share
         if rates.gathering_ranks > 1:
             done = self._add(f"scatter {block}", "ranks", rates.collective_s, done)
@@ -413,7 +421,8 @@ class _Passes:
         return self._computed[-1]
 
     def _started(self, ahead: int) -> int | None:
-        """What must have ended for the operator that is `ahead` before the next one to start."""
+        """Tasks that must have ended for the operator that is `ahead` before the next one to
+        start."""
         before = len(self._computed) - ahead - 1
         return self._computed[before] if before >= 0 else None
 
@@ -429,7 +438,8 @@ class _Passes:
 
 
 def update_tasks(rates: Rates) -> list[Task]:
-    """Per block: what rests on disk is read, updated, written; three blocks are under way."""
+    """Tasks of the update: each block's bytes on disk are read, updated, written; three blocks are
+    in flight."""
     tasks: list[Task] = []
     ends: list[int] = []
     on_host = rates.job.optimizer != "device"
@@ -466,7 +476,7 @@ PLACES = (
 
 
 def use_of_job(job: Job, machine: Machine) -> Use:
-    """What one rank holds; everything is sharded over all ranks."""
+    """Bytes of one rank; everything is sharded over all ranks."""
     weights, gradients, optimizer = (
         Rest((tier,), True) for tier in (job.weights, job.gradients, job.optimizer)
     )
@@ -475,8 +485,9 @@ def use_of_job(job: Job, machine: Machine) -> Use:
 
 
 def fastest(job: Job, machine: Machine, assumed: Assumptions) -> Job:
-    """`job` with the tiers that make the shortest step among those that fit, or, if none does, with
-    those that lack the fewest bytes.
+    """`job` with the tiers that make the shortest step among those that fit.
+
+    If none fits, with those that lack the fewest bytes.
 
     raises  ConfigInvalid, if the job does not fit the machine's ranks
     """
@@ -497,8 +508,10 @@ def _placed(job: Job, machine: Machine) -> Iterator[Job]:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of whole nodes that hold all model states on their devices, and what a gather inside
-    such a group costs between its nodes."""
+    """Ranks of whole nodes that hold all model states on their devices.
+
+    Also the cost of a gather inside such a group between its nodes.
+    """
 
     ranks: int
     flat: GatherVolume

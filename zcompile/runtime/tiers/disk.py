@@ -22,7 +22,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zcompile.errors import DiskUnusable, ParameterChanged, TierFull, ZinfError
-from zcompile.ir.handles import ANEW
+from zcompile.ir.handles import REBUILD_ADVICE
 from zcompile.ir.units import GiB, MiB
 from zcompile.runtime.device.cpu import Throttle
 from zcompile.runtime.io import trial

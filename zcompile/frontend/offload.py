@@ -164,7 +164,8 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and len(tiered) == len(list(model.parameters())):
         if config is not None or fields:
-            todo = f"call zcompile.offload once, or only zcompile.init; for other budgets {REBUILD_ADVICE}"
+            todo = "call zcompile.offload once, or only zcompile.init; for other budgets "
+            todo += REBUILD_ADVICE
             raise Unsupported("the model is offloaded already, or was until it was closed", todo)
         session_of(tiered[0].entry).root = weakref.ref(model)
         return model

@@ -271,6 +271,7 @@ def _entry_at(key: int) -> Held:
             f"behind handle {key}",
             "is not there: its store was closed, or hooks on saved tensors gave back another "
             "number than they were given, or a copy of one that stood for an activation",
-            f"{REBUILD_ADVICE}; or let torch.autograd.graph.saved_tensors_hooks leave integers as they are",
+            f"{REBUILD_ADVICE}; or let torch.autograd.graph.saved_tensors_hooks leave integers as "
+            "they are",
         )
     return entry

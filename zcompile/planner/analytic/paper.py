@@ -54,8 +54,8 @@ TABLE_3 = (
     (10, "0.70", "30.0", "15", "700.0"),
     (100, "7.00", "300.0", "1.5E+2", "7000.0"),
 )
-"""(Times as fast as a V100, PFLOP/s, GB/s from slow memory per device, TB/s in all 512, GB/s between
-devices); two digits, hence the E."""
+"""(Times as fast as a V100, PFLOP/s, GB/s from slow memory per device, TB/s in all 512, GB/s
+between devices); two digits, hence the E."""
 
 
 @dataclass(frozen=True)

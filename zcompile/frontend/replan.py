@@ -1,15 +1,13 @@
-"""What rests on the device while training goes on: planned from a step that was seen.
+"""Plans the steps of a session from those it has seen, and puts the plans into force.
 
-The first steps run as the passes planned them, with everything fetched. Their record, with what
-each region took, becomes a plan (`planner/step_plan.py`), entries move to their homes once, and
-from then on schedules are arranged for them (`passes/lower.py`). Joins the two wings for a whole
-step as `backend.py` does for one graph.
+The first steps run as the passes planned them, with everything fetched. Their record, with the
+seconds of each region, becomes a plan (`planner/step_plan.py`), entries move to their homes once,
+and from then on schedules are arranged for them (`passes/lower.py`). Joins the two wings for a
+whole step as `backend.py` does for one graph.
 
-Schedules arranged anew for what a session's arena is by now, and where entries rest.
-
-What the tiers and the machine of a session offer a step, and the plan for it: nothing moves yet.
-
-`replan.py` decides when a step is planned, and puts the plan into force.
+The parts: schedules for the arena and the tiers as they are (`refitted`, `Rescheduling`), a plan of
+a step on the machine of a session (`plan_of`, pure), and the controller that decides when to plan
+and moves entries (`StepController`).
 """
 
 import logging
@@ -61,9 +59,9 @@ def refitted(
     budget_bytes: int,
     stay: frozenset[EntryIndex] = frozenset(),
 ) -> Schedule:
-    """`schedule` arranged for a call whose `resident` entries rest on the device and the gradients
-    of whose entries `stay` there, and proven.
+    """`schedule` arranged for a call whose `resident` entries rest on the device, and proven.
 
+    stay    entries whose gradients stay there
     raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
     """
     made = arrange(schedule, resident, budget_bytes, lead_of(session), stay)
@@ -72,21 +70,24 @@ def refitted(
 
 
 def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> BudgetExceeded:
-    """What `refitted` raised, told of the device instead of the arena."""
+    """The error that `refitted` raised, in terms of the device instead of the arena."""
     what = "parameters that one piece of compute reads together"
     return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
 
 
 class Rescheduling:
-    """Where no step is planned: schedules as the passes made them, or, where the arena has become
-    too small for one, arranged anew. Nothing rests on the device."""
+    """Schedules for sessions that plan no steps: those of the passes, or, where the arena has
+    become too small for one, arranged anew. Nothing rests on the device."""
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self._made: dict[tuple[int, int], Schedule] = {}
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-        """raises  BudgetExceeded, if what one run reads does not fit any more"""
+        """The schedule for a call.
+
+        raises  BudgetExceeded, if what one run reads does not fit any more
+        """
         session = self._session()
         assert session is not None, "a session asks, so it is there"
         budget = session.arena.budget_bytes
@@ -104,18 +105,18 @@ class Rescheduling:
 
 
 HOLES = 512
-"""Such a part of the host is left over for holes. An entry that finds none large enough goes to
-the disk, if there is one; that costs no more than to leave its size over for good."""
+"""1/HOLES of the host is left over for holes. An entry that finds none large enough goes to the
+disk, if there is one; that costs no more than to leave its size over for good."""
 
 
 def costs_of(session: Session) -> Costs:
-    """What is known of this machine and what ran on it."""
+    """Costs of this machine, and of what ran on it."""
     machine = machine_for(session.config, session.device)
     return session.executor.clocks.costs(machine, session.ways())
 
 
 def seconds_at(costs: Costs) -> Seconds:
-    """How long an arranged step takes."""
+    """The function that simulates an arranged step at these costs."""
     return lambda made, homes: step_seconds(made, costs, homes)
 
 
@@ -125,9 +126,9 @@ def plan_of(
     """The plan for a step like this one.
 
     least_window  bytes of the arena to leave free
-    kept          gradients that are not gone when the next forward begins, so that none of them
-                  may stay beside the arena
-    raises  BudgetExceeded
+    kept          gradients that are not gone when the next forward begins, so that none of them may
+                  stay outside the arena
+    raises        BudgetExceeded
     """
     room = room_of(session, step)
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
@@ -150,8 +151,7 @@ def whole_room(session: Session) -> Room:
 def prediction_of(
     session: Session, plan: StepPlan, base: StepTrace, costs: Costs
 ) -> dict[str, Any]:
-    """As `prediction.predicted`, of a plan that was made for `base`, at these costs; with the least
-    that such a plan takes, and computes, and what binds; and the floor of all plans."""
+    """`simulator.predicted` of a plan that was made for `base`, with its bound and its floor."""
     made = predicted(plan.step, costs, plan.placement.homes)
     demand = demand_of(base, costs.region_seconds)
     links = machine_for(session.config, session.device).links  # at the rates that they have
@@ -168,8 +168,8 @@ def prediction_of(
 
 
 def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:
-    """What the tiers have for the entries of this step: all but what others rest on, and what is
-    left over for `holes` on the host."""
+    """Bytes of the tiers for the entries of this step: all but those of other entries, and of
+    `holes` on the host."""
     berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
     nbytes = {"device": berths, **session.homes.capacities()}
     for entry in session.entries():
@@ -187,14 +187,14 @@ WARM_UP = 2
 """Steps that are seen before one is planned: the first makes the states, the second is usual."""
 
 REVIEW = 3
-"""A plan is looked at again when so many times as many steps have been seen: costs that are known
+"""A plan is reviewed again when so many times as many steps have been seen: costs that are known
 better by then are worth some milliseconds, and those of a long run are known."""
 PREDICTED_FOR = 4
 """Steps for which a prediction is not made anew."""
 MOST_RELIEFS = 4
 """After so many, what needs the room has it for good."""
 MOST_PLANS = 8
-"""After so many the steps of a run have nothing in common that is worth another."""
+"""Most plans of a run: after so many its steps have nothing in common that is worth another."""
 
 
 class StepController:
@@ -223,7 +223,8 @@ class StepController:
         return session
 
     def step_ended(self, step: StepTrace) -> None:
-        """A step was recorded: plan, if it is time and there is anything new to plan."""
+        """Take note of a recorded step, and plan, if it is time and there is anything new to
+        plan."""
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
@@ -243,7 +244,7 @@ class StepController:
             )
 
     def _try(self) -> StepPlan | None:
-        """A plan for `_base`. Without one training goes on as before."""
+        """A plan for `_base`; without one training goes on as before."""
         try:
             return self.planned(self._base)
         except (BudgetExceeded, Unsupported, DiskUnusable) as error:
@@ -251,7 +252,8 @@ class StepController:
             return None
 
     def _review(self) -> None:
-        """Plan again, now and then, at costs as they are by now; keep that if it pays."""
+        """Plan again, now and then, at costs as they are by now; put the plan into force if it
+        pays."""
         plan = self.plan
         if plan is None or self._seen < self._next_review:
             return
@@ -265,8 +267,8 @@ class StepController:
             self.apply(other)
 
     def prediction(self) -> dict[str, Any] | None:
-        """What a step under the plan should take, at costs of a few steps ago at most; as
-        `prediction.predicted`, with the least that any plan takes, and computes, and what binds."""
+        """Times of a step under the plan, at costs of a few steps ago at most, with bound and
+        floor; None without a plan."""
         if self.plan is None:
             return None
         if self._predicted is None or self._seen >= self._predicted[0] + PREDICTED_FOR:
@@ -279,12 +281,15 @@ class StepController:
         return prediction_of(self.session, self.plan, self._base, costs)
 
     def costs(self) -> Costs:
-        """What is known of this machine and what ran on it."""
+        """Costs of this machine, and of what ran on it."""
         return costs_of(self.session)
 
     def planned(self, step: StepTrace) -> StepPlan:
         """The plan for a step like this one, before the next begins: gradients that are alive then
-        may not stay. raises BudgetExceeded"""
+        may not stay.
+
+        raises  BudgetExceeded
+        """
         alive = (key_of(entry) for entry in self.session.entries() if entry.of is not None)
         kept = frozenset(step.facts if self._barred else alive)
         return plan_of(self.session, step, self.costs(), self._least_window, kept)
@@ -334,7 +339,7 @@ class StepController:
         )
 
     def withdraw(self) -> None:
-        """Nothing rests on the device any more, as far as other tiers have room."""
+        """Move everything off the device, as far as other tiers have room."""
         session, device = self.session, self.session.homes.device
         with deferred_interrupts():
             self._quiet()
@@ -346,8 +351,11 @@ class StepController:
             device.window_bytes = session.arena.budget_bytes
 
     def let_go(self) -> None:
-        """A forward needs the room of gradients that stayed and were not set to None: they go home.
-        An evaluation may come before they are. If it is so step after step, none stays any more."""
+        """Send gradients home that stayed and were not set to None, since a forward needs their
+        room.
+
+        An evaluation may come before they are. If it is so step after step, none stays any more.
+        """
         session = self.session
         held = [entry for entry in session.entries() if entry.home == HELD]
         if not held:
@@ -365,14 +373,14 @@ class StepController:
             self._barred, self._tried = True, False
 
     def replan(self) -> None:
-        """The arena is about to have another size: what was planned for it does not hold."""
+        """Drop the plan: the arena is about to have another size."""
         self._plans = max(0, self._plans - (self.plan is not None))
         self.withdraw()
         self._tried = False
 
     def _quiet(self) -> None:
-        """Nothing is under way, nothing was handed over to what comes next, and no schedule is
-        remembered that was made for where entries rest now."""
+        """Wait until nothing is in flight or handed over, and forget schedules for where entries
+        rest now."""
         session = self.session
         session.executor.foresight.abandon()
         session.drain()
@@ -380,11 +388,11 @@ class StepController:
         self._arranged.clear()
 
     def _near(self) -> list[Entry]:
-        """What rests on the device."""
+        """Entries that rest on the device."""
         return [entry for entry in self.session.entries() if entry.place.tier.on_device]
 
     def _is_misplaced(self, entry: Entry, homes: Mapping[int, str]) -> bool:
-        """Whether it is to leave the device, or its berth there."""
+        """Whether an entry is to leave the device, or its address there."""
         key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
         stays = homes.get(key) == "device" and device.is_berth(key, extent)
         return not stays or extent.offset < device.window_bytes
@@ -414,7 +422,7 @@ class StepController:
 
     @property
     def arranges(self) -> bool:
-        """A plan is in force, or something rests on the device that could not leave."""
+        """Whether a plan is in force, or an entry rests on the device that could not leave."""
         return self.plan is not None or bool(self.session.homes.device.planned_bytes)
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
@@ -435,7 +443,7 @@ class StepController:
             return self.fit(schedule, entries)  # which the arena may be too small for as it is
 
     def _staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
-        """Of which entries the gradients stay where this call makes them."""
+        """Entries whose gradients stay where this call makes them."""
         if self.plan is None or schedule.serial not in self._base.serials:
             return frozenset()
         call = StepCall(schedule, tuple(entry.key for entry in entries))
@@ -444,7 +452,8 @@ class StepController:
     def _refitted(
         self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
     ) -> Schedule:
-        """Arranged for this; if others hold more than was planned, no gradient stays."""
+        """The schedule arranged for this call; if others hold more than was planned, no gradient
+        stays."""
         session, key = self.session, (schedule.serial, resident, stay)
         if key not in self._arranged:
             made = refitted(session, schedule, resident, session.window_bytes, stay)

@@ -1,7 +1,8 @@
-"""What forward keeps for backward: storages, who reads them, and what it takes to make them again.
+"""Finds what forward saves for backward: storages, who reads them, and whether they can be
+recomputed.
 
-Values that share a storage are one `Saved`: what is kept, moved or made again is the storage, and
-views of it are taken where they are read. A gathered parameter, its views and its casts are not
+Values that share a storage are one `Saved`: the storage is what is saved, offloaded or recomputed,
+and views of it are taken where they are read. A gathered parameter, its views and its casts are not
 among them, since backward gathers again.
 """
 
@@ -19,13 +20,15 @@ from zcompile.ir.torch_compat import Dispatched, hint, is_random, is_symbol, mut
 from zcompile.ir.types import Layout, Phase
 
 REPEATABLE = frozenset({"aten", "prims"})
-"""Namespaces whose ops say whether they draw random numbers. An op of somebody else may draw some,
-or keep a state, without a word; its values are kept or moved, and never made again."""
+"""Namespaces whose ops say whether they draw random numbers. Another op may draw some, or keep a
+state, without a word; its values are saved or offloaded, and never recomputed."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """root  the node that makes the storage
+    """A storage that forward makes and backward reads.
+
+    root     the node that makes it
     members  the values over it that backward reads, the root or views, in graph order
     """
 
@@ -51,7 +54,8 @@ class SavedValues:
 
     @cached_property
     def saved(self) -> tuple[Saved, ...]:
-        """In graph order; without what the caller gave, which is there anyway."""
+        """Saved storages in graph order; without those that the caller gave, which are there
+        anyway."""
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             if self.is_forward(node) and any(self.is_backward(user) for user in node.users):
@@ -62,7 +66,7 @@ class SavedValues:
 
     @cached_property
     def returned(self) -> frozenset[fx.Node]:
-        """Storages that a result of the graph lies in: whoever gets that keeps them."""
+        """Storages that a result of the graph is in: its caller keeps them."""
         return frozenset(self.root(n) for n in output_of(self.graph).all_input_nodes)
 
     def is_forward(self, node: fx.Node) -> bool:
@@ -73,7 +77,8 @@ class SavedValues:
         return node.op == "call_function" and phase_of(node) is Phase.BACKWARD
 
     def maker(self, root: fx.Node) -> fx.Node:
-        """The op that makes a storage: that of all its results, for one of several."""
+        """The op that makes a storage; for one of several results, the op that makes all of
+        them."""
         if root.target is operator.getitem:
             (several, _) = root.args
             assert isinstance(several, fx.Node)
@@ -81,7 +86,8 @@ class SavedValues:
         return root
 
     def may_repeat(self, root: fx.Node) -> bool:
-        """Whether its op gives the same again, whenever it is called on the same."""
+        """Whether the op of a storage gives the same again, whenever it is called on the same
+        operands."""
         maker = self.maker(root)
         return (
             maker.op == "call_function"
@@ -94,7 +100,8 @@ class SavedValues:
         )
 
     def may_move(self, root: fx.Node) -> bool:
-        """Whether it can be offloaded: a plain tensor of a known size that nobody else holds."""
+        """Whether a storage can be offloaded: a plain tensor of a known size that nobody else
+        holds."""
         value = root.meta["val"]
         if not isinstance(value, torch.Tensor) or root in self.returned | self.mutated:
             return False
@@ -103,13 +110,15 @@ class SavedValues:
 
 
 def is_value(node: fx.Node) -> bool:
-    """A tensor, not a size."""
+    """Whether the value of a node is a tensor, and not a size."""
     return isinstance(node.meta.get("val"), torch.Tensor) and not is_symbol(node)
 
 
 def storage_bytes(root: fx.Node) -> int:
-    """Of the storage that a node makes, as torch's allocator is asked for it; a dynamic size as it
-    was when traced."""
+    """Bytes of the storage that a node makes, as torch's allocator is asked for it.
+
+    A dynamic size counts as it was when traced.
+    """
     value = root.meta["val"]
     return hint(value.untyped_storage().nbytes()) if isinstance(value, torch.Tensor) else 0
 
@@ -119,7 +128,7 @@ def layout_of(root: fx.Node) -> Layout:
 
 
 def family_of(gather: fx.Node) -> list[fx.Node]:
-    """A gathered parameter, its views, and casts of those: what is gathered again in backward."""
+    """A gathered parameter, its views, and casts of those: the nodes that backward repeats."""
     family = list(aliases_of(gather))
     for member in family:
         for user in member.users:
@@ -129,7 +138,7 @@ def family_of(gather: fx.Node) -> list[fx.Node]:
 
 
 def _written(graph: fx.Graph) -> Iterator[fx.Node]:
-    """What ops are given to write to."""
+    """The arguments that ops write to."""
     for node in graph.nodes:
         if not isinstance(node.target, Dispatched) or not node.target._schema.is_mutable:
             continue

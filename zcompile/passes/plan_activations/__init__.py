@@ -1,4 +1,4 @@
-"""What backward needs of forward: kept, made again, or moved off the device meanwhile."""
+"""Chooses what backward gets of forward's values: saved, recomputed, or offloaded meanwhile."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,17 +33,19 @@ WAYS = {
     "offload": ("host", "disk"),
     "keep": (),
 }
-"""`Config.activations` -> what may be done to a value but to keep it."""
+"""`Config.activations` -> actions that a value may be given, besides saving it."""
 ROUNDS = 6
-"""Choices that are tried out; each leaves alone what the one before was over the budget."""
+"""Most choices that are tried out; each leaves free the bytes that the one before was over the
+budget."""
 NOWHERE = ActivationBudget(
     Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
 )
-"""What is asked before a machine need be known: whether everything fits."""
+"""A nominal machine, for asking whether everything fits before the real one need be measured."""
 SLACK = 256
-"""Part of the budget that is left alone beside what a choice was over, since allocators round."""
+"""Beside the bytes that a choice was over, 1/SLACK of the budget is left free, since allocators
+round."""
 SURE = 0.7
-"""Of the budget: what is estimated to take less is not tried out."""
+"""Part of the budget: a choice that is estimated to take less is not tried out."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,15 @@ class PlanActivations(Pass):
                                                   %dw = aten.mm(%dy, %s)
                                                   %da = relu_backward(%dr, %s)
 
-    or, made again:                               %r_1 = aten.relu(%a)
+    or, recomputed:                               %r_1 = aten.relu(%a)
                                                   %dw = aten.mm(%dy, %r_1)
 
     Random ops are never repeated. With room for everything nothing changes.
 
     activations  "auto", "keep", "recompute" or "offload": see `Config`
-    around       the machine and its tiers; None: everything is kept
+    around       the machine and its tiers; None: everything is saved
     after        the passes that a choice is tried out with, on a copy of the graph
-    compares     whether to tell what would be held if everything were kept
+    compares     whether to count the live bytes with everything saved, too
     """
 
     activations: str = "auto"
@@ -106,8 +108,10 @@ class PlanActivations(Pass):
     def _as_wished(
         self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int
     ) -> Choice | None:
-        """Everything kept, but for what the user asked for; None, if there is no room for that and
-        for twice the slots that are needed at once."""
+        """Everything saved, but for what the user asked for.
+
+        None, if there is no room for that and for twice the slots that are needed at once.
+        """
         problem = replace(found.problem, budget=budget)
         choice = choose(replace(problem, window=0), ())
         if any(v.wish in MOVED for v in problem.values):
@@ -121,7 +125,8 @@ class PlanActivations(Pass):
         return choice if held + 2 * window <= budget else None
 
     def _chosen(self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int) -> Choice:
-        """The first that fits as it is counted after all passes; else that which needs least."""
+        """The first choice that fits as it is counted after all passes; else the one that needs
+        least."""
         problem = replace(found.problem, budget=budget)
         ways = [way for way in WAYS[self.activations] if way == AGAIN or way in problem.tiers]
         margin, best = 0, None
@@ -142,7 +147,8 @@ class PlanActivations(Pass):
     def _needed(
         self, graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice
     ) -> tuple[int, int]:
-        """Bytes of device that a choice needs: those that are held, and the smallest window."""
+        """Bytes of the device that a choice needs: live bytes outside the arena, and the smallest
+        window."""
         copy, mapping = copy_graph(graph)
         roots = tuple(mapping[root] for root in found.roots)
         trial = replace(plan, budget_bytes=None)
@@ -151,24 +157,25 @@ class PlanActivations(Pass):
         return max(held.peak, plan.beside.nbytes), trial.arena_bytes
 
     def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
-        """What would be held if nothing were given up."""
+        """The memory curve with everything saved."""
         _, held = self._counted(copy_graph(graph)[0], replace(plan, budget_bytes=None))
         return held.as_curve()
 
     def _counted(self, copy: fx.Graph, trial: GraphPlan) -> tuple[GraphPlan, Footprint]:
+        """Plan and footprint after the later passes, on a copy of the graph."""
         for pass_ in self.after:
             trial = pass_.rewrite(copy, trial)
         return trial, footprint(copy, trial.params)
 
 
 def _given_up(choice: Choice) -> bool:
-    """Whether anything that backward needs is not kept."""
+    """Whether anything that backward needs is not saved."""
     rows = zip(choice.actions, choice.answer.wanted, strict=True)
     return any(want is not None and action != KEEP for action, want in rows)
 
 
 def _written(graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice) -> GraphPlan:
-    """The choice, in the graph."""
+    """Write the choice into the graph."""
     wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
     again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == AGAIN)
     away = [n for n in wanted if choice.actions[n] not in (KEEP, AGAIN)]
@@ -181,8 +188,13 @@ def _written(graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice) -> G
 def _moves(
     graph: fx.Graph, found: Read, choice: Choice, away: Sequence[int]
 ) -> Mapping[fx.Node, Moved]:
-    """Offloads; the memory of each is given back when it will have left, or sooner where more
-    would be held than ever else."""
+    """The offloads of a choice.
+
+    The memory of each is given back when the value will have left, or sooner where more bytes would
+    be live than anywhere else.
+
+    away  numbers of the values that are offloaded
+    """
     borders, problem = Borders(graph), found.problem
     held, most = list(choice.answer.held), max(choice.answer.held)
     moves: dict[fx.Node, Moved] = {}
@@ -203,6 +215,7 @@ def _moves(
 
 
 def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation, ...]:
+    """What becomes of each value that backward needs, for the dump."""
     rows = []
     problem = found.problem
     for number, value in enumerate(problem.values):
@@ -229,7 +242,8 @@ def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation,
 
 
 def _share(problem: Problem, choice: Choice, value: Value) -> float:
-    """Of what its op costs: results that are made again together share it by their bytes."""
+    """A value's share of the seconds of its op: results that are recomputed together share them by
+    bytes."""
     made = problem.makers[value.maker].makes
     again = [
         problem.values[n].nbytes
@@ -242,6 +256,7 @@ def _share(problem: Problem, choice: Choice, value: Value) -> float:
 def _why(
     values: SavedValues, root: fx.Node, wish: CheckpointPolicy | None, action: str, choice: Choice
 ) -> str:
+    """Why a value is treated as it is, for people."""
     if root in values.returned:
         return "a result of the graph, which its caller holds"
     if wish is not None and action != KEEP:

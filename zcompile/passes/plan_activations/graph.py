@@ -1,4 +1,4 @@
-"""A joint graph as the question what to keep for backward (`problem.py`), and back."""
+"""Reads the choice of saved values (`problem.py`) off a joint graph."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,9 +23,11 @@ LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_re
 
 @dataclass(frozen=True)
 class ActivationBudget:
-    """machine  rates of compute and links
-    rooms       tier -> bytes that activations may take there
-    beside      compute runs beside the host, which starts transfers meanwhile (CUDA)
+    """The machine that activations are planned for.
+
+    machine  rates of compute and links
+    rooms    tier -> bytes that activations may take there
+    beside   compute runs beside the host, which starts transfers meanwhile (CUDA)
     """
 
     machine: Machine
@@ -35,10 +37,12 @@ class ActivationBudget:
 
 @dataclass(frozen=True)
 class Read:
-    """problem  with a budget of nothing yet
-    roots       the node of each of its values
-    streams     what else takes its time
-    clock       seconds of compute before each node
+    """The problem of a graph, and what belongs to it.
+
+    problem  with a budget of nothing yet
+    roots    the node of each of its values
+    streams  seconds and bytes of weights and gradients
+    clock    seconds of compute before each node
     """
 
     problem: Problem
@@ -48,7 +52,7 @@ class Read:
 
 
 def read(values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> Read:
-    """The question that a joint graph poses before its parameters are gathered."""
+    """The problem of a joint graph before its parameters are gathered."""
     return _Reading(values, plan, around).read()
 
 
@@ -97,7 +101,8 @@ class _Reading:
         return self._results(node) != []
 
     def _results(self, node: fx.Node) -> list[fx.Node]:
-        """The storages that an op makes; none for a view, or what picks a result of another."""
+        """The storages that an op makes; none for a view, or a node that picks a result of
+        another."""
         values = self.values
         if is_value(node):
             return [node] if values.root(node) is node and values.maker(node) is node else []
@@ -169,7 +174,7 @@ class _Reading:
         return [n for n, number in self.gather_of.items() if number == mine]
 
     def _other(self) -> list[int]:
-        """Bytes at each time of what forward does not make: gradients, mostly."""
+        """Bytes at each time of values that forward does not make: gradients, mostly."""
         curve = [0] * (len(self.nodes) + 1)
         sinks = self._sinks()
         for node in self.nodes:
@@ -194,7 +199,7 @@ class _Reading:
         return sums
 
     def _late(self, node: fx.Node) -> list[tuple[fx.Node, int]]:
-        """The storages that a node of backward makes, and when; of what it is given, at once."""
+        """The storages that a node of backward makes, each with its time; of a tangent, at once."""
         if node.op == "placeholder":
             return [(node, self.boundary)] if is_tangent(node) and is_value(node) else []
         if node in self.values.gathered or not is_compute(node):
@@ -204,8 +209,10 @@ class _Reading:
         return [(root, self.where[node]) for root in self._results(node)]
 
     def _sinks(self) -> dict[fx.Node, int]:
-        """Storage of a gradient that goes home by itself -> until when it is held: until the next
-        but one is made, as long as it may be under way."""
+        """Storage of a gradient that is sent home -> time until which it is live.
+
+        That is until the next but one is made, as long as it may be in flight.
+        """
         output = self.nodes[-1]
         results = output.args[0] if isinstance(output.args[0], list | tuple) else ()
         descs = output.meta.get("desc") or ()
@@ -235,6 +242,7 @@ class _Reading:
         return (seconds[0], seconds[1]), total
 
     def _away(self, tier: str, room: int) -> Away:
+        """Seconds per byte and room of a tier."""
         links = self.around.machine.links
         out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
         start = sum(link.latency_s for link in (*out, *back))
@@ -244,6 +252,7 @@ class _Reading:
         return Away(leave_s, back_s, room, start)
 
     def _clock(self) -> Iterator[float]:
+        """Seconds of compute before each node."""
         compute, now = self.around.machine.compute, 0.0
         for node in self.nodes:
             yield now
@@ -252,7 +261,7 @@ class _Reading:
 
 
 def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
-    """Gathers that will be one, and of every gathered value the number of those."""
+    """Groups of gathers that will be merged, and the group of every gathered value."""
     groups: dict[object, list[fx.Node]] = {}
     for gather in find(graph, ops.gather):
         groups.setdefault(tuple(str(argument) for argument in gather.args), []).append(gather)

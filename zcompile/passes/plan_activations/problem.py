@@ -1,9 +1,9 @@
-"""Which values stay for backward: the question as data, and what an answer takes. Pure.
+"""States the choice of saved values as data, and evaluates an answer. Pure.
 
-Times are indices of the nodes of a joint graph, forward first. A value is kept from where it is
+Times are indices of the nodes of a joint graph, forward first. A value is saved from where it is
 made to its last reader in backward, or is gone from its last reader in forward on: then backward
-makes it again before its first reader there, or reads it back. What is made again needs what its op
-reads, so that values which backward never read may be wanted too.
+recomputes it before its first reader there, or reads it back. Recomputing needs the operands of the
+op, so that values which backward never read may be wanted too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ from itertools import accumulate
 from zcompile.ir.types import CheckpointPolicy
 
 KEEP, AGAIN = "keep", "again"
-"""Actions besides the tiers that a value may be moved to."""
+"""Actions besides the tiers that a value may be offloaded to: saved, and recomputed."""
 REPEATED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+"""Wishes to recompute a value, which are carried out before anything is searched."""
 MOVED = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-"""Wishes that are carried out before anything is searched: made again, and moved."""
+"""Wishes to offload a value, which are carried out before anything is searched."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Maker:
-    """An op of forward. `reads`: values; `weights`: tiered parameters that it reads."""
+    """An op of forward. reads: values; makes: values; weights: tiered parameters that it reads."""
 
     seconds: float
     reads: tuple[int, ...] = ()
@@ -62,7 +63,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Away:
-    """A tier to move values to.
+    """A tier that values may be offloaded to.
 
     leave_s, back_s  seconds per byte, on the link that takes longest
     start_s          of each transfer
@@ -77,12 +78,14 @@ class Away:
 
 @dataclass(frozen=True)
 class Problem:
-    """other     bytes held at each time by what forward does not make
-    boundary     time at which backward begins
-    slack_s      seconds for which the links could carry more in forward and in backward, while
-                 compute goes on
-    budget       bytes for values and for the slots that weights and values read back lie in
-    window       the least of it that is for slots; the more, the earlier a fetch may start
+    """The choice for one graph.
+
+    other     bytes live at each time of values that forward does not make
+    boundary  time at which backward begins
+    slack_s   seconds for which the links could carry more in forward and in backward, while compute
+              goes on
+    budget    bytes for values and for the slots of weights and of values read back
+    window    lower bound on the part of it for slots; the more, the earlier a fetch may start
     """
 
     values: tuple[Value, ...]
@@ -102,9 +105,9 @@ class Answer:
 
     held, slots  bytes at each time: of values, and of the slots of weights and values read back
     wanted       per value: the first and last time that backward needs it; None: it does not
-    repeats      op -> when backward runs it again
+    repeats      op -> time at which backward runs it again
     again_s      seconds of compute that is done again
-    moved        tier -> bytes that are moved there
+    moved        tier -> bytes that are offloaded there
     exposed_s    seconds of transfers that compute does not hide
     """
 
@@ -121,7 +124,7 @@ class Answer:
         return self.again_s + self.exposed_s
 
     def over(self, problem: Problem) -> int:
-        """Bytes that are missing; not more than zero, if it fits."""
+        """Bytes that are missing; not more than zero, if the answer fits."""
         slots = max(problem.window, max(self.slots, default=0))
         lacking = max(self.held, default=0) + slots - problem.budget
         rooms = (n - problem.tiers[tier].nbytes for tier, n in self.moved.items())
@@ -129,11 +132,12 @@ class Answer:
 
 
 BUSY = 0.05
-"""Of a hidden transfer's seconds, what it costs all the same: memory and caches that it shares."""
+"""Cost of a hidden transfer, as part of its seconds: memory and caches that it shares with
+compute."""
 
 
 def answer(problem: Problem, actions: Sequence[str]) -> Answer:
-    """What these actions, one per value, take; those of values nobody wants do not count."""
+    """What these actions, one per value, take; actions of values that nobody wants do not count."""
     wanted, repeats = _wanted(problem, actions)
     times = len(problem.other)
     held, slots = [0] * (times + 1), [0] * (times + 1)
@@ -175,8 +179,10 @@ def _add(curve: list[int], first: int, last: int, nbytes: int) -> None:
 def _wanted(
     problem: Problem, actions: Sequence[str]
 ) -> tuple[list[tuple[int, int] | None], dict[int, int]]:
-    """When backward needs each value, and when it runs which op again: last ops first, since what
-    an op reads was made before."""
+    """First and last time that backward needs each value, and time at which it repeats each op.
+
+    Last ops come first, since the operands of an op were made before.
+    """
     wanted: list[tuple[int, int] | None] = [
         (v.readers[0], v.readers[-1]) if v.readers else None for v in problem.values
     ]
@@ -197,7 +203,7 @@ def _wanted(
 
 
 def _weights(problem: Problem, repeats: Mapping[int, int], slots: list[int]) -> None:
-    """A parameter lies in its slot from its first reader of a phase to its last."""
+    """Add the slots of parameters, each from its first reader of a phase to its last."""
     backward = [list(weight.backward) for weight in problem.weights]
     for number, at in repeats.items():
         for read_too in problem.makers[number].weights:
@@ -209,7 +215,7 @@ def _weights(problem: Problem, repeats: Mapping[int, int], slots: list[int]) -> 
 
 
 def _exposed(problem: Problem, moved: Mapping[str, int], again_s: float) -> float:
-    """What the links take longer than compute, which what is done again makes longer."""
+    """Seconds that the links take longer than compute, which recomputing makes longer."""
     leave = sum(n * problem.tiers[tier].leave_s for tier, n in moved.items())
     back = sum(n * problem.tiers[tier].back_s for tier, n in moved.items())
     forward, backward = problem.slack_s

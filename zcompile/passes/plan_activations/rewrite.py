@@ -1,4 +1,4 @@
-"""Writes what becomes of saved values into a joint graph: made again, or moved and read back."""
+"""Writes the choice of saved values into a joint graph: recomputed, or offloaded and read back."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Moved:
 
     tier    "host" or "disk"
     starts  the node of forward before which it starts
-    left    that before which its memory is given back
+    left    the node before which the memory of the value is given back
     """
 
     tier: str
@@ -42,8 +42,8 @@ class Rewriting:
     """Writes decisions about saved storages into a joint graph.
 
     values  of a graph whose views were sunk (`sink_views`)
-    again  the storages, by root, that backward makes anew
-    moved  those that it reads back
+    again   the storages, by root, that backward recomputes
+    moved   those that it reads back
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class Rewriting:
     def _in_backward(
         self, node: fx.Node, before: fx.Node, handles: Mapping[fx.Node, fx.Node]
     ) -> fx.Node:
-        """What stands for a forward value in backward; made before `before`, if it is not yet."""
+        """The node that stands for a forward value in backward; written before `before`, if it is
+        not yet."""
         if not self._values.is_forward(node) or node.op != "call_function":
             return node
         root = self._values.root(node)
@@ -139,8 +140,10 @@ class Rewriting:
 
 
 def sink_views(graph: fx.Graph) -> None:
-    """Views that backward takes of what forward made stand right before their first reader: tracing
-    leaves some at the head of backward, where they would keep their base alive."""
+    """Move views that backward takes of forward's values right before their first reader.
+
+    Tracing leaves some at the head of backward, where they would keep their base alive.
+    """
     output = output_of(graph)
     for node in reversed(list(graph.nodes)):
         if SavedValues.is_backward(node) and bases_of(node) and output not in node.users:
@@ -148,14 +151,17 @@ def sink_views(graph: fx.Graph) -> None:
 
 
 def name_of(root: fx.Node) -> str:
-    """Of a value, for people."""
+    """Name of a value, for people."""
     module = module_of(root)
     return f"{root.name} of {module}" if module else root.name
 
 
 class Borders:
-    """Where the forward half of a graph is cut into regions anyway: before and after what reads a
-    gathered parameter. What stands there cuts nothing more."""
+    """Points at which the forward half of a graph is cut into regions anyway.
+
+    These are before the first and after the last reader of a gathered parameter; offloads that
+    start or end there cut nothing more.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
         self._where = positions(graph)
@@ -191,8 +197,11 @@ class Borders:
 
 
 def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Moved:
-    """An offload from the first border after a value is made; its memory is given back at the
-    first one after its last reader in forward, and not before node `at_least`."""
+    """An offload from the first border after a value is made.
+
+    Its memory is given back at the first border after its last reader in forward, and not before
+    node `at_least`.
+    """
     starts = borders.after(borders.at(root))
     left = borders.after(max(borders.last_read(root), at_least - 1, borders.at(root)))
     return Moved(tier, borders.node(starts), borders.node(max(left, starts)))

@@ -82,11 +82,13 @@ class Config:
     dump: str | Path | None = None
 
     def __post_init__(self) -> None:
+        # Sizes and places.
         for name in ("device_memory", "host_memory", "tile_bytes"):
             if (value := getattr(self, name)) is not None:
                 self._set(name, _checked(name, value, parse_size))
         self._set("device", self._device())
         self._set("disk", self._disks())
+        # Choices that are flags.
         if not isinstance(self.durable, bool):
             raise ConfigInvalid("durable", self.durable, "must be True or False")
         if not isinstance(self.residency, bool):
@@ -100,6 +102,7 @@ class Config:
             )
         if self.durable and not self.disk:
             raise ConfigInvalid("durable", True, "needs a disk; give a directory as disk")
+        # The machine, and links that are slowed down.
         self._set("machine", _machine(self.machine))
         for link in self.throttle:
             if link not in LINKS:
@@ -115,6 +118,7 @@ class Config:
         )
         if self.throttle and torch.device(self.device or "cpu").type != "cpu":
             raise ConfigInvalid("throttle", dict(self.throttle), "paces the CPU device only")
+        # What shapes the plan.
         if self.param_dtype is not None and not _is_narrow(self.param_dtype):
             raise ConfigInvalid(
                 "param_dtype", self.param_dtype, "must be torch.bfloat16, torch.float16 or None"
@@ -128,6 +132,7 @@ class Config:
             or self.max_lead < 0
         ):
             raise ConfigInvalid("max_lead", self.max_lead, "must be an int of regions, 0 or more")
+        # The dump.
         if self.dump is None and os.environ.get("ZINF_DUMP"):
             self._set("dump", os.environ["ZINF_DUMP"])
         if self.dump is not None:

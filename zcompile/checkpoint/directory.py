@@ -101,6 +101,7 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
     made: Made | None = None
     try:
         with deferred_interrupts():
+            # A new directory beside the old one, after leftovers of killed saves are gone.
             path = Path(os.path.realpath(path))
             _check_elsewhere(path)
             _check_replaceable(path, system)
@@ -109,6 +110,7 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
             made = _made(path, system)
         yield made
         with deferred_interrupts():
+            # The new directory takes the place of the old one, with files of others in it.
             _bring_along_others(standing(path, system), made, system)
             system.fsync(made.fd)
             _check_inside(path, system)  # a model may have been offloaded to it since

@@ -117,6 +117,7 @@ def arrange(
         dtype, size = tensors[name]
         return nbytes_of(dtype, size) % PAGE_BYTES != 0, -dtype.itemsize
 
+    # Rows in the order of their bytes, with offsets from the beginning of the data.
     told: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     rows, at = {}, 0
     for name in sorted(tensors, key=place):
@@ -128,6 +129,7 @@ def arrange(
             "shape": list(size),
             "data_offsets": [rows[name].begin, at],
         }
+    # The header, padded so that the data begins at a page.
     text = json.dumps(told, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + _LENGTH.size) % PAGE_BYTES)
     if len(text) > MOST_HEADER_BYTES:
@@ -301,6 +303,7 @@ def read_index(folder: Folder, kind: str) -> list[OpenFile]:
                 folder.path, f"holds neither {single} nor {index}", "name the directory that does"
             )
         return [folder.file(single)]
+    # Every file that the index names is there.
     names = read_json(folder.file(index)).get("weight_map")
     if not isinstance(names, dict) or not all(_is_name(name) for name in names.values()):
         raise CheckpointInvalid(folder.path / index, "has no weight_map of names to files")
@@ -314,6 +317,7 @@ def read_index(folder: Folder, kind: str) -> list[OpenFile]:
                 "copy it again",
             )
         files[file] = folder.file(file)
+    # Every tensor is in the file that the index names.
     found = {(name, file) for file, there in files.items() for name in read_header(there).rows}
     for name, file in names.items():
         if (name, file) not in found:

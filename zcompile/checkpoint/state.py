@@ -135,6 +135,7 @@ Optimizer = torch.optim.Optimizer
 def pack_optimizer(optimizer: Optimizer, held: ModelState, packer: Packer) -> Any:
     """Groups and states of an optimizer as JSON; tensors go to `packer`."""
     names = _names_of(optimizer, held)
+    # Groups: options as values, parameters by name.
     groups = []
     for at, group in enumerate(optimizer.param_groups):
         packed = {
@@ -144,6 +145,7 @@ def pack_optimizer(optimizer: Optimizer, held: ModelState, packer: Packer) -> An
         }
         packed["params"] = [names[id(param)] for param in group["params"]]
         groups.append(packed)
+    # States: by the name of their parameter, or shared by all.
     states: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for key, value in optimizer.state.items():

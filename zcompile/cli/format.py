@@ -86,6 +86,7 @@ def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | N
         f'<rect width="{width}" height="{height}" fill="white"/>',
         f'<text x="{MARGIN}" y="24" font-size="14">{escape(title)}</text>',
     ]
+    # The axis of values.
     for part in range(5):
         value = most * part / 4
         parts.append(
@@ -95,11 +96,13 @@ def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | N
         parts.append(
             f'<text x="{MARGIN - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
         )
+    # The axis of names.
     for index, name in enumerate(names):
         parts.append(
             f'<text x="{x(index):.1f}" y="{height - MARGIN + 18}" text-anchor="middle">'
             f"{escape(name)}</text>"
         )
+    # Lines, each with its label.
     for number, (label, line) in enumerate(lines.items()):
         color = COLORS[number % len(COLORS)]
         points = [(x(i), y(v)) for i, v in enumerate(line) if v is not None]

@@ -160,6 +160,7 @@ class _Graph:
         return self._executable(gm, Phase.FORWARD, "inference", {})
 
     def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> GraphPlan:
+        # What the passes may know: tiered inputs, budget, machine, memory of earlier graphs.
         params = {
             NodeName(node.name): self.specs[position]
             for node in gm.graph.find_nodes(op="placeholder")
@@ -174,6 +175,7 @@ class _Graph:
         before = GraphMemory(session.split.foreseen_bytes if session is not None else 0)
         plan = GraphPlan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
+        # What the session tells of its graphs.
         if plan.roundings:
             _log_roundings(self.watch.name, plan.roundings)
         if session is not None:
@@ -192,6 +194,7 @@ class _Graph:
         session = self.session()
         regions = session.regions if session is not None else {}
         known = frozenset(regions)
+        # Lower, count live bytes, and prove the schedule safe.
         schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
         schedule = replace(schedule, trains=told_as == "forward")
         count = partial(self._holds, gm.graph, schedule)
@@ -200,6 +203,7 @@ class _Graph:
         self.watch.lowered(schedule)
         if session is None:
             return boxed(partial(compute_only, schedule))
+        # Tell the session, and bind the schedule to its calls.
         meter = session.meter
         if session.planner is None or not session.planner.arranges:
             session.homes.plan_device(schedule.peak_bytes)

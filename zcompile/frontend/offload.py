@@ -263,6 +263,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
         modules[id(module)] = weakref.ref(module)
 
+    # Parameters are registered with modules: that is where they become tiered.
     hooks = ExitStack()
     try:
         with deferred_interrupts():
@@ -446,6 +447,7 @@ def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -
         if first is None
         else TieredTensor.sharing(first, Layout.of(value))
     )
+    # The two objects are swapped, so that whoever holds the parameter has the tiered one.
     made = nn.Parameter(tiered, param.requires_grad)
     param.grad = None
     try:
@@ -459,6 +461,7 @@ def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -
     vars(param).update(marks)
     own(param)
     del made
+    # What others hold stays theirs: the memory, and the gradient.
     if first is None and not value.is_meta and holders_of_memory(value) > 1:
         MemorySource(param.entry, value)  # whoever holds it may write
     if grad is not None:

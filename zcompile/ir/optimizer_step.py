@@ -268,6 +268,7 @@ def lower_step(
     depth, sizes = _sizes(rows, room, name)
     lane_bytes = max(set_bytes(row, n) for row, n in zip(rows, sizes, strict=True))
     builder = _Builder(name, inputs, depth, lane_bytes, room.begin)
+    # Chunk by chunk; whole rows that rest in reach are computed together.
     for group in together(spread(rows, sizes)):
         if len(group) > 1:
             builder.add_joint([row for row, _, _ in group])
@@ -378,6 +379,7 @@ class _Builder:
         address = self._begin + self._chunks % self._depth * self._lane_bytes
         self._chunks += any(not column.resident for column in row.columns)
         fetches: list[Fetch | None] = []
+        # A slot of the lane for each operand that moves.
         for column in row.columns:
             if column.resident:
                 fetches.append(None)

@@ -37,6 +37,7 @@ def program_of(schedule: Schedule) -> RegionProgram:
     fetches: dict[Ticket, Fetch] = {}
     waits: dict[int, tuple[Wait, int]] = {}
     values = []
+    # A value is complete when it is freed; transfers belong to the run before them.
     for x in schedule.instructions:
         match x:
             case Run():

@@ -201,20 +201,24 @@ def best_fit(s: Sections) -> list[int]:
     places = [(0, len(s.alive) - 1, 0)]  # (from section, to section, height), by section
     remaining = len(s)
     while remaining:
+        # The lowest place, and the longest-lived block that fits it.
         heights = [height for _, _, height in places]
         at = heights.index(min(heights))
         begin, end, height = places[at]
         fitting = free & (first >= begin) & (last <= end)
         pick = int(fitting.argmax())
         if not fitting[pick]:
+            # No block fits: raise the place to its lower neighbour.
             beside = [places[k][2] for k in (at - 1, at + 1) if 0 <= k < len(places)]
             _replace(places, at, [(begin, end, min(beside))])
             continue
         block = int(left[pick])
         addresses[block], free[pick], remaining = height, False, remaining - 1
+        # The block becomes a higher place; the rest of the place stays beside it.
         middle = (s.first[block], s.last[block], height + s.sizes[block])
         around = [(begin, middle[0] - 1, height), middle, (middle[1] + 1, end, height)]
         _replace(places, at, [place for place in around if place[0] <= place[1]])
+        # Blocks that are placed are dropped now and then, so that searches stay short.
         if 2 * remaining < len(left):
             left, first, last = left[free], first[free], last[free]
             free = np.ones(remaining, np.bool_)

@@ -621,6 +621,7 @@ def _levels(held: Footprint) -> Iterator[LiveBytes]:
     """One level for each region, each gradient that is sent, and each value whose offload is waited
     for."""
     curve = held.curve()
+    # Bytes that are live after each node.
     after = [0] * len(curve)
     for value in held.values:
         after[value.first] += value.nbytes
@@ -635,6 +636,7 @@ def _levels(held: Footprint) -> Iterator[LiveBytes]:
         peak, carried = max(curve[first : last + 1]), held.carried.get(node)
         return LiveBytes(before, peak, after[last], departing, alone, carried)
 
+    # A region is a run of compute nodes with one number.
     begun: int | None = None
     region: int | None = None
     for index, node in enumerate(held.nodes):

@@ -102,12 +102,14 @@ def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:
     if not gather.users:
         graph.erase_node(gather)
         return
+    # The point: before the first reader, and before views of other values that precede it.
     first = min((user for user in gather.users if user.op != "output"), default=None)
     (handle,) = [n for n in gather.all_input_nodes if n.name in plan.params]
     stem = str(plan.params[handle.name].name).replace(".", "_")  # type: ignore[index]  # NodeName
     point = first if first is not None else output_of(graph)
     while bases_of(point.prev) and gather not in point.prev.all_input_nodes:
         point = point.prev
+    # fetch and wait take the place of the gather.
     with graph.inserting_before(point):
         fetch = insert(
             graph,

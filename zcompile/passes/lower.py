@@ -363,10 +363,12 @@ def arrange(
     stay          entries whose gradients stay where they are made
     raises        BudgetExceeded, if what one run reads does not fit
     """
+    # What still moves, and when each fetch may start.
     stages = program_of(schedule.with_staying(stay))
     moved = [v for v in stages.values if v.fetch.entry not in resident or v.fetch.cast is not None]
     needs = [Need(v.fetch.name, v.first, v.last, v.fetch.nbytes) for v in moved]
     starts = choose_starts(needs, budget_bytes, max_lead, schedule.phase.value)
+    # Addresses in the window; a search only where the quick way needs too much.
     blocks = [Block(s, v.last, v.fetch.nbytes) for s, v in zip(starts, moved, strict=True)]
     addresses = pack_quickly(blocks)
     if budget_bytes is not None and packed_bytes(blocks, addresses) > budget_bytes:
@@ -377,6 +379,7 @@ def arrange(
         Slot(address, aligned(block.nbytes))
         for address, block in zip(addresses, blocks, strict=True)
     ]
+    # The instructions, with resident values viewed in place.
     placed = [_placed(*each) for each in zip(moved, slots, strict=True)]
     arriving = {v.wait.register for v in moved}
     still = [v for v in stages.values if v.wait.register not in arriving]

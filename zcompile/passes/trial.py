@@ -101,6 +101,7 @@ class BudgetSearch(Generic[Candidate]):
         def refusal(needed: int, todo: str) -> BudgetExceeded:
             return BudgetExceeded("device", budget, needed, nearest.where, nearest.alive, todo)
 
+        # First guesses: what the last candidate needs.
         tried = max(nearest.needed_bytes, low + 1)
         for _ in range(REFUSED_GUESSES):
             if tried >= high and known:
@@ -111,6 +112,7 @@ class BudgetSearch(Generic[Candidate]):
                 break
             low = max(low, tried)
             tried = max(tried, error.needed_bytes) * (SPARE + 1) // SPARE
+        # Upwards, until a budget does.
         if not known:
             high = max(high, tried)
         for _ in range(UPWARDS):
@@ -120,6 +122,7 @@ class BudgetSearch(Generic[Candidate]):
         else:
             todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
             return refusal(nearest.needed_bytes, todo)
+        # Down again, between the largest that fails and the smallest that does.
         for _ in range(HALVINGS):
             if (high - low) * NEAR <= high:
                 break

@@ -134,6 +134,7 @@ def evaluated(
     prices        whether to plan again for one more GiB of each tier
     raises        BudgetExceeded, if the device has no room for what one region reads
     """
+    # What there is: room on the tiers, costs, gradients that stay, the step scratch.
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
     demand = demand_of(step, costs.region_seconds)
@@ -148,6 +149,7 @@ def evaluated(
     def seconds(made: StepTrace, homes: Mapping[int, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
+    # The plan, near the bound if it can be; then all numbers of it.
     least = bound(demand, terms.machine.links, room)
     planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds, stay)
     homes = planned.placement.homes

@@ -279,6 +279,7 @@ def _lines(report: Report) -> Iterator[str]:
             for row in report.tiers
         ],
     )
+    # Memory of graphs on the device.
     if report.activation_bytes or report.bounded:
         yield f"  {_beside(report)}"
     if report.staying_bytes:
@@ -293,6 +294,7 @@ def _lines(report: Report) -> Iterator[str]:
         )
     if report.fullest is not None:
         yield f"  graphs hold {report.fullest.describe()}"
+    # Times, links, and what to do.
     yield ""
     yield from _times(report)
     if report.links:

@@ -247,6 +247,7 @@ def _windows(
         left = {**room.nbytes, "device": whole - window}
         return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
 
+    # No window at all, if everything rests on the device.
     everything = beside(0)
     if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:
         yield 0, everything
@@ -260,6 +261,7 @@ def _windows(
         tried.append(window)
         return True
 
+    # Windows for some leads: smaller ones leave more residents, which need smaller ones.
     for lead in LEADS if arena.max_lead else (0,):
         window = min(whole, max(_needed(step, {}, lead), least))
         placement = beside(window)
@@ -270,6 +272,7 @@ def _windows(
             window, placement = fewer, beside(fewer)
         if new(window):
             yield window, placement
+    # Windows by parts of the arena, for chunks of the optimizer.
     for part in PARTS:
         window = max(least, whole // part)
         if new(window):

@@ -534,6 +534,7 @@ def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -
             raise first.fail(f"fetches are handed over after instruction {index}, which it has not")
     if handover.starts and then.schedule.scratch_at:
         raise first.fail("fetches are handed over into memory that graphs hold until then")
+    # Walk `now`, and start the fetches that it hands over.
     given: dict[Ticket, SlotUse] = {}
     fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}
     spans = then.spans()
@@ -547,6 +548,7 @@ def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -
     proof.end(first)
     if proof.peak != handover.peak_bytes:
         raise first.fail(f"the peak of both is {proof.peak} bytes, it says {handover.peak_bytes}")
+    # Walk `then` with those fetches in flight.
     second = proof.begin(then, given)
     for index in range(len(then.schedule.instructions)):
         proof.step(second, index)

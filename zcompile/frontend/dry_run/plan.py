@@ -190,6 +190,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         )
     if machine is not None:
         config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
+    # The device of a named machine is CUDA; without a name, that of this machine.
     device = torch.device(config.device or "cpu")
     here = config.machine is None
     paced = {"h2d", "d2h"} & set(config.throttle)
@@ -201,6 +202,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
             raise ConfigInvalid(
                 "machine", found.name, f"has no tier {tier!r}; add it, or give {tier}_memory"
             )
+    # How bytes travel: only the emulated device is reached by compute and disks.
     ways = Ways(
         asynchronous=not (here and device.type == "cpu"),
         straight_read=emulates,
@@ -248,6 +250,7 @@ def trace(
     _check(model, optimizer, micro_batches)
     make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # A copy of the model takes the step.
     session = _session(terms)
     try:
         copied = copy_without_bytes(model, session)

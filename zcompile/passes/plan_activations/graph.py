@@ -70,6 +70,7 @@ class _Reading:
     def read(self) -> Read:
         made: list[Value] = []
         makers: list[Maker] = []
+        # Storages of forward, with the ops that make them.
         for node in self.nodes[: self.boundary]:
             if self._makes(node):
                 maker, results = self._maker(node, len(makers), len(made))
@@ -87,6 +88,7 @@ class _Reading:
             (0.0, 0.0),
             0,
         )
+        # Seconds of compute, and what links could carry meanwhile.
         clock = tuple(self._clock())
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])

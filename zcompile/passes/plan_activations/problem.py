@@ -143,6 +143,7 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     held, slots = [0] * (times + 1), [0] * (times + 1)
     moved: dict[str, int] = {}
     starts = 0.0
+    # Each value: while forward needs it, and while backward does, by its action.
     for value, action, want in zip(problem.values, actions, wanted, strict=True):
         if want is None or action != KEEP:
             _add(held, value.made, value.read, value.nbytes)
@@ -156,11 +157,13 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
             _add(slots, *want, value.nbytes)
             moved[action] = moved.get(action, 0) + value.nbytes
             starts += 2 * problem.tiers[action].start_s
+    # Results that a repeated op makes beside those that are wanted.
     for number, op in enumerate(problem.makers):
         if number in repeats:
             for made in op.makes:
                 if wanted[made] is None or actions[made] != AGAIN:
                     _add(held, repeats[number], repeats[number], problem.values[made].nbytes)
+    # Slots of weights; then sums over time.
     _weights(problem, repeats, slots)
     for curve in (held, slots):
         curve[:] = accumulate(curve[:-1])

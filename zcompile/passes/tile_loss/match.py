@@ -170,6 +170,7 @@ def _readers(
                 raise NoMatch(f"the graph returns the log-probabilities (%{alias.name})")
             if user not in family:
                 found.setdefault(user.target, []).append(user)
+    # The readers that a loss has, and no other.
     likelihoods = found.pop(LIKELIHOOD, [])
     backward = found.pop(LIKELIHOOD_BACKWARD, [])
     tops = found.pop(SOFTMAX_BACKWARD, [])
@@ -209,6 +210,7 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
 
     raises  NoMatch
     """
+    # Terms of the gradient of the log-probabilities.
     spreads, picks_found = [], []
     for term in _terms(_node(top.args[0]), top):
         if term is picked:
@@ -219,6 +221,7 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
             raise NoMatch(f"%{term.name} is an unknown part of the gradient")
     if picked is not None and picks_found != [picked]:
         raise NoMatch(f"%{picked.name} goes elsewhere than to the log-softmax")
+    # From the gradient of the logits on to that of the product, and what that is read by.
     chain: list[fx.Node] = []
     end = top
     while len(end.users) == 1 and _keeps_rows(following := next(iter(end.users)), UNPICKS):

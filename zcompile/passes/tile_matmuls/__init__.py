@@ -239,6 +239,7 @@ def _rewritten(
     node = reader.use.node
     build = GraphBuilder(graph, node, node, phase_of(node))
     first, _ = reader.rows
+    # Write the tiles: one row for a select, else what the rule of the use says.
     if reader.row is not None:
         operand = _operand(build, reader, first + reader.row, 1)
         result = Result(build(aten.select.int, operand, reader.use.dim, 0))
@@ -252,12 +253,14 @@ def _rewritten(
         if made is None:
             return False
         result = made
+    # They replace the node, if they have the layout of its results.
     if not _takes_the_place(node, result):
         build.undo()
         return False
     if result.value is not None:
         node.replace_all_uses_with(result.value)
         return True
+    # Several results: each is replaced, or is known by its tiles.
     for item in list(node.users):
         number = item.args[1]
         assert isinstance(number, int)

@@ -437,7 +437,7 @@ def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
     """
     system, files = opened.system, list[OpenFile]()
     for path in _listed(paths):
-        with told_of(path):
+        with checkpoint_errors(path):
             found = stat_through_links(system, path)
             if is_durable(path, system) and not _holds_weights(path, system):
                 raise CheckpointInvalid(

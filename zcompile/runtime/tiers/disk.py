@@ -421,7 +421,7 @@ def _choose_rings(files: Sequence[TierFile], rings: Sequence[str]) -> list[Ring]
 
 
 def _closed_error(name: str) -> ParameterChanged:
-    return ParameterChanged(name, "is gone: its store was closed", ANEW)
+    return ParameterChanged(name, "is gone: its store was closed", REBUILD_ADVICE)
 
 
 class _DiskLink:

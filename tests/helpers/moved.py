@@ -11,7 +11,7 @@ from zcompile.frontend import backend
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, moved, sink_views
+from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, plan_offload, sink_views
 
 WAYS = ("host", "disk", "again", "host or again")
 
@@ -34,7 +34,7 @@ class Forced(Pass):
             ways = [way for way in self.how.split(" or ") if way != "again"]
             move = ways and (number % 2 == 0 or "again" not in self.how)
             if move and values.may_move(saved.root):
-                away[saved.root] = moved(borders, saved.root, ways[0])
+                away[saved.root] = plan_offload(borders, saved.root, ways[0])
             elif not move and values.may_repeat(saved.root):
                 again.add(saved.root)
         return Rewriting(values, plan, frozenset(again), away).rewrite()

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from zcompile.ir.types import CheckpointPolicy
 from zcompile.passes.plan_activations.problem import (
-    AGAIN,
     KEEP,
-    Away,
+    RECOMPUTE,
+    OffloadTier,
     answer,
 )
 from zcompile.passes.plan_activations.solve import choose
 
-TIERS = {"host": Away(1.0, 1.0, 1000), "disk": Away(5.0, 5.0, 1000)}
+TIERS = {"host": OffloadTier(1.0, 1.0, 1000), "disk": OffloadTier(5.0, 5.0, 1000)}
 
 
 def wish(problem, at, asked):
@@ -33,7 +33,7 @@ def fixed(problem, at):
     return replace(problem, makers=tuple(makers))
 
 
-K, A, H, D = KEEP, AGAIN, "host", "disk"
+K, A, H, D = KEEP, RECOMPUTE, "host", "disk"
 TABLE = {
     "with room everything is kept": (chain(4, 4, 4), (A, H), (K, K, K)),
     "what is cheapest per byte is made again": (
@@ -82,7 +82,14 @@ TABLE = {
         (K, H, K),
     ),
     "a full host sends to disk": (
-        chain(4, 4, 4, 4, tiers={"host": Away(1.0, 1.0, 3), "disk": Away(2.0, 2.0, 99)}, budget=12),
+        chain(
+            4,
+            4,
+            4,
+            4,
+            tiers={"host": OffloadTier(1.0, 1.0, 3), "disk": OffloadTier(2.0, 2.0, 99)},
+            budget=12,
+        ),
         (H, D),
         None,
     ),
@@ -130,7 +137,7 @@ def best(problem, ways):
     for actions in product((KEEP, *ways), repeat=len(problem.values)):
         may = all(
             action == KEEP
-            or (action == AGAIN and problem.makers[value.maker].may_repeat)
+            or (action == RECOMPUTE and problem.makers[value.maker].may_repeat)
             or (action in problem.tiers and value.may_move)
             for action, value in zip(actions, problem.values, strict=True)
         )
@@ -149,7 +156,7 @@ def problems(draw):
         *sizes,
         seconds=seconds,
         read_back=draw(st.booleans()),
-        tiers={"host": Away(draw(st.floats(0.01, 2)), draw(st.floats(0.01, 2)), 99)},
+        tiers={"host": OffloadTier(draw(st.floats(0.01, 2)), draw(st.floats(0.01, 2)), 99)},
         slack_s=(draw(st.floats(0, 5)), draw(st.floats(0, 5))),
     )
     if draw(st.booleans()):
@@ -159,7 +166,7 @@ def problems(draw):
 
 
 def hosted(leave_s, back_s, slack_s, budget):
-    away = {"host": Away(leave_s, back_s, 99)}
+    away = {"host": OffloadTier(leave_s, back_s, 99)}
     return {"tiers": away, "slack_s": slack_s, "budget": budget}
 
 
@@ -203,23 +210,23 @@ FOUND = (
 
 @pytest.mark.parametrize("problem", FOUND)
 def test_a_large_value_is_not_given_up_for_the_last_bytes(problem):
-    made = choose(problem, (AGAIN, "host"))
+    made = choose(problem, (RECOMPUTE, "host"))
     assert made.fits
-    assert made.answer.seconds <= 1.5 * best(problem, (AGAIN, "host"))
+    assert made.answer.seconds <= 1.5 * best(problem, (RECOMPUTE, "host"))
 
 
 def test_what_must_be_saved_is_not_made_again_for_another():
     """v2 is made of v1, which is not read in backward: it is kept if it must be."""
     problem = chain(2, 8, 4, 4, 9, read_back=False, budget=15)
-    assert choose(problem, (AGAIN,)).actions == (K, A, A, K, K)
-    assert choose(wish(problem, 1, CheckpointPolicy.MUST_SAVE), (AGAIN,)).actions[1] == K
+    assert choose(problem, (RECOMPUTE,)).actions == (K, A, A, K, K)
+    assert choose(wish(problem, 1, CheckpointPolicy.MUST_SAVE), (RECOMPUTE,)).actions[1] == K
 
 
 @settings(deadline=None, max_examples=150)
 @given(problems())
 def test_it_fits_where_something_does_and_is_near_the_best(problem):
-    made = choose(problem, (AGAIN, "host"))
-    least = best(problem, (AGAIN, "host"))
+    made = choose(problem, (RECOMPUTE, "host"))
+    least = best(problem, (RECOMPUTE, "host"))
     if least is None:
         assert not made.fits
         return
@@ -230,6 +237,6 @@ def test_it_fits_where_something_does_and_is_near_the_best(problem):
 
 
 def test_the_gap_is_said():
-    made = choose(TABLE["a hidden transfer is cheaper than compute"][0], (AGAIN, "host"))
+    made = choose(TABLE["a hidden transfer is cheaper than compute"][0], (RECOMPUTE, "host"))
     assert made.gap is not None
     assert 0 <= made.gap < 0.5

@@ -3,10 +3,10 @@
 import pytest
 from activation_chains import chain
 
-from zcompile.passes.plan_activations.problem import KEEP, Away
+from zcompile.passes.plan_activations.problem import KEEP, OffloadTier
 from zcompile.passes.plan_activations.solve import STREAMED_S, StreamingLoad, seconds, split
 
-UNSEEN = {"tiers": {"host": Away(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
+UNSEEN = {"tiers": {"host": OffloadTier(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
 """Transfers that compute hides."""
 
 

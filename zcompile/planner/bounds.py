@@ -93,7 +93,7 @@ class Segment:
 
     reads   that its compute reads and did not write itself before
     writes  that it writes and somebody reads later; 0 where nobody does
-    lives   whether somebody reads later what the bytes are then
+    lives   whether somebody reads the bytes later, as they are after the segment
     """
 
     phase: Phase
@@ -105,11 +105,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a step needs, wherever it rests.
+    """What a step needs, on whatever tiers its entries rest.
 
-    groups     sizes of bytes that are used alike. Copies in another dtype are none of them: compute
-               may make those of what they are copies of
-    gradients  which of them are gradients
+    groups     sizes of groups of bytes with the same uses. Low-precision copies are none of them:
+               compute may make those of their masters
+    gradients  which of the groups are gradients
     """
 
     groups: tuple[int, ...]
@@ -118,7 +118,7 @@ class Demand:
 
     @property
     def phases_s(self) -> Mapping[Phase, float]:
-        """Seconds that each phase computes at least, if it never waits."""
+        """Lower bound, in seconds, on the compute of each phase."""
         sums: dict[Phase, float] = {}
         for segment in self.segments:
             sums[segment.phase] = sums.get(segment.phase, 0.0) + segment.compute_s
@@ -126,7 +126,7 @@ class Demand:
 
 
 class _Use(NamedTuple):
-    """Of one object in one segment, as in `Segment`."""
+    """The use of one object in one segment, as in `Segment`."""
 
     read: int
     written: int
@@ -134,7 +134,10 @@ class _Use(NamedTuple):
 
 
 def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
-    """A step as its bound sees it; where things rest, and what is moved, does not matter."""
+    """The demand of a step.
+
+    region_seconds  seconds of a region's compute
+    """
     touched: dict[int, _Touched] = {}
     phases, seconds, found = [], [], []
     for phase, calls in groupby(step.calls, key=lambda call: call.phase):
@@ -164,8 +167,8 @@ def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
 def _alike(
     phases: Sequence[Phase], found: Sequence[tuple["_Sizes", "_Sizes"]]
 ) -> list[tuple[int, bool, list[_Use]]]:
-    """Objects of which every segment uses the same share are one group, whatever their sizes: how
-    large it is, whether it is of gradients, and its uses."""
+    """Groups of objects of which every segment uses the same share: size, whether gradients,
+    uses."""
     groups: dict[object, tuple[int, bool, list[_Use]]] = {}
     for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
         plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
@@ -192,8 +195,10 @@ def _alike(
 
 
 def _lives(phases: Sequence[Phase], uses: Sequence[_Use], n: int, is_gradient: bool) -> bool:
-    """Whether what an object is after segment n is read before it is written over. A gradient is
-    added to by each backward pass, and is over with the step that reads it."""
+    """Whether an object is read after segment n before it is overwritten.
+
+    A gradient is added to by each backward pass, and is over with the step that reads it.
+    """
     if is_gradient:
         return phases[n] is not Phase.STEP
     later = [uses[(n + i) % len(uses)] for i in range(1, len(uses) + 1)]
@@ -204,7 +209,8 @@ K = TypeVar("K")
 
 
 class _At(NamedTuple):
-    """What an instruction names: an entry's index, its copy in a dtype, or its gradient."""
+    """The object that an instruction names: an entry's index, its copy in a dtype, or its
+    gradient."""
 
     entry: int
     copy: object = None
@@ -212,7 +218,7 @@ class _At(NamedTuple):
 
 
 class _Ranges(Generic[K]):
-    """Byte ranges of objects, and how many distinct bytes they are."""
+    """Byte ranges of objects, and the number of distinct bytes in them."""
 
     def __init__(self) -> None:
         self._of: dict[K, list[tuple[int, int]]] = {}
@@ -228,7 +234,7 @@ class _Ranges(Generic[K]):
         return frozenset(self._of)
 
     def sizes(self) -> dict[K, int]:
-        """Distinct bytes of each."""
+        """Distinct bytes of each object."""
         return {key: _union(ranges) for key, ranges in self._of.items()}
 
     def items(self) -> Iterator[tuple[K, int, int]]:
@@ -245,13 +251,14 @@ def _union(ranges: Sequence[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True)
 class _Touched:
-    """What a schedule computes, reads and writes."""
+    """Seconds of a schedule's compute, and the bytes that it reads and writes."""
 
     compute_s: float
     reads: _Ranges[_At]
     writes: _Ranges[_At]
 
     def add_to(self, call: StepCall, reads: "_Distinct", writes: "_Distinct") -> None:
+        """Add the bytes of a call, by the keys of its entries."""
         made = writes.keys()
         for mine, all_ in ((self.reads, reads), (self.writes, writes)):
             for at, begin, end in mine.items():
@@ -286,9 +293,12 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
 
 
 def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> float:
-    """Seconds, if it never waits: of an optimizer's step in its chunks, or of whole rows at rest
-    that are computed together, whichever is less. At measured costs this is an estimate, since
-    chunks of other sizes may take less for each byte than those that were seen."""
+    """Lower bound, in seconds, on the compute of a schedule.
+
+    Of an optimizer's step in its chunks, or of whole resident rows that are computed together,
+    whichever is less. At measured costs this is an estimate, since chunks of other sizes may take
+    less for each byte than those that were seen.
+    """
     runs = [x.region for x in schedule.instructions if isinstance(x, Run)]
     seconds = sum(map(region_seconds, runs))
     if not schedule.rows:
@@ -298,20 +308,22 @@ def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> f
 
 COMPUTE = "compute"
 MOST_SEGMENTS = 80
-"""Solved in about a second; the plain bound must do for a step of more micro-batches."""
+"""Most segments of a step whose linear program is solved, which takes about a second; for more
+micro-batches the plain bound must do."""
 SLACK = 1e-6
-"""Of a step that does one thing after the other: as much longer than the least may the way be of
-which the least traffic is told. Ten times what the solver takes for equal."""
+"""Part of a fully sequential step by which a way of running it may exceed the optimum when its
+traffic is minimised. Ten times the difference that the solver takes for equal."""
 
 
 BESIDE = {"h2d": "disk_read", "d2h": "disk_write"}
-"""The other way between the device and what is far, where the two exchange bytes themselves."""
+"""Link -> the other way between device and far tiers, where disk and device exchange bytes
+themselves."""
 
 
 def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
-    """The links that a byte must pass, or can, which is not near enough.
+    """The links that a byte from a far tier must pass, or can.
 
-    Where compute reaches the host, what is not on the device need not pass the bus.
+    Where compute reaches the host, bytes that are not on the device need not pass the bus.
     """
     wanted = set() if room.reach and phase is Phase.STEP else {"h2d", "d2h"}
     if "disk" in room.nbytes:
@@ -321,9 +333,11 @@ def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozen
 
 @dataclass(frozen=True)
 class LeastSeconds:
-    """seconds  of the step
-    lanes       of compute and of each lane, segment by segment, in a way of taking no longer that
-                moves least
+    """The optimum of the linear program.
+
+    seconds  of the step
+    lanes    busy seconds of compute and of each lane, segment by segment, in an optimal way that
+             moves least
     """
 
     seconds: float
@@ -362,19 +376,20 @@ def _solved(program: LinearProgram, costs: Sequence[Term]) -> Mapping[Column, fl
 
 
 def _most_seconds(demand: Demand, links: Mapping[str, Link]) -> float:
-    """Of a step that computes and moves one thing after the other: a unit of times."""
+    """Seconds of a step that computes and moves one thing after the other: the unit of times."""
     moved = sum(sum(s.reads) + sum(s.writes) for s in demand.segments)
     slowest = min((link.bytes_per_s for link in links.values()), default=1.0)
     return max(sum(s.compute_s for s in demand.segments) + moved / slowest, 1e-9)
 
 
 def _unit_bytes(demand: Demand) -> float:
-    """All bytes: in it, and with times by `_most_seconds`, what is solved has numbers around 1."""
+    """The unit of bytes: all of them. With it, and times by `_most_seconds`, numbers are around
+    1."""
     return float(max(1, sum(demand.groups)))
 
 
 def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
-    """What is held over border b, which segment b begins with."""
+    """Columns and rows of border b, which segment b begins with."""
     unit = _unit_bytes(demand)
     device = min(1.0, room.nbytes.get("device", 0) / unit)
     near = min(1.0, device + room.nbytes.get("host", 0) / unit)
@@ -408,7 +423,7 @@ def _segment(
     room: Room,
     unit_s: float,
 ) -> dict[str, list[Term]]:
-    """Columns and rows of segment n; by lane, what its time is made of, in `unit_s`."""
+    """Columns and rows of segment n; by lane, the terms of its time, in `unit_s`."""
     segment, after = demand.segments[n], (n + 1) % len(demand.segments)
     program.column(("T", n), lowest=segment.compute_s / unit_s)
     unit = _unit_bytes(demand)
@@ -452,7 +467,7 @@ def _segment(
 
 @dataclass(frozen=True)
 class Least:
-    """The least of one segment. `nbytes`: over each link; `seconds`: of each resource by itself."""
+    """The bound of one segment. nbytes: over each link; seconds: of each resource by itself."""
 
     phase: Phase
     nbytes: Mapping[str, int]
@@ -469,11 +484,11 @@ class Least:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least of a step.
+    """The bound of a step.
 
-    seconds   no plan takes less
-    nbytes    over each link
-    binding   "compute", or the link that most of those seconds are due to
+    seconds  lower bound on any plan
+    nbytes   over each link
+    binding  "compute", or the link that most of those seconds are due to
     """
 
     seconds: float
@@ -487,11 +502,11 @@ ASSUMES = (
     "no plan that computes what this one computes, at the seconds measured for it, and that has "
     "only the arena of this split for weights and states, takes less"
 )
-"""What `bound` takes for granted, for people; `floor.py` takes none of it for granted."""
+"""What `bound` assumes, for people; `floor.py` assumes none of it."""
 
 
 def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
-    """The least of a step, with `room` for its entries. Pure."""
+    """The bound of a step, with `room` for its entries. Pure."""
     plain = tuple(
         least_of_segment(segment, demand.gradients, links, room) for segment in demand.segments
     )
@@ -518,7 +533,8 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
 def least_of_segment(
     segment: Segment, gradients: Iterable[int], links: Mapping[str, Link], room: Room
 ) -> Least:
-    """The least of one segment by itself, with all of `room` for what it begins and ends with."""
+    """The bound of one segment by itself, with all of `room` for entries at its beginning and its
+    end."""
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}

@@ -1,27 +1,23 @@
-"""Residency: on which tier each weight, gradient and optimizer state of a step rests.
+"""Places each weight, gradient and optimizer state of a step on a tier, by a linear program.
 
 A step scans its states in the same order every time, so what pays is a set that stays and a window
 through which the rest streams: an LRU of the same size would hit nothing. Every tier an entry may
 rest on costs it seconds on links in each phase; a phase takes as long as its busiest link, or its
-compute. Fractions of entries are placed by a linear program and rounded. Where the tiers have no
-room for all, the nearest are filled, and the farthest is told more than it has.
-
-Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
-section 4); that a pinned set is the least for a cyclic scan is Belady's argument.
-
-What it costs a step that an entry rests on a tier: seconds on links, phase by phase.
-
-A phase takes as long as its busiest link, or its compute. Links that take turns are one lane.
-
-Where fractions of groups of entries rest best: a linear program.
+compute; links that take turns are one lane. Fractions of groups of entries are placed by a linear
+program and rounded. Where the tiers have no room for all, the nearest are filled, and the farthest
+is given more than it has.
 
     minimise    sum over phases T_p
     such that   T_p >= compute seconds of p
                 T_p >= seconds that each link is busy in p; links that take turns count together
                 every entry rests somewhere, every tier holds what it has room for
 
-Of what the optimizer's step writes to disk, as much as the staging ring holds may be written while
-the next forward and backward compute: L_p seconds of it count in p and not in the step.
+Of the bytes that the optimizer's step writes to disk, as many as the staging ring holds may be
+written while the next forward and backward compute: L_p seconds of it count in p and not in the
+step.
+
+Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
+section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,21 +32,21 @@ from zcompile.machine.staging import lane_bytes
 from zcompile.memory.linear_program import LinearProgram, Term
 
 TIERS = ("device", "host", "disk")
-"""Nearest first."""
+"""Tiers, nearest to compute first."""
 PLACED = frozenset({EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE})
 Loads = Mapping[tuple[Phase, str], float]
-"""Seconds that a link is busy in a phase."""
+"""(phase, link) -> seconds that the link is busy in the phase."""
 
 
 @dataclass(frozen=True)
 class Room:
     """Bytes for entries on each tier (a tier that is absent is not there), and two shortcuts.
 
-    reach       compute reaches the host's memory: a step borrows what rests there
+    reach       compute reaches the host's memory: a step views entries there in place
     straight    disk and device memory exchange bytes without a link between host and device
-    ring_bytes  of the host, in which nothing rests, may be on their way to or from the disk
-    held_bytes  of the device are held by graphs; when backward ends, by gradients on their way, or
-                that stay until the optimizer has read them
+    ring_bytes  of the host, in which nothing rests, may be in flight to or from the disk
+    held_bytes  of the device are live in graphs; when backward ends, they may be gradients in
+                flight, or gradients that stay until the optimizer has read them
     """
 
     nbytes: Mapping[str, int]
@@ -62,9 +58,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Group:
-    """Entries that are alike: same size, same uses.
+    """Entries of the same size with the same uses.
 
-    loads  tier -> what one of them there costs
+    loads  tier -> seconds on links that one of them costs there
     """
 
     nbytes: int
@@ -75,8 +71,10 @@ class Group:
 def group(
     step: StepTrace, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
 ) -> list[Group]:
-    """The entries of a step that are placed, alike ones together, in the order of first use; but
-    for those that `stay` where compute makes them, which take nothing of a tier, nor of a link."""
+    """The entries of a step that are placed, in groups, in the order of first use.
+
+    stay  gradients that stay where compute makes them, which take nothing of a tier or a link
+    """
     uses: dict[int, dict[Phase, tuple[int, int, int, int]]] = {}
     for call in step.calls:
         for use in call.uses():
@@ -170,7 +168,7 @@ def evaluate(
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
 ) -> tuple[float, Mapping[Phase, str]]:
-    """Seconds of a step under `homes`, and what binds in each phase."""
+    """Seconds of a step under `homes`, and the lane or "compute" that binds in each phase."""
     counts = []
     for g in groups:
         count: dict[str, float] = {}
@@ -188,13 +186,14 @@ def evaluate(
 
 TIE = 1e-3
 """Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the
-one that moves least. Much less would drown in the solver's tolerance (1e-7 of what is minimised,
-which is near 1 here)."""
+one that moves least is taken. Much less would drown in the solver's tolerance (1e-7 of the
+objective, which is near 1 here)."""
 
 
 @dataclass(frozen=True)
 class Fractions:
-    """How many of each group on each tier, and the seconds that takes."""
+    """The optimum of the program: how many of each group rest on each tier, and the seconds that
+    takes."""
 
     counts: list[dict[str, float]]
     seconds: float
@@ -209,7 +208,7 @@ def fractions(
 ) -> Fractions | None:
     """The optimum; None if the tiers together have no room for all.
 
-    late_bytes  that may be on their way to the disk when a step ends
+    late_bytes  that may be in flight to the disk when a step ends
     """
     phases = _phases(groups, compute_seconds)
     late_s = late_bytes / links["disk_write"].bytes_per_s if "disk_write" in links else 0.0
@@ -242,8 +241,11 @@ def fractions(
 
 
 def _moving(loads: Loads) -> float:
-    """Seconds on all links. What is written to disk before the step counts twice: the step waits
-    for it to be home and reads it back, while what the step writes has until the next one."""
+    """Seconds on all links, for ties.
+
+    Bytes written to disk before the step count twice: the step waits for them to be home and reads
+    them back, while what the step writes has until the next one.
+    """
     again = sum(
         s for (phase, link), s in loads.items() if link == "disk_write" and phase is not Phase.STEP
     )
@@ -261,7 +263,7 @@ def _phases(groups: Sequence[Group], compute_seconds: Mapping[Phase, float]) -> 
 
 
 def _bytes_fit(program: LinearProgram, groups: Sequence[Group], room: Mapping[str, int]) -> None:
-    """No tier holds more than it has room for."""
+    """Constrain each tier to the bytes that it has room for."""
     for tier, nbytes in room.items():
         sizes = [
             ((n, tier), float(aligned(g.nbytes))) for n, g in enumerate(groups) if tier in g.loads
@@ -275,8 +277,10 @@ def _lanes_fit(
     phases: Sequence[Phase],
     links: Mapping[str, Link],
 ) -> None:
-    """A lane is busy in phase p for no more than T_p; of what it writes to the disk L_p seconds are
-    not of the step that wrote it, and count in p."""
+    """Constrain each lane in phase p to T_p seconds.
+
+    Of writes to the disk L_p seconds are not of the step that wrote it, and count in p.
+    """
     for phase in phases:
         for lane in dict.fromkeys(link.lane for link in links.values()):
             busy = [
@@ -298,23 +302,24 @@ def _lanes_fit(
 def _on_lane(
     loads: Mapping[tuple[Phase, str], float], phase: Phase, lane: str, links: Mapping[str, Link]
 ) -> float:
+    """Seconds of a lane in a phase."""
     return sum(
         seconds for (p, link), seconds in loads.items() if p is phase and links[link].lane == lane
     )
 
 
 SMALL_SHARE = 8
-"""Small entries rest on the device as long as all take no more than this part of it."""
+"""Small entries rest on the device as long as all take at most 1/SMALL_SHARE of it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each entry of a step rests.
+    """The tier of each entry of a step.
 
     homes          key -> tier
     seconds        of a step, by the busiest resource of each phase, if each waited for its writes
-    least_seconds  if entries could be split, and the ring wrote late what the step writes to disk:
-                   no placement does better in this model
+    least_seconds  lower bound in this model: if entries could be split, and the ring wrote late
+                   what the step writes to disk
     binding        phase -> the link that takes longest, or "compute"
     """
 
@@ -329,7 +334,7 @@ class Placement:
         return frozenset(key for key, home in self.homes.items() if home == HELD)
 
     def resident_bytes(self, step: StepTrace) -> int:
-        """Of the arena, for what rests on the device."""
+        """Bytes of the arena for entries that rest on the device."""
         return sum(
             aligned(step.facts[key].nbytes) for key, home in self.homes.items() if home == "device"
         )
@@ -365,15 +370,19 @@ def place(
 
 
 def _spared(room: Room, nbytes: int) -> Room:
-    """Without so many bytes of the farthest tier: what stays on the device is to find room there,
-    should the device be needed."""
+    """`room` with so many bytes less on the farthest tier.
+
+    Gradients that stay on the device are to find room there, should the device be needed.
+    """
     far = next(tier for tier in reversed(TIERS) if tier in room.nbytes)
     return replace(room, nbytes={**room.nbytes, far: max(0, room.nbytes[far] - nbytes)})
 
 
 def _small(groups: Sequence[Group], device_bytes: int) -> tuple[list[Group], list[Group]]:
-    """Entries so small that starting their transfers is what they cost, and all others. The first
-    rest on the device before anything else, if all of them take little of it."""
+    """Small entries, which cost the starts of their transfers, and all others.
+
+    The first rest on the device before anything else, if all of them take little of it.
+    """
     small = [g for g in groups if g.nbytes <= SMALL_BYTES]
     if sum(len(g.keys) * aligned(g.nbytes) for g in small) * SMALL_SHARE > device_bytes:
         return [], list(groups)
@@ -410,7 +419,7 @@ def _rounded(
 
 
 def _homes(groups: Sequence[Group], counts: Sequence[Mapping[str, int]]) -> dict[int, str]:
-    """Which of a group's entries rest where: each share spread evenly over the order of use."""
+    """The tier of each entry: each share of a group is spread evenly over the order of use."""
     homes: dict[int, str] = {}
     for g, count in zip(groups, counts, strict=True):
         owed = dict.fromkeys(count, 0.0)

@@ -15,21 +15,21 @@ from zcompile.ir.types import CheckpointPolicy, NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations.graph import ActivationBudget, Read, read
-from zcompile.passes.plan_activations.problem import AGAIN, KEEP, MOVED, Problem, Value, answer
+from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, read_problem
+from zcompile.passes.plan_activations.problem import KEEP, MOVED, RECOMPUTE, Problem, Value, answer
 from zcompile.passes.plan_activations.rewrite import (
     Borders,
-    Moved,
+    PlannedOffload,
     Rewriting,
-    moved,
     name_of,
+    plan_offload,
     sink_views,
 )
 from zcompile.passes.plan_activations.solve import Choice, choose, split
 
-WAYS = {
-    "auto": (AGAIN, "host", "disk"),
-    "recompute": (AGAIN,),
+ACTIONS = {
+    "auto": (RECOMPUTE, "host", "disk"),
+    "recompute": (RECOMPUTE,),
     "offload": ("host", "disk"),
     "keep": (),
 }
@@ -37,14 +37,14 @@ WAYS = {
 ROUNDS = 6
 """Most choices that are tried out; each leaves free the bytes that the one before was over the
 budget."""
-NOWHERE = ActivationBudget(
+NOMINAL_BUDGET = ActivationBudget(
     Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
 )
 """A nominal machine, for asking whether everything fits before the real one need be measured."""
 SLACK = 256
 """Beside the bytes that a choice was over, 1/SLACK of the budget is left free, since allocators
 round."""
-SURE = 0.7
+SURE_PART = 0.7
 """Part of the budget: a choice that is estimated to take less is not tried out."""
 
 
@@ -85,16 +85,16 @@ class PlanActivations(Pass):
         values = SavedValues(graph)
         if plan.budget_bytes is None or self.around is None or not values.saved:
             return plan
-        found = read(values, plan, NOWHERE)
+        found = read_problem(values, plan, NOMINAL_BUDGET)
         choice = self._as_wished(graph, plan, found, plan.budget_bytes)
         if choice is None:
-            found = read(values, plan, self.around())
+            found = read_problem(values, plan, self.around())
             choice = self._chosen(graph, plan, found, plan.budget_bytes)
         elif _given_up(choice):  # as the user wished: what that costs depends on the machine
-            found = read(values, plan, self.around())
+            found = read_problem(values, plan, self.around())
             choice = replace(choice, answer=answer(found.problem, choice.actions))
         cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, choice.least_seconds)
-        plan = replace(plan, activations=_told(values, found, choice), activation_cost=cost)
+        plan = replace(plan, activations=_activations(values, found, choice), activation_cost=cost)
         if choice.gap is not None and choice.least_seconds is not None:
             text = (
                 f"activations cost {choice.answer.seconds:.3g} s a step; nothing that fits can "
@@ -106,7 +106,7 @@ class PlanActivations(Pass):
         return _written(graph, plan, found, choice)
 
     def _as_wished(
-        self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int
+        self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, budget: int
     ) -> Choice | None:
         """Everything saved, but for what the user asked for.
 
@@ -117,23 +117,25 @@ class PlanActivations(Pass):
         if any(v.wish in MOVED for v in problem.values):
             return None  # where to is not known yet
         estimate = max(choice.answer.held) + 2 * max(choice.answer.slots)
-        if estimate < SURE * budget:
+        if estimate < SURE_PART * budget:
             return choice
-        if estimate * SURE > budget:
+        if estimate * SURE_PART > budget:
             return None
         held, window = self._needed(graph, plan, found, choice)
         return choice if held + 2 * window <= budget else None
 
-    def _chosen(self, graph: fx.Graph, plan: GraphPlan, found: Read, budget: int) -> Choice:
+    def _chosen(self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, budget: int) -> Choice:
         """The first choice that fits as it is counted after all passes; else the one that needs
         least."""
         problem = replace(found.problem, budget=budget)
-        ways = [way for way in WAYS[self.activations] if way == AGAIN or way in problem.tiers]
+        ways = [
+            way for way in ACTIONS[self.activations] if way == RECOMPUTE or way in problem.tiers
+        ]
         margin, best = 0, None
         for _ in range(ROUNDS):
             choice = split(problem, found.streams, ways, margin)
             estimate = max(choice.answer.held) + max(choice.answer.slots)
-            if choice.fits and estimate < SURE * budget:
+            if choice.fits and estimate < SURE_PART * budget:
                 return choice
             over = sum(self._needed(graph, plan, found, choice)) - budget
             if best is None or over < best[0]:
@@ -145,7 +147,7 @@ class PlanActivations(Pass):
         return best[1]
 
     def _needed(
-        self, graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice
+        self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, choice: Choice
     ) -> tuple[int, int]:
         """Bytes of the device that a choice needs: live bytes outside the arena, and the smallest
         window."""
@@ -174,11 +176,11 @@ def _given_up(choice: Choice) -> bool:
     return any(want is not None and action != KEEP for action, want in rows)
 
 
-def _written(graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice) -> GraphPlan:
+def _written(graph: fx.Graph, plan: GraphPlan, found: GraphProblem, choice: Choice) -> GraphPlan:
     """Write the choice into the graph."""
     wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
-    again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == AGAIN)
-    away = [n for n in wanted if choice.actions[n] not in (KEEP, AGAIN)]
+    again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == RECOMPUTE)
+    away = [n for n in wanted if choice.actions[n] not in (KEEP, RECOMPUTE)]
     if not again and not away:
         return plan
     sink_views(graph)
@@ -186,8 +188,8 @@ def _written(graph: fx.Graph, plan: GraphPlan, found: Read, choice: Choice) -> G
 
 
 def _moves(
-    graph: fx.Graph, found: Read, choice: Choice, away: Sequence[int]
-) -> Mapping[fx.Node, Moved]:
+    graph: fx.Graph, found: GraphProblem, choice: Choice, away: Sequence[int]
+) -> Mapping[fx.Node, PlannedOffload]:
     """The offloads of a choice.
 
     The memory of each is given back when the value will have left, or sooner where more bytes would
@@ -197,7 +199,7 @@ def _moves(
     """
     borders, problem = Borders(graph), found.problem
     held, most = list(choice.answer.held), max(choice.answer.held)
-    moves: dict[fx.Node, Moved] = {}
+    moves: dict[fx.Node, PlannedOffload] = {}
     free_s = 0.0
     for number in away:
         value, root = problem.values[number], found.roots[number]
@@ -210,11 +212,13 @@ def _moves(
         ):
             held[at] += value.nbytes
             at += 1
-        moves[root] = moved(borders, root, choice.actions[number], at)
+        moves[root] = plan_offload(borders, root, choice.actions[number], at)
     return moves
 
 
-def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation, ...]:
+def _activations(
+    values: SavedValues, found: GraphProblem, choice: Choice
+) -> tuple[Activation, ...]:
     """What becomes of each value that backward needs, for the dump."""
     rows = []
     problem = found.problem
@@ -222,7 +226,7 @@ def _told(values: SavedValues, found: Read, choice: Choice) -> tuple[Activation,
         if choice.answer.wanted[number] is None:
             continue
         action, seconds = choice.actions[number], 0.0
-        if action == AGAIN:
+        if action == RECOMPUTE:
             seconds = _share(problem, choice, value) * problem.makers[value.maker].seconds
         elif action != KEEP:
             away = problem.tiers[action]
@@ -248,7 +252,7 @@ def _share(problem: Problem, choice: Choice, value: Value) -> float:
     again = [
         problem.values[n].nbytes
         for n in made
-        if choice.actions[n] == AGAIN and choice.answer.wanted[n] is not None
+        if choice.actions[n] == RECOMPUTE and choice.answer.wanted[n] is not None
     ]
     return value.nbytes / sum(again) if sum(again) else 1 / len(again)
 
@@ -261,7 +265,7 @@ def _why(
         return "a result of the graph, which its caller holds"
     if wish is not None and action != KEEP:
         return f"asked for by torch.utils.checkpoint ({wish.name})"
-    if action == AGAIN:
+    if action == RECOMPUTE:
         return "making it again costs least per byte where most is held"
     if action != KEEP:
         return "moving it costs least per byte where most is held"

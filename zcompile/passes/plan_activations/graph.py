@@ -14,7 +14,7 @@ from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, Phase, aligned
 from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
-from zcompile.passes.plan_activations.problem import Away, Maker, Problem, Value, Weight
+from zcompile.passes.plan_activations.problem import Maker, OffloadTier, Problem, Value, Weight
 from zcompile.passes.plan_activations.solve import StreamingLoad
 
 LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
@@ -36,7 +36,7 @@ class ActivationBudget:
 
 
 @dataclass(frozen=True)
-class Read:
+class GraphProblem:
     """The problem of a graph, and what belongs to it.
 
     problem  with a budget of nothing yet
@@ -51,12 +51,12 @@ class Read:
     clock: tuple[float, ...]
 
 
-def read(values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> Read:
+def read_problem(values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> GraphProblem:
     """The problem of a joint graph before its parameters are gathered."""
-    return _Reading(values, plan, around).read()
+    return _ProblemReader(values, plan, around).read()
 
 
-class _Reading:
+class _ProblemReader:
     def __init__(self, values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> None:
         self.values, self.plan, self.around = values, plan, around
         self.nodes: tuple[fx.Node, ...] = tuple(values.graph.nodes)
@@ -67,7 +67,7 @@ class _Reading:
         self.roots: list[fx.Node] = []
         self.index: dict[fx.Node, int] = {}
 
-    def read(self) -> Read:
+    def read(self) -> GraphProblem:
         made: list[Value] = []
         makers: list[Maker] = []
         # Storages of forward, with the ops that make them.
@@ -94,7 +94,7 @@ class _Reading:
         slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
         started = 0 if self.around.beside else len(self.gathers)
         streams = StreamingLoad(compute, weights_s, weight_bytes, started)
-        return Read(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
+        return GraphProblem(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:
         values = self.values
@@ -136,7 +136,7 @@ class _Reading:
     def _value(self, node: fx.Node, root: fx.Node, number: int) -> Value:
         at = self.where[node]
         aliases = set(aliases_of(root))  # a view is taken where it is read, and reads nothing
-        read = sorted(
+        read_problem = sorted(
             {
                 self.where[user]
                 for alias in aliases
@@ -144,14 +144,14 @@ class _Reading:
                 if user.op != "output" and user not in aliases
             }
         )
-        forward = [when for when in read if when < self.boundary]
+        forward = [when for when in read_problem if when < self.boundary]
         held = root in self.values.returned
         return Value(
             root.name,
             storage_bytes(root),
             at,
             max(forward, default=at),
-            tuple(when for when in read if when >= self.boundary),
+            tuple(when for when in read_problem if when >= self.boundary),
             number,
             self.values.may_move(root),
             CheckpointPolicy.MUST_SAVE if held else wish_of(root) or wish_of(node),
@@ -159,7 +159,7 @@ class _Reading:
 
     def _weight(self, gathers: list[fx.Node]) -> Weight:
         family = {n for gather in gathers for n in (gather, *self._family(gather))}
-        read = sorted(
+        read_problem = sorted(
             {
                 self.where[user]
                 for n in family
@@ -168,8 +168,8 @@ class _Reading:
             }
         )
         nbytes = aligned(Layout.of(gathers[0].meta["val"]).nbytes)
-        early = tuple(at for at in read if at < self.boundary)
-        return Weight(nbytes, early, tuple(at for at in read if at >= self.boundary))
+        early = tuple(at for at in read_problem if at < self.boundary)
+        return Weight(nbytes, early, tuple(at for at in read_problem if at >= self.boundary))
 
     def _family(self, gather: fx.Node) -> list[fx.Node]:
         mine = self.gather_of[gather]
@@ -243,7 +243,7 @@ class _Reading:
                 seconds[phase] += nbytes / slowest if slowest else 0.0
         return (seconds[0], seconds[1]), total
 
-    def _away(self, tier: str, room: int) -> Away:
+    def _away(self, tier: str, room: int) -> OffloadTier:
         """Seconds per byte and room of a tier."""
         links = self.around.machine.links
         out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
@@ -251,7 +251,7 @@ class _Reading:
         leave_s, back_s = (
             max((1 / link.bytes_per_s for link in ways), default=0.0) for ways in (out, back)
         )
-        return Away(leave_s, back_s, room, start)
+        return OffloadTier(leave_s, back_s, room, start)
 
     def _clock(self) -> Iterator[float]:
         """Seconds of compute before each node."""

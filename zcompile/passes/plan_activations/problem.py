@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from zcompile.ir.types import CheckpointPolicy
 
-KEEP, AGAIN = "keep", "again"
+KEEP, RECOMPUTE = "keep", "again"
 """Actions besides the tiers that a value may be offloaded to: saved, and recomputed."""
 REPEATED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 """Wishes to recompute a value, which are carried out before anything is searched."""
@@ -62,7 +62,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Away:
+class OffloadTier:
     """A tier that values may be offloaded to.
 
     leave_s, back_s  seconds per byte, on the link that takes longest
@@ -93,7 +93,7 @@ class Problem:
     weights: tuple[Weight, ...]
     other: Sequence[int]
     boundary: int
-    tiers: Mapping[str, Away]
+    tiers: Mapping[str, OffloadTier]
     slack_s: tuple[float, float]
     budget: int
     window: int = 0
@@ -151,7 +151,7 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
             continue
         if action == KEEP:
             _add(held, value.made, max(value.read, want[1]), value.nbytes)
-        elif action == AGAIN:
+        elif action == RECOMPUTE:
             _add(held, *want, value.nbytes)
         else:
             _add(slots, *want, value.nbytes)
@@ -161,7 +161,7 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     for number, op in enumerate(problem.makers):
         if number in repeats:
             for made in op.makes:
-                if wanted[made] is None or actions[made] != AGAIN:
+                if wanted[made] is None or actions[made] != RECOMPUTE:
                     _add(held, repeats[number], repeats[number], problem.values[made].nbytes)
     # Slots of weights; then sums over time.
     _weights(problem, repeats, slots)
@@ -195,7 +195,7 @@ def _wanted(
         firsts = [
             want[0]
             for made in op.makes
-            if actions[made] == AGAIN and (want := wanted[made]) is not None
+            if actions[made] == RECOMPUTE and (want := wanted[made]) is not None
         ]
         if firsts:
             at = repeats[number] = min(firsts)

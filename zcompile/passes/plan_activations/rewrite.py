@@ -25,7 +25,7 @@ from zcompile.ir.types import NodeName, ParamName, ParamSpec, Phase
 
 
 @dataclass(frozen=True)
-class Moved:
+class PlannedOffload:
     """An offload to write into the graph.
 
     tier    "host" or "disk"
@@ -41,28 +41,28 @@ class Moved:
 class Rewriting:
     """Writes decisions about saved storages into a joint graph.
 
-    values  of a graph whose views were sunk (`sink_views`)
-    again   the storages, by root, that backward recomputes
-    moved   those that it reads back
+    values      of a graph whose views were sunk (`sink_views`)
+    recomputed  the storages, by root, that backward computes again
+    offloaded   those that it reads back
     """
 
     def __init__(
         self,
         values: SavedValues,
         plan: GraphPlan,
-        again: frozenset[fx.Node],
-        moved: Mapping[fx.Node, Moved],
+        recomputed: frozenset[fx.Node],
+        offloaded: Mapping[fx.Node, PlannedOffload],
     ) -> None:
         self._graph, self._values, self._plan = values.graph, values, plan
-        self._again = again | {values.maker(root) for root in again}
-        self._moved = moved
+        self._recomputed = recomputed | {values.maker(root) for root in recomputed}
+        self._offloaded = offloaded
         self._params = dict(plan.params)
         self._copies: dict[fx.Node, fx.Node] = {}
 
     def rewrite(self) -> GraphPlan:
         readers = [n for n in self._graph.nodes if self._values.is_backward(n)]
-        handles = {root: self._offload(root, move) for root, move in self._moved.items()}
-        for root, move in self._moved.items():
+        handles = {root: self._offload(root, move) for root, move in self._offloaded.items()}
+        for root, move in self._offloaded.items():
             with self._graph.inserting_before(move.left):
                 insert(
                     self._graph,
@@ -79,7 +79,7 @@ class Rewriting:
                     reader.replace_input_with(source, other)
         return replace(self._plan, params=self._params)
 
-    def _offload(self, root: fx.Node, move: Moved) -> fx.Node:
+    def _offload(self, root: fx.Node, move: PlannedOffload) -> fx.Node:
         name, layout = name_of(root), layout_of(root)
         near = next(n for n in self._graph.nodes if n.name in self._plan.params)
         with self._graph.inserting_before(move.starts):
@@ -108,7 +108,7 @@ class Rewriting:
         if not self._values.is_forward(node) or node.op != "call_function":
             return node
         root = self._values.root(node)
-        if root not in self._again and root not in self._moved:
+        if root not in self._recomputed and root not in self._offloaded:
             return node
         if node not in self._copies:
             if node in handles:
@@ -196,7 +196,7 @@ class Borders:
         return max(at for at in read if at < self.end)
 
 
-def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Moved:
+def plan_offload(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> PlannedOffload:
     """An offload from the first border after a value is made.
 
     Its memory is given back at the first border after its last reader in forward, and not before
@@ -204,4 +204,4 @@ def moved(borders: Borders, root: fx.Node, tier: str, at_least: int = 0) -> Move
     """
     starts = borders.after(borders.at(root))
     left = borders.after(max(borders.last_read(root), at_least - 1, borders.at(root)))
-    return Moved(tier, borders.node(starts), borders.node(max(left, starts)))
+    return PlannedOffload(tier, borders.node(starts), borders.node(max(left, starts)))

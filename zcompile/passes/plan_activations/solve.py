@@ -1,31 +1,27 @@
-"""Which values are kept for backward, which are made again, which are moved: chosen within budgets.
+"""Chooses which values are saved for backward, recomputed or offloaded, within budgets. Pure.
 
-A knapsack with precedence: memory at every time is a constraint, and what is made again wants what
-its op reads. It is solved greedily: while too much is held, the value is given up that costs the
-fewest seconds per byte at the time at which the most is held; at the end whatever has come to fit
-is kept again (`solve.py`). Several such ways are tried, one of them from the rounded
-solution of the linear relaxation (`solve.py`), whose optimum says how far the best of
-them can be from the least; of the best, what costs most is exchanged for others.
+The problem (`problem.py`) is a knapsack with precedence: memory at every time is a constraint, and
+recomputing wants the operands of the op. It is solved greedily (`Search`): while too many bytes are
+live, the value is given up that costs the fewest seconds per byte at the peak; at the end every
+value that has come to fit is saved again. Several such searches are tried, one of them from the
+rounded solution of the linear relaxation (`relaxed`), whose optimum says how far the best of them
+can be from the optimum; of the best, the costliest values are exchanged for others (`choose`).
 
-The linear relaxation of the choice of what is kept for backward.
-
-Every value may be kept, made again and moved in parts, ops may run again in parts:
+In the relaxation every value may be saved, recomputed and offloaded in parts, and ops may run again
+in parts:
 
     minimise    seconds of ops that run again, of transfers that compute does not hide
-    such that   a saved value is kept, made again and moved in parts that add up to one
-                what is made again needs its op, and that what the op reads
-                at every time that is looked at, what is surely held then fits
+    such that   a saved value is saved, recomputed and offloaded in parts that add up to one
+                a recomputed value needs its op, and that op its operands
+                at every time that is looked at, the bytes that are surely live then fit
 
-Times at which something is held that depends on when ops run again are left out, so its optimum is
-below that of every answer that fits.
+Bytes whose time depends on when ops run again are left out, so its optimum is below that of every
+answer that fits.
 
-One way of giving up values until what is left fits: greed, and what it may take back.
-
-How the device is shared between values that wait for backward and slots for what streams. Pure.
-
-A byte of slots lets fetches start earlier, and parameters and their gradients rest on the device; a
-byte of values saves making them again, or moving them. So a few windows for slots are tried, from
-the smallest that will do to what everything could rest in; for each the values are chosen, and the
+The device is shared between values that wait for backward and slots for fetches (`split`). A byte
+of slots lets fetches start earlier, and parameters and their gradients rest on the device; a byte
+of values saves recomputing or offloading them. So a few windows for slots are tried, from the
+smallest that will do to one in which everything could rest; for each the values are chosen, and the
 fastest is taken.
 """
 
@@ -35,10 +31,10 @@ from dataclasses import dataclass, replace
 from zcompile.ir.types import NEVER_RECOMPUTED, CheckpointPolicy
 from zcompile.memory.linear_program import Column, LinearProgram, Term
 from zcompile.passes.plan_activations.problem import (
-    AGAIN,
     BUSY,
     KEEP,
     MOVED,
+    RECOMPUTE,
     REPEATED,
     Answer,
     Problem,
@@ -46,13 +42,16 @@ from zcompile.passes.plan_activations.problem import (
 )
 
 TIMES = 48
-"""Times at which memory is looked at: the fullest of as many stretches of the same length."""
+"""Times at which the relaxation bounds memory: the peak of each of so many stretches of equal
+length."""
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """actions  the largest part of each value
-    seconds   the optimum
+    """The optimum of the relaxation.
+
+    actions  the largest part of each value
+    seconds  of the optimum
     """
 
     actions: tuple[str, ...]
@@ -60,10 +59,10 @@ class Relaxed:
 
 
 def relaxed(problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> Relaxed | None:
-    """The optimum; None if nothing fits.
+    """The optimum of the relaxation; None if nothing fits.
 
-    ways   what may be done to a value but to keep it: AGAIN, and tiers
-    begin  what is done to values that nobody need keep
+    ways   actions besides saving a value: AGAIN, and tiers
+    begin  actions of values that nobody need save
     """
     relaxation = _Relaxation(problem, ways)
     found = relaxation.program(begin).minimised(*relaxation.costs())
@@ -74,8 +73,11 @@ def relaxed(problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> Rela
 
 
 class _Relaxation:
-    """Columns: (value, action), a part of a value; ("op", n), that it runs again; ("over", phase),
-    what transfers take longer than compute; "slots", bytes for what streams."""
+    """The linear program of the relaxation.
+
+    Columns: (value, action), a part of a value; ("op", n), that it runs again; ("over", phase),
+    seconds of transfers that compute does not hide; "slots", bytes for fetches.
+    """
 
     def __init__(self, problem: Problem, ways: Sequence[str]) -> None:
         self.problem = problem
@@ -114,20 +116,20 @@ class _Relaxation:
         return program
 
     def _may(self, wish: CheckpointPolicy | None, may_move: bool, action: str) -> bool:
-        if action == AGAIN:
+        if action == RECOMPUTE:
             return wish not in NEVER_RECOMPUTED
         return action == KEEP or may_move
 
     def _there(self, value: int) -> list[Term]:
-        """Less than zero by the parts of a value that are there in backward."""
+        """Terms that sum to minus the parts of a value that are there in backward."""
         return [((value, action), -1.0) for action in self.actions]
 
     def _what_is_read_is_there(self, program: LinearProgram) -> None:
         for number, value in enumerate(self.problem.values):
             if value.readers:
                 program.at_most(-1.0, *self._there(number))
-            if AGAIN in self.actions:
-                program.at_most(0.0, ((number, AGAIN), 1.0), (("op", value.maker), -1.0))
+            if RECOMPUTE in self.actions:
+                program.at_most(0.0, ((number, RECOMPUTE), 1.0), (("op", value.maker), -1.0))
         for number, maker in enumerate(self.problem.makers):
             for read in maker.reads:
                 program.at_most(0.0, *self._there(read), (("op", number), 1.0))
@@ -192,22 +194,22 @@ class _Relaxation:
 
 
 DEEPEST = 64
-"""Ops that one value may want made again, one from the other, at a time."""
+"""Most ops that one value may want recomputed at a time, one from the other."""
 PART = 4
-"""Of what is missing, so much is given up without looking again where the most is held then."""
-TURNED = 16
-"""The largest of what is given up, of which so many are given up in another way, if nothing else is
-left to give up."""
+"""1/PART of the missing bytes is given up at once, without looking again where the peak is then."""
+MOST_RETRIED = 16
+"""Number of the largest values given up that are tried with another action, if nothing else is left
+to give up."""
 
 
 class Search:
-    """One way of giving up values until what is left fits.
+    """A greedy search that gives up values until the others fit.
 
     begin    actions it falls back to, one per value
-    actions  where it stands; at first `begin`, unless it is told otherwise
-    frugal   what frees most goes first, whatever it costs
-    wholly   what is made again is so with all that it wants, not only with what is no smaller; of
-             bytes freed, only as many count as are missing
+    actions  current actions; at first `begin`, unless others are given
+    frugal   the value that frees most bytes goes first, whatever it costs
+    wholly   a value is recomputed with all operands that this wants, not only with those that are
+             no smaller; and bytes freed beyond the missing ones do not count
     stays    a value that is not given up
     """
 
@@ -233,28 +235,34 @@ class Search:
 
     @property
     def over(self) -> int:
+        """Bytes that are missing; not more than zero, if it fits."""
         return self.answer.over(self.problem)
 
     def without(self, number: int, ways: Sequence[str], wished: Sequence[str]) -> "Search":
-        """From here on, but with `number` as it is wished, and others given up for it."""
+        """A search from here on that gives `number` its wished action, and gives up others for
+        it."""
         actions = [wished[n] if n == number else a for n, a in enumerate(self.actions)]
         return Search(self.problem, ways, wished, actions=actions, wholly=True, stays=number)
 
     def run(self, also: Sequence[str] = ()) -> "Search":
-        """Give up until it fits; in other ways too, where the first are not enough."""
-        while self.over > 0 and (self._give_up_some() or self._otherwise()):
+        """Give up values until the others fit.
+
+        also  actions for another search, where those of this one are not enough
+        """
+        while self.over > 0 and (self._give_up_some() or self._change_action()):
             pass
         if self.over > 0 and also:
             self.ways, self._refused = also, set()
             return self.run()
         if self.over <= 0:
-            self._keep_again()
+            self._save_again()
         return self
 
     def _give_up_some(self) -> bool:
-        """What costs least per byte, of what makes the peak lower; False: nothing does.
+        """Give up the value that costs least per byte and lowers the peak; False: there is none.
 
-        Where much is missing several go at once, a part of it: what is too many is kept again.
+        Where many bytes are missing, several values are given up at once, for a part of the bytes:
+        a value too many is saved again at the end.
         """
         now = self._measure()
         rows = sorted(self._candidates(), key=lambda row: row[:3])
@@ -267,34 +275,37 @@ class Search:
             given |= {changed for changed, _ in changes}
             gone += nbytes
             several += changes
-        if len(given) > 1 and self._takes(several, now):
+        if len(given) > 1 and self._improves(several, now):
             return True
         for _, number, action, changes in rows:
-            if self._takes(changes, now):
+            if self._improves(changes, now):
                 return True
             self._refused.add((number, action))
         return False
 
-    def _otherwise(self) -> bool:
-        """Give up in another way what is given up: what comes back needs room to come back to, and
-        what is made again that of which it is made."""
-        now, at = self._measure(), self._fullest()
+    def _change_action(self) -> bool:
+        """Give up a value in another way than it is given up.
+
+        A value that is read back needs room to come back to, and one that is recomputed its
+        operands.
+        """
+        now, at = self._measure(), self._peak_time()
         given = [n for n in self.given_up(self.begin) if self.actions[n] != KEEP]
         given.sort(key=lambda n: -self.problem.values[n].nbytes)
-        for number, way in ((n, way) for n in given[:TURNED] for way in self.ways):
+        for number, way in ((n, way) for n in given[:MOST_RETRIED] for way in self.ways):
             if way != self.actions[number] and self._may(number, way):
                 made = self._changes(number, way, at)
-                if made is not None and self._takes(made[2], now):
+                if made is not None and self._improves(made[2], now):
                     self._refused.clear()
                     return True
         return False
 
-    def _fullest(self) -> int:
-        """The time at which most is held."""
+    def _peak_time(self) -> int:
+        """The time of the peak."""
         return self.answer.held.index(max(self.answer.held))
 
-    def _takes(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
-        """Make these changes, if what is measured becomes less than `now`."""
+    def _improves(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
+        """Make these changes, if the measure becomes less than `now`; returns whether."""
         before, was = list(self.actions), self.answer
         for changed, to in changes:
             self.actions[changed] = to
@@ -305,15 +316,17 @@ class Search:
         return False
 
     def _measure(self) -> tuple[int, int, int]:
-        """Falls with each step: what is missing, and how often as much as most is held."""
+        """The missing bytes, the peak, and the number of times at the peak; each step makes it
+        less."""
         held = self.answer.held
         most = max(held)
         return self.over, most, held.count(most)
 
     def _candidates(self) -> Iterator[tuple[float, int, str, list[tuple[int, str]]]]:
-        """(seconds per byte, value, action, changes) of what only waits at the peak."""
+        """(seconds per byte, value, action, changes) of values that only wait for backward at the
+        peak."""
         found = self.answer
-        at = self._fullest()
+        at = self._peak_time()
         for number, value in enumerate(self.problem.values):
             want = found.wanted[number]
             if want is None or self.actions[number] != KEEP:
@@ -333,10 +346,11 @@ class Search:
                         yield cost / gain, number, way, changes
 
     def _may(self, number: int, way: str) -> bool:
+        """Whether a value may be given an action."""
         value = self.problem.values[number]
         if number == self._stays:
             return False
-        if way == AGAIN:
+        if way == RECOMPUTE:
             repeats = self.problem.makers[value.maker].may_repeat
             return repeats and value.wish not in NEVER_RECOMPUTED
         away = self.problem.tiers.get(way)
@@ -347,16 +361,18 @@ class Search:
     def _changes(
         self, number: int, way: str, at: int
     ) -> tuple[float, int, list[tuple[int, str]]] | None:
-        """Seconds it adds, bytes that are gone at time `at`, and what changes."""
+        """Seconds that an action adds, bytes that are free at time `at`, and the changes it
+        makes."""
         value = self.problem.values[number]
-        if way != AGAIN:
+        if way != RECOMPUTE:
             moved = dict(self.answer.moved)
             moved[way] = moved.get(way, 0) + value.nbytes
             away = self.problem.tiers[way]
             return self._moved_s(moved) + 2 * away.start_s, value.nbytes, [(number, way)]
-        return self._again(number, at)
+        return self._recompute(number, at)
 
     def _moved_s(self, moved: dict[str, int]) -> float:
+        """Seconds that transfers add if these bytes are offloaded."""
         tiers = self.problem.tiers
         added = 0.0
         for rate, slack in (
@@ -371,11 +387,11 @@ class Search:
             added += max(0.0, then - slack) - max(0.0, now - slack) + BUSY * (then - now)
         return added
 
-    def _again(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
-        """`number` is made again, and of what that wants whatever is not smaller, or all."""
+    def _recompute(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
+        """The same for recomputing `number`, with operands that are no smaller, or all."""
         problem, found = self.problem, self.answer
         seconds, gain = 0.0, problem.values[number].nbytes
-        changes = [(number, AGAIN)]
+        changes = [(number, RECOMPUTE)]
         queue, seen = [number], {number}
         ops: set[int] = set()
         while queue:
@@ -390,16 +406,16 @@ class Search:
                 seen.add(read)
                 source = problem.values[read]
                 too = self.wholly or source.nbytes >= problem.values[number].nbytes
-                if too and self._may(read, AGAIN) and len(ops) < DEEPEST:
-                    changes.append((read, AGAIN))
+                if too and self._may(read, RECOMPUTE) and len(ops) < DEEPEST:
+                    changes.append((read, RECOMPUTE))
                     queue.append(read)
                 else:
                     changes.append((read, KEEP))
                     gain -= source.nbytes if source.read < at else 0
         return seconds, gain, changes
 
-    def _keep_again(self) -> None:
-        """Undo what need not have been done, the most costly first."""
+    def _save_again(self) -> None:
+        """Undo actions that turned out not to be needed, the most costly first."""
         by_cost = sorted(
             self.given_up(self.begin),
             key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
@@ -412,39 +428,41 @@ class Search:
                 self.actions[number], self.answer = before, was
 
     def given_up(self, wished: Sequence[str]) -> list[int]:
-        """What somebody wants back, and is not as it was wished."""
+        """Values that backward wants and whose action is not as it was wished."""
         wanted = self.answer.wanted
         return [n for n, a in enumerate(self.actions) if a != wished[n] and wanted[n] is not None]
 
     def seconds_of(self, number: int) -> float:
-        """What it takes to have the value back as it is chosen, alone."""
+        """Seconds of the action of one value, alone."""
         value, action = self.problem.values[number], self.actions[number]
-        if action == AGAIN:
+        if action == RECOMPUTE:
             return self.problem.makers[value.maker].seconds
         away = self.problem.tiers.get(action)
         return 0.0 if away is None else (away.leave_s + away.back_s) * value.nbytes
 
 
 def _weight(wish: CheckpointPolicy | None, way: str) -> float:
-    """What a preference makes a second count."""
-    if wish is CheckpointPolicy.PREFER_SAVE and way == AGAIN:
+    """Factor of the seconds of an action, by the user's preference."""
+    if wish is CheckpointPolicy.PREFER_SAVE and way == RECOMPUTE:
         return 4.0
-    return 0.25 if wish is CheckpointPolicy.PREFER_CPU_OFFLOAD and way != AGAIN else 1.0
+    return 0.25 if wish is CheckpointPolicy.PREFER_CPU_OFFLOAD and way != RECOMPUTE else 1.0
 
 
 EXCHANGED = 8
-"""Of the costliest values given up, so many are kept, and others given up for them, if that costs
-less."""
+"""Number of the costliest values given up that are saved instead, with others given up for them, if
+that costs less."""
 NEAR = 1.1
-"""Times the bound, and nothing is exchanged any more: it is a search for each that is."""
+"""Ratio to the bound below which nothing is exchanged any more: each exchange is a search."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """actions    one per value
-    answer        what they take
-    least_seconds of the linear relaxation: nothing that fits takes less; None: not known
-    fits          within all budgets; else it is what needs least
+    """A choice of actions.
+
+    actions        one per value
+    answer         what they take
+    least_seconds  lower bound by the linear relaxation; None: not known
+    fits           within all budgets; else it is the choice that needs least
     """
 
     actions: tuple[str, ...]
@@ -454,7 +472,7 @@ class Choice:
 
     @property
     def gap(self) -> float | None:
-        """By how much more than the least it may take, as a part of it, at most."""
+        """Upper bound on the excess over the optimum, as a part of it; None: not known."""
         if self.least_seconds is None or not self.fits:
             return None
         if self.answer.seconds <= self.least_seconds:
@@ -465,8 +483,8 @@ class Choice:
 def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choice:
     """The best answer found.
 
-    ways     what may be done to a value but to keep it: AGAIN, and tiers
-    quickly  look in one way only, and without a bound
+    ways     actions besides saving a value: AGAIN, and tiers
+    quickly  search once, and without a bound
     """
     wished = wishes(problem, ways)
     first = Search(problem, ways, wished)
@@ -492,15 +510,20 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
 def _nearest(
     tried: list[Search], problem: Problem, ways: Sequence[str], wished: Sequence[str]
 ) -> Search:
-    """The least costly of those that fit. Where none does, another that only looks at bytes is
-    tried too; what needs least is found without a look at seconds, which are measured."""
+    """The least costly of the searches that fit.
+
+    Where none does, another one that only looks at bytes is tried too: the choice that needs least
+    is found without a look at seconds, which are measured.
+    """
     if all(search.over > 0 for search in tried):
         tried = [*tried, Search(problem, ways, wished, frugal=True).run()]
     return min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
 
 
 def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Search:
-    """What costs most is kept after all, and others are given up for it, where that costs less.
+    """The search with its costliest values saved after all, and others given up for them, where
+    that costs less.
+
     Greed, which gives up one by one, takes a large value for the few bytes missing at last.
     """
     seen = set[int]()
@@ -517,12 +540,13 @@ def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Sear
 
 
 def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
-    """Where a search begins: everything is kept, but for what the user asked for."""
+    """The actions that a search begins with: everything is saved, but for what the user asked
+    for."""
     actions = []
     for value in problem.values:
         action = KEEP
         if value.wish in REPEATED and problem.makers[value.maker].may_repeat:
-            action = AGAIN
+            action = RECOMPUTE
         elif value.wish in MOVED and value.may_move and "host" in problem.tiers:
             action = "host"
         actions.append(action)
@@ -530,21 +554,24 @@ def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
 
 
 WINDOWS = (1.0, 1.5, 2.0, 4.0)
-"""Windows that are tried, as parts of the smallest that holds what is read together."""
+"""Windows that are tried, as multiples of the smallest that holds parameters read together."""
 RESTING = (0.5, 1.0, 2.0, 4.0)
-"""Others have room for so many times all parameters, beside twice the smallest: 2 with their
-gradients, 4 with two states of each as well, or with what is read back."""
+"""Further windows: twice the smallest, and room for so many times all parameters: 2 with their
+gradients, 4 with two states of each as well, or with values read back."""
 STREAMED_S = 0.5e-3
-"""Of the host, for a parameter fetched twice and whose gradient leaves: the order of what it
-takes on two cores. The same everywhere, so that a plan does not hang on the hour it was made in."""
+"""Seconds of the host for a parameter that is fetched twice and whose gradient is sent: the order
+of what it takes on two cores. The same everywhere, so that a plan does not depend on the hour it
+was made in."""
 
 
 @dataclass(frozen=True)
 class StreamingLoad:
-    """compute_s  seconds of forward and of backward
-    weights_s    for which links are busy with weights and gradients in each, if none rest
-    nbytes       of all weights
-    count        of weights whose transfers the host starts in compute's stead
+    """Transfers of weights and gradients in forward and backward.
+
+    compute_s  seconds of compute in each
+    weights_s  seconds that links are busy in each, if no weights rest on the device
+    nbytes     of all weights
+    count      of weights whose transfers the host starts in compute's stead
     """
 
     compute_s: tuple[float, float]
@@ -556,7 +583,7 @@ class StreamingLoad:
 def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin: int = 0) -> Choice:
     """The fastest answer to `problem` over several windows.
 
-    margin  bytes of the budget to leave alone
+    margin  bytes of the budget to leave free
     """
     problem = replace(problem, budget=problem.budget - margin)
     begin = answer(problem, wishes(problem, ways))
@@ -581,9 +608,12 @@ def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin:
 
 
 def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:
-    """Of forward and backward together: a phase takes as long as its compute or its links, and as
-    both together where no fetch can start before what it follows is read. Besides, what the host
-    starts takes its time, and what links do a part of theirs."""
+    """Seconds of forward and backward together.
+
+    A phase takes as long as its compute or its links, and as both together where no fetch can start
+    before the reader of the parameter before it. Besides, transfers that the host starts take its
+    time, and hidden transfers a part of theirs.
+    """
     found = made.answer
     least = max(1, max(found.slots, default=0))
     window = problem.budget - max(found.held, default=0)

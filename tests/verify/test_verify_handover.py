@@ -5,7 +5,7 @@ from broken_pairs import BESIDE, BROKEN_PAIRS, FIRST, HIGHER, IN_PLACE, LASTS, P
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
-from zcompile.verify.schedule import Called, verify_handover, verify_schedule
+from zcompile.verify.schedule import ScheduleCall, verify_handover, verify_schedule
 
 
 @pytest.mark.parametrize("case", BROKEN_PAIRS)
@@ -14,7 +14,7 @@ def test_a_broken_handover_earns_its_sentence(case):
     verify_schedule(now)
     verify_schedule(then)
     with pytest.raises(ScheduleInvalid) as caught:
-        verify_handover(Called(now), Called(then), planned)
+        verify_handover(ScheduleCall(now), ScheduleCall(then), planned)
     assert caught.value.why == sentence
 
 
@@ -23,13 +23,13 @@ def test_a_broken_handover_earns_its_sentence(case):
 def test_what_is_planned_between_two_is_safe(now, then):
     written = last_writes(now, int)
     tickets = {f.ticket: written[0] for f in then.fetches() if 0 in written}
-    verify_handover(Called(now), Called(then), handover(now, then, tickets))
+    verify_handover(ScheduleCall(now), ScheduleCall(then), handover(now, then, tickets))
     nothing = Handover({}, now.peak_bytes)
-    verify_handover(Called(now), Called(then), nothing)
+    verify_handover(ScheduleCall(now), ScheduleCall(then), nothing)
 
 
 def test_what_two_calls_do_to_different_entries_is_no_matter():
     brings = Handover({7: list(HIGHER.fetches())}, 1024)
-    verify_handover(Called(LASTS, ["a"]), Called(HIGHER, ["b"]), brings)
+    verify_handover(ScheduleCall(LASTS, ["a"]), ScheduleCall(HIGHER, ["b"]), brings)
     with pytest.raises(ScheduleInvalid):
-        verify_handover(Called(LASTS, ["a"]), Called(HIGHER, ["a"]), brings)
+        verify_handover(ScheduleCall(LASTS, ["a"]), ScheduleCall(HIGHER, ["a"]), brings)

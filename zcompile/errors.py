@@ -311,7 +311,7 @@ class CommitFailed(ZinfError, OSError):
     def __init__(
         self, directory: Path, step: int, last: int, error: OSError, unsure: bool = False
     ) -> None:
-        self.step, self.last, self.unsure = step, last, unsure
+        self.step, self.last, self.outcome_unknown = step, last, unsure
         what = f"step {step}" if step != last else f"what was saved after step {step}"
         told = "may or may not have been committed" if unsure else "was not committed"
         kept = f"step {last} is intact" if last else "nothing was committed before"

@@ -147,7 +147,7 @@ def test_between_commits_nothing_touches_what_the_last_one_names(tmp_path, monke
 def test_an_interrupt_during_a_commit_waits_for_its_end(tmp_path, monkeypatch, late):
     expected = Run().train(0, 4).state()
     run = Run(tmp_path).train(0, 2)
-    switch = run.ledger.files.switch
+    switch = run.commit_log.files.switch
 
     def interrupted(content):
         if late:
@@ -157,7 +157,7 @@ def test_an_interrupt_during_a_commit_waits_for_its_end(tmp_path, monkeypatch, l
             switch(content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.ledger.files, "switch", interrupted)
+        patch.setattr(run.commit_log.files, "switch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.train(2, 3)
     run.optimizer.zero_grad()
@@ -207,7 +207,7 @@ def test_a_commit_that_fails_says_whether_it_may_be_there(tmp_path, call, rename
     told = "may or may not have been" if renamed else "was not"
     with pytest.raises(CommitFailed, match=f"step {before + 1} {told} committed") as caught:
         run.train(before, before + 1)
-    assert (caught.value.unsure, caught.value.last) == (renamed, before)
+    assert (caught.value.outcome_unknown, caught.value.last) == (renamed, before)
     run.close()
     again = after_a_crash(tmp_path)
     if step := before + renamed:
@@ -278,8 +278,8 @@ def test_what_does_not_change_needs_no_second_place(tmp_path, monkeypatch):
     run.train(0, 2)
     small = 64 * KiB
     changing = run.model.down.weight.entry.nbytes * 3 + small  # with both states of AdamW
-    used = run.ledger.tier.usage()[1]
-    monkeypatch.setattr(run.ledger.tier, "usage", lambda: ("disk", used, used + changing))
+    used = run.commit_log.tier.usage()[1]
+    monkeypatch.setattr(run.commit_log.tier, "usage", lambda: ("disk", used, used + changing))
     run.train(2, 3).close()
 
 
@@ -300,7 +300,7 @@ def test_space_is_twice_what_changes_and_does_not_grow(tmp_path, fields):
     run.train(2, 9)
     assert (tmp_path / "zinf.tier").stat().st_size == before
     named = read_index(tmp_path)[0].nbytes
-    assert run.ledger.tier.usage()[1] <= 2 * named + 4096
+    assert run.commit_log.tier.usage()[1] <= 2 * named + 4096
     run.close()
 
 

@@ -118,7 +118,7 @@ def test_another_model_does_not_fit_and_the_commit_stays(tmp_path):
 
 def test_a_step_that_finds_no_room_is_refused_before_it_writes(tmp_path, monkeypatch):
     run = Run(tmp_path).train(0, 2)
-    monkeypatch.setattr(run.ledger.tier, "usage", lambda: ("disk", 100, 100))
+    monkeypatch.setattr(run.commit_log.tier, "usage", lambda: ("disk", 100, 100))
     with pytest.raises(TierFull, match="the new version of what this step changes"):
         run.train(2, 3)
     run.close()
@@ -129,7 +129,7 @@ def test_a_step_that_finds_no_room_is_refused_before_it_writes(tmp_path, monkeyp
 
 def test_a_file_that_cannot_grow_ends_the_step_and_nothing_hangs(tmp_path, monkeypatch):
     run = Run(tmp_path).train(0, 1)
-    for file in run.ledger.files.files:
+    for file in run.commit_log.files.files:
         for begin, end in list(file.extents._free):
             file.extents.take_at(begin, end - begin)
 

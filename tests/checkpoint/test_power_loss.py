@@ -261,7 +261,7 @@ def interrupted(base: Path) -> Recorded:
     with pytest.raises(CommitFailed) as failed:
         training.step(1)
     failing = False
-    assert failed.value.unsure
+    assert failed.value.outcome_unknown
     noted(found, training)
     zcompile.close(training.model)
     return found

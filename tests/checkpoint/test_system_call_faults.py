@@ -210,7 +210,7 @@ def check(root, kind, at, fault, want):
         forget_frames(error)
         said = str(error)
         if isinstance(error, CommitFailed):
-            named = error.last, error.step, error.unsure
+            named = error.last, error.step, error.outcome_unknown
         assert str(root) in said, f"{where}: the error names no file: {said}"
         if at[0].startswith("ring_") and "trial" not in at[1]:
             assert re.search(r"'[02]\.(weight|bias)|CommitFailed|step \d", said), f"{where}: {said}"

@@ -120,7 +120,9 @@ def test_a_disk_that_fills_up_during_a_step_is_told_with_the_tensor(tmp_path, mo
     with mounted_ext4(tmp_path, 48 * MiB) as disk:
         model, optimizer = built(disk)
         train(model, optimizer, 0, 1)
-        monkeypatch.setattr(session_behind(model).ledger.tier, "bytes_to_come", lambda extents: 0)
+        monkeypatch.setattr(
+            session_behind(model).commit_log.tier, "bytes_to_come", lambda extents: 0
+        )
         ballast = fill(disk)
         with pytest.raises(TierFull, match=r"left for '\d\.weight"):
             train(model, optimizer, 1, 2)

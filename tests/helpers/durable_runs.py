@@ -45,8 +45,8 @@ class Run:
         self.disk = disk
 
     @property
-    def ledger(self) -> CommitLog:
-        found = session_behind(self.model).ledger
+    def commit_log(self) -> CommitLog:
+        found = session_behind(self.model).commit_log
         assert found is not None
         return found
 

@@ -55,23 +55,23 @@ def _lost_on_host(session: Session) -> int:
 def _lost_on_disk(session: Session) -> Iterator[str]:
     """Of a durable tier: extents belong to entries, to copies of those on the host, to what the
     next commit gives back, or to a commit that nobody has resumed yet."""
-    tier, ledger = session.durable, session.ledger
-    if tier is None or ledger is None:
+    tier, commit_log = session.durable, session.commit_log
+    if tier is None or commit_log is None:
         return
     assert isinstance(tier, DurableTier)
     keys = {e.place.extent.file for e in session._entries.values() if e.place.tier is tier}
-    keys |= {copy.extent.file for copy in ledger._copies.values()}
+    keys |= {copy.extent.file for copy in commit_log._copies.values()}
     if strangers := tier._versions.keys() - keys:
         yield f"versions of nobody: {strangers}"
-    held: list[Extent] = [*tier._dead]
+    held: list[Extent] = [*tier._replaced]
     for versions in tier._versions.values():
         held += [one for one in (versions.committed, versions.working) if one is not None]
     taken = {(one.file, one.offset): one.nbytes for one in held}
     if len(taken) < len(held):
         yield f"an extent of two: {held}"
-    if not ledger.resumed and ledger.files.index is not None:
-        taken |= {(t.file, t.offset): t.room for t in ledger.files.index.tensors}
-    for number, file in enumerate(ledger.files.files):
+    if not commit_log.resumed and commit_log.files.index is not None:
+        taken |= {(t.file, t.offset): t.room for t in commit_log.files.index.tensors}
+    for number, file in enumerate(commit_log.files.files):
         here = sum(nbytes for (of, _), nbytes in taken.items() if of == number)
         if file.extents.used_bytes != HEADER_BYTES + here:
             yield f"{file.path}: {file.extents.used_bytes} taken, {HEADER_BYTES + here} held"

@@ -42,8 +42,8 @@ def committed(*disks: Path, tensors: int = 2) -> None:
 
 
 def ledger_of(session: Session) -> CommitLog:
-    assert session.ledger is not None
-    return session.ledger
+    assert session.commit_log is not None
+    return session.commit_log
 
 
 @pytest.fixture

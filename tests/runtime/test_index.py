@@ -16,19 +16,19 @@ from zcompile.runtime.durable.index import (
     Index,
     Piece,
     Pieces,
-    Resting,
-    Running,
-    Small,
-    checked,
+    RunningChecksum,
+    SmallTensor,
+    StoredTensor,
+    check_extents,
     encode,
     parse,
     switch_index,
-    write_beside,
+    write_new_index,
 )
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.tiers.extents import RangeAllocator
 
-WEIGHT = Resting(
+WEIGHT = StoredTensor(
     "model.a.weight",
     "parameter",
     "float32",
@@ -52,7 +52,7 @@ INDEX = Index(
     512,
     ("/data",),
     (WEIGHT,),
-    (Small("rng.cpu", "uint8", (4,), 0, 4),),
+    (SmallTensor("rng.cpu", "uint8", (4,), 0, 4),),
     {"lr": 0.1, "none": None},
 )
 SMALLS = b"\x01\x02\x03\x04"
@@ -60,7 +60,7 @@ SMALLS = b"\x01\x02\x03\x04"
 
 def test_an_index_comes_back_as_it_was_written(tmp_path):
     with Directory(tmp_path) as directory:
-        write_beside(directory, encode(INDEX, SMALLS))
+        write_new_index(directory, encode(INDEX, SMALLS))
         switch_index(directory)
     assert read_index(tmp_path) == (INDEX, SMALLS)
     assert [path.name for path in tmp_path.iterdir()] == [INDEX_NAME]
@@ -110,14 +110,14 @@ def test_an_index_that_lacks_a_field_says_where(tmp_path):
 
 def test_tensors_lie_inside_their_file_and_apart(tmp_path):
     path = tmp_path / INDEX_NAME
-    checked(INDEX, path, [8192])
+    check_extents(INDEX, path, [8192])
     with pytest.raises(DurableDamaged, match=r"'model.a.weight' lies at \[4096, 8192\)"):
-        checked(INDEX, path, [8191])
+        check_extents(INDEX, path, [8191])
     for room in (4608, 4097):  # one byte is enough
         other = replace(WEIGHT, name="model.b", offset=0, room=room)
         with pytest.raises(DurableDamaged, match=r"'model.b' shares bytes with 'model.a.weight'"):
-            checked(replace(INDEX, tensors=(WEIGHT, other)), path, [8192])
-    checked(replace(INDEX, tensors=(WEIGHT, replace(other, room=4096))), path, [8192])
+            check_extents(replace(INDEX, tensors=(WEIGHT, other)), path, [8192])
+    check_extents(replace(INDEX, tensors=(WEIGHT, replace(other, room=4096))), path, [8192])
 
 
 def test_a_data_file_says_whose_it_is(tmp_path):
@@ -133,7 +133,7 @@ def test_a_data_file_says_whose_it_is(tmp_path):
 @pytest.mark.parametrize("name", SUMS)
 def test_a_checksum_in_parts_is_that_of_the_whole(name):
     data = bytes(range(256)) * 33
-    running = Running(name)
+    running = RunningChecksum(name)
     for at in range(0, len(data), 1000):
         running.update(memoryview(data)[at : at + 1000])
     assert running.value() == SUMS[name](memoryview(data))
@@ -147,7 +147,7 @@ def test_pieces_are_what_was_written_last_and_whole(writes):
         pieces.add(begin, begin + length)
         owner |= dict.fromkeys(range(begin, begin + length), number)
         if tells:
-            pieces.know(begin, begin + length, number)
+            pieces.set_checksum(begin, begin + length, number)
             known[number] = (begin, begin + length)
     found = pieces.all()
     assert [at for p in found for at in range(p.begin, p.end)] == sorted(owner)

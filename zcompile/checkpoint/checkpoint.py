@@ -227,8 +227,8 @@ def save(
     _check_order("save(path, model, optimizer)", path, model)
     if (flaw := _flaw_of(path)) is not None:
         raise CheckpointUnwritable(errno.EINVAL, Path(ascii(str(path))), flaw, "name a directory")
-    if (ledger := commit_log_of(path, model)) is not None:
-        commit(ledger, model, optimizer, extra)
+    if (commit_log := commit_log_of(path, model)) is not None:
+        commit(commit_log, model, optimizer, extra)
         return
     since = time.perf_counter()
     path = Path(path)
@@ -279,8 +279,8 @@ def resume(
     """
     _check_order("resume(path, model, optimizer)", path, model)
     _check_path(path)
-    if (ledger := commit_log_of(path, model)) is not None:
-        return resume_durable(ledger, model, optimizer)
+    if (commit_log := commit_log_of(path, model)) is not None:
+        return resume_durable(commit_log, model, optimizer)
     system = _system_of(model)
     with checkpoint_errors(Path(path)):
         durable = is_durable(path, system)

@@ -24,7 +24,7 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.directory import check_data
-from zcompile.runtime.durable.index import INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor, read_index
 from zcompile.runtime.durable.recover import Copier, Recovery
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import (
@@ -53,11 +53,11 @@ def commit_log_of(path: str | os.PathLike[str], model: nn.Module) -> CommitLog |
     """The commit log of `model`, if `path` is its own durable directory, or one of them."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     for param in tiered:
-        ledger = session_of(param.entry).ledger
-        if ledger is None:
+        commit_log = session_of(param.entry).commit_log
+        if commit_log is None:
             return None
-        own = any(directory.is_at(Path(path)) for directory in ledger.files.directories)
-        return ledger if own else None
+        own = any(directory.is_at(Path(path)) for directory in commit_log.files.directories)
+        return commit_log if own else None
     return None
 
 
@@ -66,20 +66,20 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
 
     raises  DurableHeld, TierFull, CommitFailed, Unsupported
     """
-    ledger = session.ledger
-    if ledger is None:
+    commit_log = session.commit_log
+    if commit_log is None:
         return
     _check_trained(_model_of(session), optimizer)
-    ledger.check(_changing(session, optimizer))
-    _check_resumed(ledger)
-    known = ledger.optimizer() if ledger.optimizer is not None else None
+    commit_log.check(_changing(session, optimizer))
+    _check_resumed(commit_log)
+    known = commit_log.optimizer() if commit_log.optimizer is not None else None
     if known is not None and known is not optimizer:
         raise Unsupported(
             f"a second optimizer ({type(optimizer).__name__}) steps on a durable model",
             "a commit holds the state of one optimizer; use one with several groups, or "
             "durable=False and zcompile.save",
         )
-    ledger.optimizer = weakref.ref(optimizer)
+    commit_log.optimizer = weakref.ref(optimizer)
 
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
@@ -99,16 +99,16 @@ def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _check_resumed(ledger: CommitLog) -> None:
+def _check_resumed(commit_log: CommitLog) -> None:
     """Refuse a commit that would lose the states of an optimizer.
 
     raises  Unsupported
     """
-    if ledger.unresumed is not None:
-        home = str(ledger.files.home.path)
+    if commit_log.unresumed is not None:
+        home = str(commit_log.files.home.path)
         raise Unsupported(
             f"disk={home!r} was resumed without an optimizer, and the commit holds states of an "
-            f"optimizer ({ledger.unresumed}), which the next one would lose",
+            f"optimizer ({commit_log.unresumed}), which the next one would lose",
             f"build the model again and call zcompile.resume({home!r}, model, optimizer)",
         )
 
@@ -128,12 +128,12 @@ def commit_step(session: Session, optimizer: Optimizer) -> None:
 
     raises  what `CommitLog.commit` raises
     """
-    if (ledger := session.ledger) is not None:
-        commit(ledger, _model_of(session), optimizer, step=ledger.step + 1)
+    if (commit_log := session.commit_log) is not None:
+        commit(commit_log, _model_of(session), optimizer, step=commit_log.step + 1)
 
 
 def commit(
-    ledger: CommitLog,
+    commit_log: CommitLog,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None = None,
@@ -150,45 +150,45 @@ def commit(
             "'step' is what zcompile.resume calls the optimizer steps of a commit",
             "give it to zcompile.save over a durable directory by another name",
         )
-    _check_resumed(ledger)
-    if optimizer is None and ledger.optimizer is not None:
-        optimizer = ledger.optimizer()
-    step = ledger.step if step is None else step
-    given = ledger.extra_step if extra is None else step
-    state = describe(model, optimizer, ledger.extra if extra is None else extra)
-    kept = ledger.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
+    _check_resumed(commit_log)
+    if optimizer is None and commit_log.optimizer is not None:
+        optimizer = commit_log.optimizer()
+    step = commit_log.step if step is None else step
+    given = commit_log.extra_step if extra is None else step
+    state = describe(model, optimizer, commit_log.extra if extra is None else extra)
+    kept = commit_log.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
-    ledger.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
-    ledger.extra, ledger.extra_step = kept, given
+    commit_log.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
+    commit_log.extra, commit_log.extra_step = kept, given
 
 
 def resume_durable(
-    ledger: CommitLog, model: nn.Module, optimizer: Optimizer | None = None
+    commit_log: CommitLog, model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
     """Put the last commit back, after every checksum of it was found right.
 
     returns  what `zcompile.save` was given last, and "step"
     raises   NothingCommitted, DurableDamaged, CheckpointMismatch
     """
-    found = ledger.files.index
-    if ledger.serial or ledger.adopting:
+    found = commit_log.files.index
+    if commit_log.serial or commit_log.recovering:
         raise Unsupported(
-            f"{ledger.files.home.path} holds what this very model committed",
+            f"{commit_log.files.home.path} holds what this very model committed",
             "resume once, before the first step; to go back to an earlier state, resume in a new "
             "process",
         )
     if found is None:
-        raise _nothing_in(ledger.files.home)
-    check_all(found, ledger.files.directories)
-    adopter = Recovery(ledger, found)
-    source = DurableSource(ledger.files.home.path, found, ledger.files.smalls, adopter)
+        raise _nothing_in(commit_log.files.home)
+    check_all(found, commit_log.files.directories)
+    adopter = Recovery(commit_log, found)
+    source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
     extra = restore(source, model, optimizer)
-    ledger.resume(found, adopter.left())
-    ledger.extra, ledger.extra_step = extra, _extra_step(found)
-    ledger.optimizer = None if optimizer is None else weakref.ref(optimizer)
-    ledger.unresumed = _optimizer_in(found) if optimizer is None else None
-    logger.info("%s: resumed at step %d", ledger.files.home.path, found.step)
-    _warn_of_age(ledger.files.home.path, extra, found)
+    commit_log.resume(found, adopter.untaken())
+    commit_log.extra, commit_log.extra_step = extra, _extra_step(found)
+    commit_log.optimizer = None if optimizer is None else weakref.ref(optimizer)
+    commit_log.unresumed = _optimizer_in(found) if optimizer is None else None
+    logger.info("%s: resumed at step %d", commit_log.files.home.path, found.step)
+    _warn_of_age(commit_log.files.home.path, extra, found)
     return {**extra, "step": found.step}
 
 
@@ -331,13 +331,13 @@ class DurableSource:
             if needed != small.end - small.begin:
                 raise self._misfit(small, needed, small.end - small.begin)
 
-    def _misfit(self, row: Resting | Small, needed: int, given: int) -> DurableDamaged:
+    def _misfit(self, row: StoredTensor | SmallTensor, needed: int, given: int) -> DurableDamaged:
         return DurableDamaged(
             self._path, repr(row.name), f"takes {needed} bytes by its size, and has {given}"
         )
 
     def facts(self) -> Mapping[str, Fact]:
-        rows: list[Resting | Small] = [*self._index.tensors, *self._index.smalls]
+        rows: list[StoredTensor | SmallTensor] = [*self._index.tensors, *self._index.smalls]
         return {row.name: Fact(self._dtype(row.name, row.dtype), row.size) for row in rows}
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -351,7 +351,7 @@ class DurableSource:
                 return
             target.copy_(layout.view(self._copier.read(kept)))
 
-    def _taken(self, kept: Resting, layout: Layout, target: TieredTensor) -> bool:
+    def _taken(self, kept: StoredTensor, layout: Layout, target: TieredTensor) -> bool:
         """Whether the entry of `target` could take over the extent."""
         return target.lies == layout and self._copier.adopt(kept, target.entry)
 

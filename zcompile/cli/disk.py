@@ -28,7 +28,14 @@ from zcompile.runtime.durable.directory import (
     remove_all,
     trim,
 )
-from zcompile.runtime.durable.index import DATA_NAME, INDEX_NAME, Index, Resting, Small, read_index
+from zcompile.runtime.durable.index import (
+    DATA_NAME,
+    INDEX_NAME,
+    Index,
+    SmallTensor,
+    StoredTensor,
+    read_index,
+)
 from zcompile.runtime.io.files import (
     Directory,
     close_or_warn,
@@ -371,7 +378,7 @@ def _claimed(
         yield directories
 
 
-def _row(tensor: Resting, places: Sequence[Path]) -> Tensor:
+def _row(tensor: StoredTensor, places: Sequence[Path]) -> Tensor:
     return Tensor(
         tensor.name,
         tensor.dtype,
@@ -383,7 +390,7 @@ def _row(tensor: Resting, places: Sequence[Path]) -> Tensor:
     )
 
 
-def _small(small: Small, index: Index, directory: Path) -> Tensor:
+def _small(small: SmallTensor, index: Index, directory: Path) -> Tensor:
     return Tensor(
         small.name,
         small.dtype,

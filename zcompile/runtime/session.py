@@ -304,7 +304,7 @@ class Session(Store):
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._context.staging
-        self.ledger = None if disk is None else CommitLog(self, disk, ring)
+        self.commit_log = None if disk is None else CommitLog(self, disk, ring)
 
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
@@ -332,7 +332,7 @@ class Session(Store):
 
         raises  Unsupported, if the model is durable and a step broke off in the middle
         """
-        if self.stepping is not None and self.ledger is not None:
+        if self.stepping is not None and self.commit_log is not None:
             raise Unsupported(
                 f"a step of {self.stepping} broke off, so that some parameters are updated and "
                 "others are not, and a commit would keep that",

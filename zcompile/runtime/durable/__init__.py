@@ -1,1 +1,1 @@
-"""A disk tier whose content outlives the run."""
+"""The durable package lets a training survive its process: commits, their index, and recovery."""

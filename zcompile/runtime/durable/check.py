@@ -1,6 +1,8 @@
-"""The check of a data file: every tensor that an index names has the bytes that were committed.
+"""A data reader reads committed tensors straight from their files: to check them or to bring them
+back.
 
-Without torch: commands that look at a directory do not import it.
+It needs no torch, so that `zinf disk verify` does not import it. One thread reads ahead while
+another one sums, through two buffers; memory does not grow with the data.
 """
 
 import errno
@@ -18,28 +20,23 @@ from zcompile.runtime.durable.index import (
     SUMS,
     Index,
     Piece,
-    Resting,
-    Running,
+    RunningChecksum,
+    StoredTensor,
 )
 from zcompile.runtime.io.files import Directory, close_or_warn, unusable_error
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 BUFFER_BYTES = 8 * MiB
-
-
 BUFFERS = 2
-
-
 _DIRECT = getattr(os, "O_DIRECT", 0)
-
-
 Progress = Callable[[int, int], None]
+"""Called with the bytes read so far, and in all."""
 
 
 class DataReader:
-    """The data files of a commit, open for reading.
+    """The data files of a commit, open for reading within `with`.
 
-    `with` opens them. raises  DurableDamaged, where one is gone; DiskUnusable
+    raises  DurableDamaged, where one is gone; DiskUnusable
     """
 
     def __init__(self, directories: Sequence[Directory]) -> None:
@@ -56,7 +53,7 @@ class DataReader:
         try:
             with deferred_interrupts():
                 for directory in self._directories:
-                    self._files.append(_opened(directory))
+                    self._files.append(_open_past_page_cache(directory))
         except FileNotFoundError:
             self.close()
             path = directory.path / DATA_NAME
@@ -77,16 +74,19 @@ class DataReader:
         self.close()
 
     def close(self) -> None:
-        """Each file, whatever becomes of the others: nothing was written."""
+        """Close each file, whatever becomes of the others: nothing was written."""
         self._ahead.shutdown()
         files, self._files = self._files, []
         for directory, path, file in zip(self._directories, self.paths, files, strict=False):
             close_or_warn(path, partial(directory.system.close, file))
 
-    def chunks(self, tensor: Resting, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-        """Bytes [begin, end) of a tensor as (where it begins, bytes), each valid until the next.
+    def chunks(
+        self, tensor: StoredTensor, begin: int, end: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Bytes [begin, end) of a tensor as (where the chunk begins, bytes), each valid until the
+        next.
 
-        begin, end  as pieces have them: whole granules
+        begin, end  multiples of the granule, as pieces have them
         raises      DurableDamaged where the file ends before, or cannot be read
         """
         starts = range(begin, end, BUFFER_BYTES)
@@ -104,13 +104,14 @@ class DataReader:
                 coming.append(self._ahead.submit(read, turn + 1))
             yield low, view
 
-    def _fill(self, view: memoryview, tensor: Resting, begin: int) -> None:
+    def _fill(self, view: memoryview, tensor: StoredTensor, begin: int) -> None:
+        """Read the bytes of a tensor from `begin` on into all of `view`."""
         path, file = self.paths[tensor.file], self._files[tensor.file]
         directory = self._directories[tensor.file]
         done = 0
         while done < len(view):
             try:
-                moved = _moved(directory, file, view[done:], tensor.offset + begin + done)
+                moved = _read_at(directory, file, view[done:], tensor.offset + begin + done)
             except OSError as error:
                 why = f"cannot be read: {error.strerror or error}"
                 raise DurableDamaged(path, repr(tensor.name), why) from error
@@ -120,9 +121,9 @@ class DataReader:
                 raise DurableDamaged(path, repr(tensor.name), why)
             done += moved
 
-    def check(self, tensor: Resting, piece: Piece) -> None:
+    def check(self, tensor: StoredTensor, piece: Piece) -> None:
         """raises  DurableDamaged, if the piece does not have the checksum it was written with"""
-        summing = Running(tensor.sum)
+        summing = RunningChecksum(tensor.sum)
         for _, view in self.chunks(tensor, piece.begin, piece.end):
             summing.update(view)
         if summing.value() != piece.checksum:
@@ -136,7 +137,8 @@ class DataReader:
 
 
 def check_all(index: Index, directories: Sequence[Directory], done: Progress | None = None) -> int:
-    """Every checksum of a commit; how many bytes were read. raises DurableDamaged, OSError"""
+    """Compare every checksum of a commit; returns how many bytes were read. raises DurableDamaged,
+    OSError"""
     total = sum(p.end - p.begin for tensor in index.tensors for p in tensor.pieces)
     read = 0
     with DataReader(directories) as data:
@@ -155,8 +157,9 @@ def check_all(index: Index, directories: Sequence[Directory], done: Progress | N
     return read
 
 
-def _opened(directory: Directory) -> int:
-    """Past the page cache where that works, so that what is checked is what the device holds."""
+def _open_past_page_cache(directory: Directory) -> int:
+    """Open a data file, with O_DIRECT where that works, so that what is checked is what the device
+    holds."""
     try:
         return directory.open(DATA_NAME, os.O_RDONLY | _DIRECT)
     except OSError as error:
@@ -165,7 +168,8 @@ def _opened(directory: Directory) -> int:
         return directory.open(DATA_NAME, os.O_RDONLY)
 
 
-def _moved(directory: Directory, file: int, view: memoryview, offset: int) -> int:
+def _read_at(directory: Directory, file: int, view: memoryview, offset: int) -> int:
+    """Read into `view` from `offset` on, through the page cache where O_DIRECT is refused."""
     system = directory.system
     try:
         return system.pread(file, view, offset)

@@ -1,6 +1,8 @@
-"""Headers of data files, and what of a directory of the disk tier nobody needs any more.
+"""A durable directory says in the header of its data file which run it belongs to.
 
-Without torch: commands that look at a directory do not import it.
+So the directories of two runs are never mixed. Commands that look at a directory without a store
+check here whether its files belong together, and give back space that no commit names. Without
+torch: such commands do not import it.
 """
 
 import errno
@@ -17,28 +19,28 @@ from zcompile.runtime.durable.index import (
     INDEX_NAME,
     NEW_INDEX_NAME,
     Index,
-    checked,
+    check_extents,
     read_index,
 )
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.io.files import Directory
 
+# --- The header of a data file ---
+
 HEADER_BYTES = 4096
-
-
 SECTOR_BYTES = 512
-"""What a disk writes whole, at least."""
-
-
+"""The least that a disk writes whole."""
 MAGIC = "zinf-tier 1"
 
 
 @dataclass(frozen=True)
 class DataHeader:
-    """run    that the file belongs to
-    number    of its directory, from 0
-    of        how many directories the run has
-    first     the directory that holds the index
+    """The first block of a data file.
+
+    run        the run that the file belongs to
+    number     of its directory, from 0
+    of         how many directories the run has
+    first      the directory that holds the index
     committed  an index has named this file, so it is never taken for one of a run that died early
     """
 
@@ -49,9 +51,10 @@ class DataHeader:
     committed: bool = False
 
     def block(self) -> bytes:
-        """The mark of a commit changes no other byte, and lies in the first sector.
+        """The bytes of the header.
 
-        So a power loss that tears the block, which is written again in place, leaves one of both.
+        The mark of a commit changes no other byte, and lies in the first sector. So a power loss
+        that tears the block, which is written again in place, leaves one of both.
         """
         told = {"committed": self.committed, **asdict(self)}
         json_text = json.dumps(told)
@@ -64,7 +67,8 @@ class DataHeader:
 
 
 def read_header(directory: Directory) -> DataHeader | None:
-    """Of the data file in `directory`; None if there is none. raises DurableDamaged, OSError"""
+    """The header of the data file in `directory`; None if there is none. raises DurableDamaged,
+    OSError"""
     path = directory.path / DATA_NAME
     block = directory.read(DATA_NAME, HEADER_BYTES)
     if block is None:
@@ -89,6 +93,16 @@ def read_header(directory: Directory) -> DataHeader | None:
         ) from error
 
 
+def write_header(directory: Directory, header: DataHeader) -> None:
+    """Write the header of the data file, and bring it to the device. raises  OSError"""
+    fd = directory.open(DATA_NAME, os.O_WRONLY)
+    try:
+        directory.system.write_all(fd, header.block())
+        directory.system.fsync(fd)
+    finally:
+        directory.system.close(fd)
+
+
 def is_unfinished(directory: Directory) -> bool:
     """Whether the run of the data file in `directory` died while it was made.
 
@@ -110,16 +124,6 @@ def is_unfinished(directory: Directory) -> bool:
     return len(block) == HEADER_BYTES and ours and torn and b'"committed": true' not in first
 
 
-def write_header(directory: Directory, header: DataHeader) -> None:
-    """raises  OSError"""
-    fd = directory.open(DATA_NAME, os.O_WRONLY)
-    try:
-        directory.system.write_all(fd, header.block())
-        directory.system.fsync(fd)
-    finally:
-        directory.system.close(fd)
-
-
 def data_bytes(directory: Directory) -> int:
     """Size of the data file. raises DurableDamaged if there is none"""
     found = directory.stat(DATA_NAME)
@@ -130,59 +134,79 @@ def data_bytes(directory: Directory) -> int:
     return found.st_size
 
 
-def free_ranges(index: Index, number: int, size: int) -> list[tuple[int, int]]:
-    """What of a data file of `size` bytes the commit does not name: (begin, end), ordered."""
-    taken = sorted((t.offset, t.offset + t.room) for t in index.tensors if t.file == number)
-    free, at = [], HEADER_BYTES
-    for begin, end in [*taken, (size, size)]:
-        if at < begin:
-            free.append((at, begin))
-        at = max(at, end)
-    return free
+# --- Which files belong together ---
 
 
-def trim(index: Index, places: Sequence[Directory]) -> int:
-    """Give free space of the data files in `places` back; the bytes. raises OSError"""
-    # The commit before this one must not come back when what it named is gone.
-    places[0].sync()
-    return sum(_trim(index, number, place) for number, place in enumerate(places))
+def check_data(index: Index, home: Directory, directories: Sequence[Directory]) -> None:
+    """Check that the data files are those that the index names, and hold all that it says.
+
+    directories  or the first of them: only these are looked at
+    raises       DurableDamaged, DiskUnusable
+    """
+    for number, other in enumerate(directories):
+        header = read_header(other)
+        if header is None or (header.run, header.number) != (index.run, number):
+            raise DurableDamaged(
+                other.path / DATA_NAME,
+                "the data file",
+                f"is gone, or of another run than {home.path / INDEX_NAME}",
+            )
+        if number > 0:
+            check_original(home, index, number, other)
+    if len(directories) == len(index.directories):
+        sizes = [data_bytes(directory) for directory in directories]
+        check_extents(index, home.path / INDEX_NAME, sizes)
 
 
-def _trim(index: Index, number: int, directory: Directory) -> int:
-    """What is at the end is cut off."""
-    system = directory.system
-    fd = directory.open(DATA_NAME, os.O_RDWR)
+def check_original(home: Directory, index: Index, number: int, other: Directory) -> None:
+    """Check that data file `number` of the commit in `home` is its own, in `other`.
+
+    raises  DiskUnusable, if `home` is a copy, and `other` is what the original goes on with
+    """
+    if (original := _original_of(home, index, number, other)) is not None:
+        raise DiskUnusable(
+            home.path,
+            f"is a copy of {original}, and {other.path / DATA_NAME} is a file of the original",
+            f"copy {other.path} too, and give the copies as disk, in this order",
+        )
+
+
+def is_own(home: Directory, index: Index, number: int, other: Directory) -> bool:
+    """Whether the data file in `other` is file `number` of the commit in `home`, and no other's."""
     try:
-        before = system.fstat(fd)
-        size = before.st_size
-        for begin, end in free_ranges(index, number, size):
-            if end == size:
-                system.truncate(fd, begin)
-                continue
-            try:
-                system.punch(fd, begin, end - begin)
-            except OSError as error:
-                if error.errno != errno.EOPNOTSUPP:  # a filesystem that knows no holes
-                    raise
-        system.fsync(fd)
-        return (before.st_blocks - system.fstat(fd).st_blocks) * 512
-    finally:
-        system.close(fd)
+        header = read_header(other)
+    except DurableDamaged:
+        return False
+    same = header is not None and (header.run, header.number) == (index.run, number)
+    return same and _original_of(home, index, number, other) is None
 
 
-def remove_all(directory: Directory) -> int:
-    """No commit and no data file any more; the bytes they took. The commit goes first."""
-    freed = 0
-    for name in (INDEX_NAME, NEW_INDEX_NAME, DATA_NAME):
-        if (found := directory.stat(name)) is not None:
-            freed += found.st_blocks * 512
-            directory.unlink(name)
-            directory.sync()
-    return freed
+def _original_of(home: Directory, index: Index, number: int, other: Directory) -> Path | None:
+    """The directory that `home` is a copy of, if that has a commit which names `other`; else
+    None."""
+    try:
+        header = read_header(other)
+        if header is None or header.run != index.run or home.is_at(Path(header.first)):
+            return None
+        with Directory(Path(header.first), home.system) as first:
+            found = read_index(first)
+    except OSError:  # there is no sound commit any more: moved, or removed
+        return None
+    named = (
+        found is not None
+        and found[0].run == index.run
+        and _names_directory(found[0], number, other)
+    )
+    return Path(header.first) if named else None
+
+
+def _names_directory(index: Index, number: int, directory: Directory) -> bool:
+    """Whether `directory` is number `number` of the index."""
+    return number < len(index.directories) and directory.is_at(Path(index.directories[number]))
 
 
 def committed_elsewhere(directory: Directory) -> DataHeader | None:
-    """The header of a data file that a commit in another directory names.
+    """The header of a data file that a commit in another directory names, or None.
 
     raises  DiskUnusable, OSError
     """
@@ -221,63 +245,55 @@ def index_gone(directory: Directory, header: DataHeader) -> DurableDamaged:
     )
 
 
-def check_data(index: Index, home: Directory, directories: Sequence[Directory]) -> None:
-    """Whether the data files are those that the index names, and hold all that it says.
-
-    directories  or the first of them: only these are looked at
-    raises       DurableDamaged, DiskUnusable
-    """
-    for number, other in enumerate(directories):
-        header = read_header(other)
-        if header is None or (header.run, header.number) != (index.run, number):
-            raise DurableDamaged(
-                other.path / DATA_NAME,
-                "the data file",
-                f"is gone, or of another run than {home.path / INDEX_NAME}",
-            )
-        if number > 0:
-            check_original(home, index, number, other)
-    if len(directories) == len(index.directories):
-        sizes = [data_bytes(directory) for directory in directories]
-        checked(index, home.path / INDEX_NAME, sizes)
+# --- Space that no commit names ---
 
 
-def check_original(home: Directory, index: Index, number: int, other: Directory) -> None:
-    """Whether data file `number` of the commit in `home` is its own, in `other`.
-
-    raises  DiskUnusable, if `home` is a copy, and `other` is what the original goes on with
-    """
-    if (original := _original(home, index, number, other)) is not None:
-        raise DiskUnusable(
-            home.path,
-            f"is a copy of {original}, and {other.path / DATA_NAME} is a file of the original",
-            f"copy {other.path} too, and give the copies as disk, in this order",
-        )
+def free_ranges(index: Index, number: int, size: int) -> list[tuple[int, int]]:
+    """Ranges (begin, end) of a data file of `size` bytes that the commit does not name, ordered."""
+    taken = sorted((t.offset, t.offset + t.room) for t in index.tensors if t.file == number)
+    free, at = [], HEADER_BYTES
+    for begin, end in [*taken, (size, size)]:
+        if at < begin:
+            free.append((at, begin))
+        at = max(at, end)
+    return free
 
 
-def is_own(home: Directory, index: Index, number: int, other: Directory) -> bool:
-    """Whether the data file in `other` is file `number` of the commit in `home`, and no other's."""
+def trim(index: Index, places: Sequence[Directory]) -> int:
+    """Give free space of the data files in `places` back; returns the bytes. raises OSError"""
+    # The commit before this one must not come back when what it named is gone.
+    places[0].sync()
+    return sum(_trim(index, number, place) for number, place in enumerate(places))
+
+
+def _trim(index: Index, number: int, directory: Directory) -> int:
+    """Punch holes into one data file, and cut it off where nothing follows."""
+    system = directory.system
+    fd = directory.open(DATA_NAME, os.O_RDWR)
     try:
-        header = read_header(other)
-    except DurableDamaged:
-        return False
-    same = header is not None and (header.run, header.number) == (index.run, number)
-    return same and _original(home, index, number, other) is None
+        before = system.fstat(fd)
+        size = before.st_size
+        for begin, end in free_ranges(index, number, size):
+            if end == size:
+                system.truncate(fd, begin)
+                continue
+            try:
+                system.punch(fd, begin, end - begin)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:  # a filesystem that knows no holes
+                    raise
+        system.fsync(fd)
+        return (before.st_blocks - system.fstat(fd).st_blocks) * 512
+    finally:
+        system.close(fd)
 
 
-def _original(home: Directory, index: Index, number: int, other: Directory) -> Path | None:
-    """The directory that `home` is a copy of, if that has a commit which names `other`."""
-    try:
-        header = read_header(other)
-        if header is None or header.run != index.run or home.is_at(Path(header.first)):
-            return None
-        with Directory(Path(header.first), home.system) as first:
-            found = read_index(first)
-    except OSError:  # there is no sound commit any more: moved, or removed
-        return None
-    named = found is not None and found[0].run == index.run and _names(found[0], number, other)
-    return Path(header.first) if named else None
-
-
-def _names(index: Index, number: int, directory: Directory) -> bool:
-    return number < len(index.directories) and directory.is_at(Path(index.directories[number]))
+def remove_all(directory: Directory) -> int:
+    """Remove the commit and then the data file; returns the bytes they took."""
+    freed = 0
+    for name in (INDEX_NAME, NEW_INDEX_NAME, DATA_NAME):
+        if (found := directory.stat(name)) is not None:
+            freed += found.st_blocks * 512
+            directory.unlink(name)
+            directory.sync()
+    return freed

@@ -1,11 +1,7 @@
-"""The data files of a durable directory, or of several: made new, or found with the last commit.
+"""The data files of a durable run are made new, or found with the last commit.
 
 A file outlives its process once a commit names it. Files without a commit, of a run that died
-before its first one, are removed when the next one opens the directory.
-
-The first block of a durable data file: whose it is, so that two runs are never mixed.
-
-Space that no commit names goes back to the filesystem; or everything does. Without a store.
+before its first one, are removed when the next run opens the directory.
 """
 
 import logging
@@ -31,11 +27,11 @@ from zcompile.runtime.durable.index import (
     INDEX_NAME,
     NEW_INDEX_NAME,
     Index,
-    checked,
-    lies_beside,
+    check_extents,
+    has_new_index,
     read_index,
     switch_index,
-    write_beside,
+    write_new_index,
 )
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.tiers.disk import TierFile
@@ -46,7 +42,7 @@ logger = logging.getLogger("zcompile.runtime.durable.files")
 class DurableFile(TierFile):
     """`zinf.tier` in a directory; stays after `close` if a commit names it.
 
-    found   it is there already, with what a commit names
+    found   the file is there already, with tensors that a commit names
     raises  DiskUnusable
     """
 
@@ -72,10 +68,11 @@ class DurableFile(TierFile):
             raise
 
     def sync(self) -> None:
-        """What was written is on the device. raises OSError"""
+        """Return when what was written is on the device. raises OSError"""
         self.system.fdatasync(self._fd)
 
     def _begin(self, header: DataHeader) -> None:
+        """Write the header of a new file."""
         try:
             write_header(self.directory, header)
         except DiskUnusable:
@@ -101,12 +98,13 @@ class DurableFile(TierFile):
 
 
 class DurableFiles:
-    """The data files of one run over the directories `paths`; claimed when `open` is called.
+    """The data files of one run over the directories `paths`, which are locked when `open` is
+    called.
 
-    directories  those that were opened
-    named  the directories, as files name them to others
-    index, smalls  the last commit and the bytes of its small tensors; None if there was none
-    unsure  of the last `switch`: it raised, and may have done what it was to do
+    directories      those that were opened
+    named            the directories, as files name them to others
+    index, smalls    the last commit and the bytes of its small tensors; None if there was none
+    outcome_unknown  the last `switch` raised, and may have made its commit nevertheless
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -116,7 +114,7 @@ class DurableFiles:
         self.smalls = b""
         self.run = os.urandom(8).hex()
         self.files: list[DurableFile] = []
-        self.unsure = False
+        self.outcome_unknown = False
         self._marked = False
 
     @property
@@ -125,7 +123,7 @@ class DurableFiles:
         return self.directories[0]
 
     def open(self, directory: Directory) -> DurableFile:
-        """The next file, in the order of the directories.
+        """Open the next file, in the order of the directories.
 
         raises  DurableDamaged, DurableHeld, DiskUnusable
         """
@@ -155,42 +153,42 @@ class DurableFiles:
             file.sync()
 
     def switch(self, content: bytes) -> None:
-        """`content` is the last commit from here on.
+        """Make `content` the index of the last commit.
 
-        raises  OSError; then it is that (see `unsure`), or still the one before, and the files of
-                both are kept
+        raises  OSError; then it is that (see `outcome_unknown`), or still the one before, and the
+                files of both are kept
         """
-        self.unsure = False
+        self.outcome_unknown = False
         if not self.files[0].keep:
             for directory in self.directories:
                 directory.sync()  # the names of the data files
-        write_beside(self.home, content)
-        self.unsure = True
+        write_new_index(self.home, content)
+        self.outcome_unknown = True
         try:
             switch_index(self.home)
-        except BaseException:  # it may have been interrupted, too
-            self.unsure = not self._lies_beside()
+        except BaseException:  # also an interrupt
+            self.outcome_unknown = not self._rename_was_not_made()
             raise
         finally:
-            named = self._is_named()
+            named = self._may_have_index()
             for file in self.files:
                 file.keep = file.keep or named
         if not self._marked:
             for number, file in enumerate(self.files):
                 write_header(file.directory, self._header(number, committed=True))
-        self._marked, self.unsure = True, False
+        self._marked, self.outcome_unknown = True, False
 
-    def _is_named(self) -> bool:
+    def _may_have_index(self) -> bool:
         """Whether there is an index, or may be: what it names is not to be removed."""
         try:
             return self.home.stat(INDEX_NAME) is not None
         except OSError:
             return True
 
-    def _lies_beside(self) -> bool:
-        """Whether the rename was certainly not made."""
+    def _rename_was_not_made(self) -> bool:
+        """Whether the new index certainly did not become the last commit."""
         try:
-            return lies_beside(self.home)
+            return has_new_index(self.home)
         except OSError:
             return False
 
@@ -198,6 +196,7 @@ class DurableFiles:
         return DataHeader(self.run, number, len(self.named), self.named[0], committed)
 
     def _find_index(self) -> None:
+        """Read the last commit, if there is one. raises  DurableHeld, DurableDamaged"""
         self.home.unlink(NEW_INDEX_NAME)  # a commit that did not happen
         # A run that was killed within a commit may not have come to this; were the one before it to
         # come back, what we write from here on would lie where that has its data.
@@ -217,6 +216,7 @@ class DurableFiles:
         self.run = self.index.run
 
     def _check_header(self, directory: Directory, wanted: DataHeader) -> None:
+        """raises  DurableDamaged, if the data file is not the one that the index names"""
         found = read_header(directory)
         if found is None:
             raise DurableDamaged(
@@ -233,7 +233,7 @@ class DurableFiles:
             )
 
     def _remove_uncommitted(self, directory: Directory) -> None:
-        """What lies there is of no use, or it is of another run, which is refused."""
+        """Remove a data file that no commit names. raises  DurableHeld, if it is of another run"""
         if directory is not self.home and (other := read_index(directory)) is not None:
             raise DurableHeld(directory.path, f"holds step {other[0].step} of another run")
         if is_unfinished(directory):
@@ -258,7 +258,8 @@ class DurableFiles:
         directory.unlink(DATA_NAME)
 
     def _reserve(self, index: Index) -> None:
-        checked(index, self.home.path / INDEX_NAME, [data_bytes(d) for d in self.directories])
+        """Take the extents of the last commit in the files. raises  DurableDamaged"""
+        check_extents(index, self.home.path / INDEX_NAME, [data_bytes(d) for d in self.directories])
         for tensor in index.tensors:
             if not self.files[tensor.file].extents.take_at(tensor.offset, tensor.room):
                 raise DurableDamaged(

@@ -1,4 +1,5 @@
-"""The index of a durable directory: which tensor of the last commit lies where. Text, never pickle.
+"""The index of a durable directory says where each tensor of the last commit lies. Text, never
+pickle.
 
     zinf-index 1 <bytes of text> <bytes of tensors> <checksum's name> <checksum>
     {"run": ..., "step": 12, ..., "tensors": [      JSON, one tensor a line
@@ -7,11 +8,8 @@
     raw bytes of the small tensors: biases, buffers, step counts, random number state
 
 The checksum covers everything after the first line. Big tensors rest in the data files, and the
-index holds a checksum for each piece of them.
-
-Checksums of what rests on disk: taken of each piece as it is written, kept until it is replaced.
-
-A piece is what one write brought. Whoever reads it back whole can tell whether a bit has changed.
+index holds a checksum for each piece of them: a piece is what one write brought, summed as it is
+written. Whoever reads a piece back whole can tell whether a bit has changed.
 """
 
 import json
@@ -35,23 +33,32 @@ try:
 except ImportError:  # pragma: no cover  # slower without it, by a factor of six; still right
     xxhash = None  # type: ignore[assignment]  # as any optional module
 
+
+INDEX_NAME = "zinf.index"
+NEW_INDEX_NAME = f"{INDEX_NAME}.new"
+DATA_NAME = "zinf.tier"
+
+
+# --- Checksums ---
+
 Sum = Callable[[memoryview], int]
 
 
-def _sums() -> Mapping[str, Sum]:
+def _available_checksums() -> Mapping[str, Sum]:
     found: dict[str, Sum] = {"crc32": zlib.crc32}
     if xxhash is not None:
         found["xxh3_64"] = xxhash.xxh3_64_intdigest
     return found
 
 
-SUMS = _sums()
-"""Name -> checksum. Both release the GIL; XXH3 makes 22 GB/s and CRC-32 4 GB/s on a core."""
+SUMS = _available_checksums()
+"""Name -> checksum function. Both release the GIL; XXH3 makes 22 GB/s and CRC-32 4 GB/s on a
+core."""
 BEST = "xxh3_64" if "xxh3_64" in SUMS else "crc32"
-"""What new data is summed with."""
+"""The checksum of new data."""
 
 
-class Running:
+class RunningChecksum:
     """The checksum `name` of bytes that come in parts, in order."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +97,7 @@ class Pieces:
         return tuple(self._pieces)
 
     def add(self, begin: int, end: int) -> None:
-        """[begin, end) is being written; its checksum comes by `know`."""
+        """Note a write of [begin, end), whose checksum comes by `set_checksum`."""
         first = bisect_right(self._pieces, begin, key=lambda p: p.end)
         last = bisect_left(self._pieces, end, key=lambda p: p.begin)
         kept = []
@@ -102,8 +109,8 @@ class Pieces:
         kept.append(Piece(begin, end, None))
         self._pieces[first:last] = sorted(kept, key=lambda p: p.begin)
 
-    def know(self, begin: int, end: int, checksum: int) -> None:
-        """The checksum of [begin, end), unless that is no piece any more."""
+    def set_checksum(self, begin: int, end: int, checksum: int) -> None:
+        """Note the checksum of [begin, end), unless that is no piece any more."""
         at = bisect_left(self._pieces, begin, key=lambda p: p.begin)
         if at < len(self._pieces):
             piece = self._pieces[at]
@@ -111,21 +118,12 @@ class Pieces:
                 self._pieces[at] = replace(piece, checksum=checksum)
 
 
-INDEX_NAME = "zinf.index"
-NEW_INDEX_NAME = f"{INDEX_NAME}.new"
-DATA_NAME = "zinf.tier"
-MAGIC = "zinf-index"
-FORMAT = 1
-MOST_HEADER_BYTES = 256
-BLOCK_BYTES = 4096
-"""Extents begin and end at multiples of this."""
-_RUN = re.compile("[0-9a-f]{1,64}")
-_NUMBERS = re.compile("[0-9]{1,18} [0-9]{1,18} [0-9a-f]{16}")
+# --- What an index says ---
 
 
 @dataclass(frozen=True)
-class Resting:
-    """One tensor and where its bytes rest.
+class StoredTensor:
+    """One tensor of a commit and where its bytes rest.
 
     name           dotted name of the parameter, or that and the key of an optimizer state
     kind           "parameter" or "optimizer state"
@@ -156,7 +154,7 @@ class Resting:
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallTensor:
     """A tensor whose bytes [begin, end) follow the text: plain, or a small one of the host tier."""
 
     name: str
@@ -170,11 +168,11 @@ class Small:
 class Index:
     """One commit.
 
-    run          of which it is; the data files say the same
-    step         optimizer steps that are in it
+    run          the run that the commit belongs to; the data files say the same
+    step         optimizer steps that are in the commit
     serial       commits of this run before it
     written_at   for people
-    granule      what transfers came in multiples of when it was written
+    granule      bytes of which transfers were multiples when the commit was written
     directories  as they were given; the index lies in the first
     meta         what is no tensor: parameter groups, what the user added
     """
@@ -185,18 +183,29 @@ class Index:
     written_at: str
     granule: int
     directories: tuple[str, ...]
-    tensors: tuple[Resting, ...]
-    smalls: tuple[Small, ...]
+    tensors: tuple[StoredTensor, ...]
+    smalls: tuple[SmallTensor, ...]
     meta: Mapping[str, object]
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved by what it names."""
+        """Bytes reserved by the tensors of the commit."""
         return sum(tensor.room for tensor in self.tensors)
 
 
+# --- Text and back ---
+
+MAGIC = "zinf-index"
+FORMAT = 1
+MOST_HEADER_BYTES = 256
+BLOCK_BYTES = 4096
+"""Extents begin and end at multiples of this."""
+_RUN = re.compile("[0-9a-f]{1,64}")
+_NUMBERS = re.compile("[0-9]{1,18} [0-9]{1,18} [0-9a-f]{16}")
+
+
 def encode(index: Index, smalls: bytes) -> bytes:
-    """The whole file."""
+    """The content of an index file."""
     names = ("run", "step", "serial", "written_at", "granule", "directories", "meta")
     head = {name: getattr(index, name) for name in names}
     head["smalls"] = [vars(small) for small in index.smalls]
@@ -207,7 +216,7 @@ def encode(index: Index, smalls: bytes) -> bytes:
     return header + text + smalls
 
 
-def _row(tensor: Resting) -> str:
+def _row(tensor: StoredTensor) -> str:
     # By `vars`, since `dataclasses.asdict` copies deeply: 15 ms for the 450 tensors of GPT-2.
     return json.dumps({**vars(tensor), "pieces": [vars(piece) for piece in tensor.pieces]})
 
@@ -243,14 +252,15 @@ def parse(path: Path, content: bytes) -> tuple[Index, bytes]:
         raise DurableDamaged(path, "the index", "does not have the checksum it was written with")
     try:
         index = decode(Index, sound_json.loads(body[:text_bytes]))
-        _check_sense(index, small_bytes)
+        _check_plausible(index, small_bytes)
     except ValueError as error:
         raise DurableDamaged(path, "the index", f"cannot be understood: {error}") from error
     return index, body[text_bytes:]
 
 
-def _check_sense(index: Index, small_bytes: int) -> None:
-    """Whether all that an index says can be, whatever lies in its files: it may be of anybody.
+def _check_plausible(index: Index, small_bytes: int) -> None:
+    """Check that all that an index says can be, whatever lies in its files: anybody may have
+    written it.
 
     raises  ValueError
     """
@@ -277,12 +287,13 @@ def _check_sense(index: Index, small_bytes: int) -> None:
         )
         at = small.end
     for tensor in index.tensors:
-        for what, holds in _facts(index, tensor):
+        for what, holds in _claims_of(index, tensor):
             _require(holds, f"{tensor.name!r:.80}: {what}")
 
 
-def _facts(index: Index, tensor: Resting) -> Iterator[tuple[str, bool]]:
-    """What is said of a tensor, and whether it can be; what comes later may rely on what came."""
+def _claims_of(index: Index, tensor: StoredTensor) -> Iterator[tuple[str, bool]]:
+    """What the index says of a tensor, and whether that can be; later claims may rely on earlier
+    ones."""
     counts = (tensor.start, tensor.nbytes, tensor.file, tensor.offset, tensor.room, tensor.step)
     yield "a number that is none", _are_counts(*counts, *tensor.size, *tensor.stride)
     yield f"kind {tensor.kind!r:.40}", tensor.kind in ("parameter", "optimizer state")
@@ -296,9 +307,9 @@ def _facts(index: Index, tensor: Resting) -> Iterator[tuple[str, bool]]:
     yield f"{tensor.nbytes} bytes in {tensor.room}", tensor.nbytes <= tensor.room
     ranges = [*tensor.written, *((piece.begin, piece.end) for piece in tensor.pieces)]
     yield "a range that is none", all(len(r) == 2 and _are_counts(*r) for r in ranges)
-    yield "what was written", _follow(tensor.written, tensor.nbytes)
+    yield "what was written", _are_ordered(tensor.written, tensor.nbytes)
     pieces = [(piece.begin, piece.end) for piece in tensor.pieces]
-    yield "pieces", _follow(pieces, tensor.room)
+    yield "pieces", _are_ordered(pieces, tensor.room)
     yield "pieces off granules", all(end % index.granule == 0 for pair in pieces for end in pair)
     sums = [piece.checksum for piece in tensor.pieces]
     yield "a checksum that is none", all(type(s) is int and 0 <= s < 1 << 64 for s in sums)
@@ -308,7 +319,7 @@ def _facts(index: Index, tensor: Resting) -> Iterator[tuple[str, bool]]:
     yield "bytes without a checksum", all(summed.covers(*pair) for pair in tensor.written)
 
 
-def _follow(ranges: Iterable[Sequence[int]], most: int) -> bool:
+def _are_ordered(ranges: Iterable[Sequence[int]], most: int) -> bool:
     """Whether (begin, end) come in order, apart, none of them empty, all before `most`."""
     at = 0
     for begin, end in ranges:
@@ -331,45 +342,8 @@ def _require(holds: object, what: str) -> None:
         raise ValueError(what)
 
 
-def read_index(directory: Directory) -> tuple[Index, bytes] | None:
-    """The last commit in `directory`; None if there is none.
-
-    raises  DurableDamaged, DiskUnusable, OSError
-    """
-    path = directory.path / INDEX_NAME
-    try:
-        content = directory.read(INDEX_NAME)
-        return None if content is None else parse(path, content)
-    except MemoryError:
-        raise DurableDamaged(path, "the index", "is larger than memory") from None
-
-
-def write_beside(directory: Directory, content: bytes) -> None:
-    """An index beside the last commit, on the device. raises OSError"""
-    fd = directory.open(NEW_INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        directory.system.write_all(fd, content)
-        directory.system.fsync(fd)
-    finally:
-        directory.system.close(fd)
-
-
-def switch_index(directory: Directory) -> None:
-    """What lies beside becomes the last commit. raises OSError; then it is that, or it is not
-
-    The rename is the commit; after it the name is on the device.
-    """
-    directory.rename(NEW_INDEX_NAME, INDEX_NAME)
-    directory.sync()
-
-
-def lies_beside(directory: Directory) -> bool:
-    """Whether there is still an index beside the last commit. raises OSError"""
-    return directory.stat(NEW_INDEX_NAME) is not None
-
-
-def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:
-    """Whether all that the index names lies inside its files, and nothing lies on anything else.
+def check_extents(index: Index, path: Path, capacities: Sequence[int]) -> None:
+    """Check that all extents of the index lie inside their files, and do not overlap.
 
     capacities  bytes of the data file of each directory
     raises      DurableDamaged
@@ -389,3 +363,44 @@ def checked(index: Index, path: Path, capacities: Sequence[int]) -> None:
         for (_, end, name), (begin, _, other) in pairwise(rows):
             if begin < end:
                 raise DurableDamaged(path, repr(name), f"shares bytes with {other!r}")
+
+
+# --- Files ---
+
+
+def read_index(directory: Directory) -> tuple[Index, bytes] | None:
+    """The last commit in `directory`; None if there is none.
+
+    raises  DurableDamaged, DiskUnusable, OSError
+    """
+    path = directory.path / INDEX_NAME
+    try:
+        content = directory.read(INDEX_NAME)
+        return None if content is None else parse(path, content)
+    except MemoryError:
+        raise DurableDamaged(path, "the index", "is larger than memory") from None
+
+
+def write_new_index(directory: Directory, content: bytes) -> None:
+    """Write an index beside the last commit, and bring it to the device. raises OSError"""
+    fd = directory.open(NEW_INDEX_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        directory.system.write_all(fd, content)
+        directory.system.fsync(fd)
+    finally:
+        directory.system.close(fd)
+
+
+def switch_index(directory: Directory) -> None:
+    """Make the new index the last commit: the rename is the commit; after it the name is on the
+    device.
+
+    raises  OSError; then the new index is the last commit, or it is not
+    """
+    directory.rename(NEW_INDEX_NAME, INDEX_NAME)
+    directory.sync()
+
+
+def has_new_index(directory: Directory) -> bool:
+    """Whether there is still an index beside the last commit. raises OSError"""
+    return directory.stat(NEW_INDEX_NAME) is not None

@@ -1,10 +1,5 @@
-"""How entries take over what a commit holds: on disk by its extents, on the host by reading.
-
-Reads durable data straight from its files: to check it, or to bring it back.
-
-Without a store, so that `zinf disk verify` needs no torch. One thread reads ahead while another
-one sums, through two buffers; memory does not grow with the data.
-"""
+"""Recovery lets entries take over what a commit holds: on disk its extents, on the host its
+values."""
 
 from collections.abc import Sequence
 
@@ -17,7 +12,7 @@ from zcompile.runtime.durable.index import (
     BEST,
     Index,
     Pieces,
-    Resting,
+    StoredTensor,
 )
 from zcompile.runtime.durable.tier import Versions
 from zcompile.runtime.io.files import Directory
@@ -28,17 +23,18 @@ from zcompile.runtime.tiers.base import Extent
 
 
 class Copier:
-    """Reads tensors of a commit in `directories`, which keeps all it has."""
+    """Reads tensors of a commit in `directories`, which keep all they have."""
 
     def __init__(self, directories: Sequence[Directory]) -> None:
         self._directories = directories
 
-    def adopt(self, kept: Resting, entry: Entry) -> bool:
-        """`entry` becomes `kept`; False if its bytes have to be read and written anew."""
+    def adopt(self, kept: StoredTensor, entry: Entry) -> bool:
+        """Let `entry` take over the extent of `kept`; False if its bytes have to be read and
+        written anew."""
         return False
 
-    def read(self, kept: Resting) -> Tensor:
-        """The bytes in ordinary host memory: uint8 [nbytes]."""
+    def read(self, kept: StoredTensor) -> Tensor:
+        """The bytes of a tensor in ordinary host memory: uint8 [nbytes]."""
         memory = torch.zeros(kept.nbytes, dtype=torch.uint8, device="cpu")
         with DataReader(self._directories) as data:
             for begin, end in kept.written:
@@ -53,18 +49,18 @@ class Copier:
 class Recovery(Copier):
     """Hands out the extents of one commit, each to one entry."""
 
-    def __init__(self, ledger: CommitLog, index: Index) -> None:
-        super().__init__(ledger.files.directories)
-        self._ledger = ledger
+    def __init__(self, commit_log: CommitLog, index: Index) -> None:
+        super().__init__(commit_log.files.directories)
+        self._commit_log = commit_log
         self._index = index
         self._adopted: set[str] = set()
 
-    def adopt(self, kept: Resting, entry: Entry) -> bool:
-        same = self._index.granule % self._ledger.tier.granule == 0 and kept.sum == BEST
+    def adopt(self, kept: StoredTensor, entry: Entry) -> bool:
+        same = self._index.granule % self._commit_log.tier.granule == 0 and kept.sum == BEST
         if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
             return False
         self._adopted.add(kept.name)
-        self._ledger.adopting = True
+        self._commit_log.recovering = True
         versions = Versions(committed=_extent(kept), pieces=Pieces(kept.pieces), step=kept.step)
         written = [(begin, end) for begin, end in kept.written]
         if entry.place.tier.in_memory:
@@ -72,17 +68,20 @@ class Recovery(Copier):
             with DataReader(self._directories) as data:
                 for begin, end in written:
                     self._to_host(data, kept, entry, begin, end)
-            self._ledger.keep_copy(entry, versions)
+            self._commit_log.keep_copy(entry, versions)
         else:
-            extent = self._ledger.tier.adopt(versions, kept.room, entry.name)
-            _move_in(entry, extent, written)
+            extent = self._commit_log.tier.adopt(versions, kept.room, entry.name)
+            _rest_in(entry, extent, written)
         return True
 
-    def left(self) -> list[Extent]:
-        """Extents that nobody took; the next commit does not name them."""
+    def untaken(self) -> list[Extent]:
+        """The extents that no entry took over; the next commit does not name them."""
         return [_extent(kept) for kept in self._index.tensors if kept.name not in self._adopted]
 
-    def _to_host(self, data: DataReader, kept: Resting, entry: Entry, begin: int, end: int) -> None:
+    def _to_host(
+        self, data: DataReader, kept: StoredTensor, entry: Entry, begin: int, end: int
+    ) -> None:
+        """Read bytes [begin, end) of a tensor into an entry on the host."""
         low, high = _blocks(kept, begin, end)
         for at, view in data.chunks(kept, low, high):
             first, last = max(at, begin), min(at + len(view), end)
@@ -90,12 +89,14 @@ class Recovery(Copier):
             entry.store.put(entry, part, begin=first).wait()
 
 
-def _extent(kept: Resting) -> Extent:
+def _extent(kept: StoredTensor) -> Extent:
+    """The extent of the disk tier where a tensor of the commit lies."""
     return Extent(kept.file, kept.offset, kept.room, kept.name)
 
 
-def _move_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
-    """`entry` rests in `extent` of its tier from here on, where `written` ranges hold a value."""
+def _rest_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
+    """Let `entry` rest in `extent` of its tier from here on, where the `written` ranges hold a
+    value."""
     entry.store.drain()
     before_write(entry)
     place, old = entry.place, entry.place.extent
@@ -108,6 +109,6 @@ def _move_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -
     place.tier.release(old)
 
 
-def _blocks(kept: Resting, begin: int, end: int) -> tuple[int, int]:
+def _blocks(kept: StoredTensor, begin: int, end: int) -> tuple[int, int]:
     """Whole blocks of the file that hold the bytes, inside the extent."""
     return begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, kept.room)

@@ -1,16 +1,14 @@
-"""The durable disk tier: what the last commit names is never written.
+"""The durable tier keeps the last commit on disk intact while entries change.
 
 It stands before a disk tier and hands out extents of its own, which know versions. A write goes to
 another extent than the committed one; a read goes where the bytes are. Neither transfers nor places
-know of it. When the index has been switched (`commit.py`), the old extents are given back.
+know of that. When the index has been switched (`commit.py`), the old extents are given back.
 
-The versions of one durable entry: the committed one, and the one that is being made.
-
-before the first commit     written in place
-committed, unchanged        one extent, never written again
-committed, changed          the fresh ranges lie in another extent, the rest where it was
-next commit                 the rest is copied over; when the index is switched, the old extent
-                            is free
+    before the first commit     an entry is written in place
+    committed, unchanged        one extent, never written again
+    committed, changed          the fresh ranges lie in another extent, the rest where it was
+    next commit                 the rest is copied over; when the index is switched, the old extent
+                                is free
 """
 
 import itertools
@@ -29,10 +27,12 @@ from zcompile.runtime.tiers.base import Buffer, Extent, FileRange, TierIO
 from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
 
+logger = logging.getLogger("zcompile.runtime.durable.tier")
+
 
 @dataclass
 class Versions:
-    """Where the bytes of an entry lie. Guarded by the lock of its tier.
+    """The committed and the working version of one entry. Guarded by the lock of its tier.
 
     committed  the extent that the last index names; None before there was one
     working    the extent that is written; None while nothing was written since
@@ -49,7 +49,7 @@ class Versions:
 
     @property
     def current(self) -> Extent:
-        """Where all of it lies; only between `complete` and the next write."""
+        """The extent with all of the entry; only between `complete` and the next write."""
         extent = self.working or self.committed
         assert extent is not None, "an entry that lies nowhere"
         return extent
@@ -64,11 +64,8 @@ class Versions:
         ]
 
 
-logger = logging.getLogger("zcompile.runtime.durable.tier")
-
-
 class DurableTier:
-    """Entries with versions in the extents of `disk`, whose files are `files`.
+    """A tier of entries with versions, in the extents of `disk`, whose files are `files`.
 
     raises  what opening the files raises
     """
@@ -86,7 +83,7 @@ class DurableTier:
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._versions: dict[int, Versions] = {}
-        self._dead: list[Extent] = []
+        self._replaced: list[Extent] = []
         self._frozen: BaseException | None = None
         if BEST == "crc32":
             logger.warning("xxhash is not installed: checksums are CRC-32, at a fifth of the speed")
@@ -111,7 +108,7 @@ class DurableTier:
         with self._lock:
             versions = self._versions.pop(extent.file)
             if versions.committed is not None:
-                self._dead.append(versions.committed)
+                self._replaced.append(versions.committed)
         if versions.working is not None:
             self.disk.release(versions.working)
 
@@ -119,12 +116,12 @@ class DurableTier:
         with self._lock:
             found = self._versions[extent.file].where(begin, begin + into.nbytes)
         if len(found) == 1:
-            return self.disk.read(_named(found[0][2], extent), begin, into)
+            return self.disk.read(_with_name_of(found[0][2], extent), begin, into)
         whole = Countdown()
         whole.hold(len(found))
         for low, high, holder in found:
             part = into.part(low - begin, high - begin)
-            self.disk.read(_named(holder, extent), low, part).then(whole.drop)
+            self.disk.read(_with_name_of(holder, extent), low, part).then(whole.drop)
         whole.drop()
         return whole
 
@@ -145,7 +142,7 @@ class DurableTier:
             versions.pieces.add(begin, end)
         whole.hold(2)
         self._summing.submit(partial(self._sum, versions, begin, end, source, whole))
-        self.disk.write(_named(working, extent), begin, source).then(whole.drop)
+        self.disk.write(_with_name_of(working, extent), begin, source).then(whole.drop)
         whole.drop()
         return whole
 
@@ -170,47 +167,50 @@ class DurableTier:
             return self._versions[extent.file]
 
     def bytes_to_come(self, extents: Iterable[Extent]) -> int:
-        """What writes to `extents` will reserve beside the committed versions."""
+        """Bytes that writes to `extents` will reserve outside the committed versions."""
         with self._lock:
             found = [self._versions[extent.file] for extent in extents]
         return sum(
             v.committed.nbytes for v in found if v.committed is not None and v.working is None
         )
 
-    def bury(self, extents: Sequence[Extent]) -> None:
-        """Nobody holds them; they are given back when the next index does not name them."""
+    def release_at_next_commit(self, extents: Sequence[Extent]) -> None:
+        """Give extents back that nobody holds, once the next index does not name them."""
         with self._lock:
-            self._dead.extend(extents)
+            self._replaced.extend(extents)
 
-    def give_dead(self) -> None:
-        """The index that named them was replaced."""
+    def release_replaced(self) -> None:
+        """Give replaced extents back: the index that named them is gone."""
         with self._lock:
-            dead, self._dead = self._dead, []
-        for extent in dead:
+            replaced, self._replaced = self._replaced, []
+        for extent in replaced:
             self.disk.release(extent)
 
     def freeze(self, error: BaseException) -> None:
-        """Whether the index names what was written last is not known: fail all writes from now."""
+        """Fail all writes from now on: whether the index names what was written last is not
+        known."""
         with self._lock:
             self._frozen = error
 
-    def settle(self, versions: Versions) -> None:
-        """The index names `working` now."""
+    def note_commit(self, versions: Versions) -> None:
+        """Make the working version the committed one: the index names it now."""
         with self._lock:
             old, versions.committed = versions.committed, versions.working or versions.committed
             replaced = versions.working is not None and old is not None
             versions.working = None
             versions.fresh.clear()
             if replaced and old is not None:
-                self._dead.append(old)
+                self._replaced.append(old)
 
     def _working(self, versions: Versions, extent: Extent) -> Extent:
+        """The extent that is written, reserved at the first write after a commit."""
         if versions.working is None:
             versions.working = self.disk.reserve(extent.nbytes, extent.name)
             versions.fresh.clear()
         return versions.working
 
     def _enter(self, versions: Versions, nbytes: int, name: str) -> Extent:
+        """An extent of this tier with these versions."""
         with self._lock:
             key = next(self._keys)
             self._versions[key] = versions
@@ -219,11 +219,13 @@ class DurableTier:
     def _sum(
         self, versions: Versions, begin: int, end: int, source: Buffer, whole: Countdown
     ) -> None:
+        """Compute the checksum of a write, in a thread of its own."""
         checksum = SUMS[BEST](source.view)
         with self._lock:
-            versions.pieces.know(begin, end, checksum)
+            versions.pieces.set_checksum(begin, end, checksum)
         whole.drop()
 
 
-def _named(holder: Extent, extent: Extent) -> Extent:
+def _with_name_of(holder: Extent, extent: Extent) -> Extent:
+    """`holder`, under the name that `extent` has now."""
     return holder if holder.name == extent.name else replace(holder, name=extent.name)

@@ -203,7 +203,7 @@ def test_a_clipped_gradient_that_is_read_before_it_is_written_is_scaled_once(tmp
 
 
 def test_an_interrupt_while_a_gradient_is_scaled_does_not_scale_it_twice(tmp_path, monkeypatch):
-    ease = streaming._ease_chunk
+    ease = streaming._apply_changes
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGINT)

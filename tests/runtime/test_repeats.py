@@ -178,7 +178,7 @@ def test_a_change_is_seen_where_all_rests_on_the_device(change):
 def counted(monkeypatch):
     """How often rows of a list op were made, and how often a call was repeated."""
     seen = {"rows": 0, "again": 0}
-    rows_of, again = dispatch.rows_of, ListCall.again
+    rows_of, again = dispatch.rows_of, ListCall.rerun
 
     def count_rows(func, args, kwargs):
         seen["rows"] += func._schema.name == "aten::_fused_adamw_"
@@ -189,7 +189,7 @@ def counted(monkeypatch):
         return done
 
     monkeypatch.setattr(dispatch, "rows_of", count_rows)
-    monkeypatch.setattr(ListCall, "again", count_again)
+    monkeypatch.setattr(ListCall, "rerun", count_again)
     return seen
 
 

@@ -11,7 +11,7 @@ from zcompile.errors import BudgetExceeded, ParameterChanged
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import torch_compat as private
 from zcompile.ir.units import KiB
-from zcompile.runtime.eager.dispatch import fresh
+from zcompile.runtime.eager.dispatch import new_results
 
 WIDE = 128
 WEIGHT_BYTES = WIDE * WIDE * 4
@@ -132,6 +132,6 @@ def test_an_op_that_fails_before_it_runs_leaves_nothing_counted():
 def test_results_without_elements_are_made_by_an_op_and_memory_stays_watched():
     watched, made = torch.zeros(4), torch.zeros(0)
     assert private.watch_memory(watched)
-    found = fresh([made, watched[1:]], [watched, torch.zeros(0)])
+    found = new_results([made, watched[1:]], [watched, torch.zeros(0)])
     assert [id(t) for t in found] == [id(made)]
     assert private.is_untouched(watched)

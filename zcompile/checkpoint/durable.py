@@ -157,7 +157,7 @@ def commit(
     given = commit_log.extra_step if extra is None else step
     state = describe(model, optimizer, commit_log.extra if extra is None else extra)
     kept = commit_log.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
-    named = {name: (tensor.entry, tensor.lies) for name, tensor in state.tiered.items()}
+    named = {name: (tensor.entry, tensor.entry_layout) for name, tensor in state.tiered.items()}
     commit_log.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
     commit_log.extra, commit_log.extra_step = kept, given
 
@@ -353,7 +353,7 @@ class DurableSource:
 
     def _taken(self, kept: StoredTensor, layout: Layout, target: TieredTensor) -> bool:
         """Whether the entry of `target` could take over the extent."""
-        return target.lies == layout and self._copier.adopt(kept, target.entry)
+        return target.entry_layout == layout and self._copier.adopt(kept, target.entry)
 
     def _small(self, name: str) -> Tensor:
         row = self._smalls[name]

@@ -267,7 +267,9 @@ class _StateHome:
             return None
         if not fact.size and on != "tiered":
             return None
-        like = torch.empty_strided(param.lies.size, param.lies.stride, device="meta")
+        like = torch.empty_strided(
+            param.entry_layout.size, param.entry_layout.stride, device="meta"
+        )
         layout = Layout.of(torch.empty_like(like, dtype=fact.dtype))
         session = session_of(param.entry)
         entry = session.create(f"{param.entry.name}.{key}", EntryKind.STATE, layout.nbytes)

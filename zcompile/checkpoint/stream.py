@@ -73,7 +73,7 @@ class _Tiered(TensorBytes):
 
     def __init__(self, tensor: TieredTensor) -> None:
         super().__init__(tensor)
-        self._first = tensor.lies.offset * tensor.dtype.itemsize
+        self._first = tensor.entry_layout.offset * tensor.dtype.itemsize
 
     def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
         entry, at = self.tensor.entry, self._first + begin

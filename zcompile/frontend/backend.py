@@ -101,7 +101,11 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             session = session_of(entry)
             sessions[session.key] = session
             specs[position] = ParamSpec(
-                ParamName(value._name_in_store()), value.lies, entry.nbytes, value.sink, entry.home
+                ParamName(value._name_in_store()),
+                value.entry_layout,
+                entry.nbytes,
+                value.sink,
+                entry.home,
             )
     if len(sessions) > 1:
         raise Unsupported(

@@ -262,7 +262,7 @@ class Repeat:
     written          the entries it writes, among the operands
     """
 
-    said: tuple[object, ...]
+    known: tuple[object, ...]
     schedule: Schedule
     entries: tuple[int, ...]
     inputs: tuple[int, ...]

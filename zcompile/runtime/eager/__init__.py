@@ -1,1 +1,1 @@
-"""Tensors without storage of their own, and what each op means on them."""
+"""The eager package gives tiered tensors their meaning outside of compiled graphs."""

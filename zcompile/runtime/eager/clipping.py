@@ -1,4 +1,5 @@
-"""What gradient clipping means on tiered gradients: norms that are known, scales that wait.
+"""Gradient clipping on tiered gradients uses norms that are known and scales that are applied
+later.
 
 `clip_grad_norm_` measures every gradient, then multiplies all of them by one number. The norms were
 taken when the gradients were produced (`runtime/norms.py`); the multiplication waits for the
@@ -41,7 +42,7 @@ def known_norm(
         return None  # of rows or columns, as some optimizers ask; not of all elements
     rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
     measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
-    known = session_of(tensor.entry).norms.of(tensor.entry, tensor.lies, measure)
+    known = session_of(tensor.entry).norms.of(tensor.entry, tensor.entry_layout, measure)
     if known is not None:
         return known
     at_rest = _measured_at_rest(tensor, measure)
@@ -49,21 +50,23 @@ def known_norm(
 
 
 def _measured_at_rest(tensor: Any, measure: Measure) -> Any | None:
-    """The norm of a gradient that compute reaches where it rests; None for others. One that was
-    summed up, of a tied weight for one, was not measured as a whole before."""
+    """The norm of a gradient that compute reaches where it rests; None for others.
+
+    A gradient that was summed up, of a tied weight for one, was not measured as a whole before.
+    """
     entry, session = tensor.entry, session_of(tensor.entry)
     if not session.lendable(entry):
         return None
-    return measure(tensor.lies.view(session.borrow(entry, 0, entry.nbytes, False)))
+    return measure(tensor.entry_layout.view(session.borrow(entry, 0, entry.nbytes, False)))
 
 
 def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     """The norm of a gradient that the device cannot hold whole, tile by tile; None for others."""
     entry, session = tensor.entry, session_of(tensor.entry)
-    dtype, budget = tensor.lies.dtype, session.arena.budget_bytes
+    dtype, budget = tensor.entry_layout.dtype, session.arena.budget_bytes
     if entry.nbytes <= budget or not measure.joins:
         return None
-    most, count = max(1, budget // 4 // dtype.itemsize), tensor.lies.numel
+    most, count = max(1, budget // 4 // dtype.itemsize), tensor.entry_layout.numel
     cuts = session.norms.cuts_of(entry)
     if sum(numel for _, numel in cuts) != count:  # it came whole, or as elements of another dtype
         cuts = [(begin, min(most, count - begin)) for begin in range(0, count, most)]
@@ -78,7 +81,7 @@ def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
 
 
 def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`gradients *= number`, kept for the next reader; NotImplemented if that cannot be."""
+    """Note `gradients *= number` for the next reader; NotImplemented if that cannot be."""
     lists = isinstance(args[0], list)
     tensors: list[Any] = args[0] if lists else [args[0]]
     if not _is_number(cls, args[1]) or not all(is_gradient(cls, t) for t in tensors):
@@ -88,20 +91,20 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
         return NotImplemented
-    if any(c.layout.dtype != t.lies.dtype for t in tensors for c in t.entry.deferred):
+    if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
         return NotImplemented  # of complex numbers, then of their parts: one after the other
     if all(map(is_near, entries.values())):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
-        change = Deferred(func, operand, lists, tensor.lies)
+        change = Deferred(func, operand, lists, tensor.entry_layout)
         before_write(tensor.entry)
         session_of(tensor.entry).deferrals.defer(tensor.entry, change)
     return None if lists else args[0]
 
 
 def is_gradient(cls: Any, tensor: Any) -> bool:
-    """Whether it is a tiered gradient, all of it."""
+    """Whether `tensor` is all of a tiered gradient."""
     if not isinstance(tensor, cls):
         return False
     tiered: Any = tensor
@@ -110,6 +113,7 @@ def is_gradient(cls: Any, tensor: Any) -> bool:
 
 
 def _is_number(cls: Any, value: Any) -> bool:
+    """Whether `value` is a plain number, or a plain tensor of one."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and not isinstance(value, cls) and value.is_floating_point()
     return isinstance(value, float)

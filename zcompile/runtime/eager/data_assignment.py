@@ -1,4 +1,4 @@
-"""What `p.data = x` means on tiered tensors: as in torch, p shows from then on what x shows.
+"""`p.data = x` on tiered tensors means what it means in torch: p shows from then on what x shows.
 
 A tiered x of the same store: p points to the entry behind it. Whatever pointed to the old entry
 keeps that, with its bytes: `old = p.data`, or a graph that waits for its backward. A plain x: p
@@ -29,7 +29,7 @@ from zcompile.runtime.transfer.interrupts import uninterrupted
 
 @uninterrupted
 def assign_data(cls: Any, tiered: Any, value: Tensor) -> None:
-    """`tiered.data = value`.
+    """Carry out `tiered.data = value`.
 
     cls     what makes tiered tensors
     raises  ParameterChanged, if shape, dtype or strides differ; Unsupported; TierFull
@@ -40,26 +40,31 @@ def assign_data(cls: Any, tiered: Any, value: Tensor) -> None:
             "the .data of a tiered parameter is assigned inside a compiled function",
             "move that outside, or into a function under torch.compiler.disable",
         )
-    if ours is not None and ours._handle is tiered._handle and ours.lies == tiered.lies:
+    if (
+        ours is not None
+        and ours._handle is tiered._handle
+        and ours.entry_layout == tiered.entry_layout
+    ):
         return
-    _check_kind(tiered, value)
+    _check_same_kind(tiered, value)
     if ours is not None and ours.store_key == tiered.store_key:
-        _point(cls, tiered, ours._handle, ours.lies)
+        _point_to(cls, tiered, ours._handle, ours.entry_layout)
         return
     if ours is None and (other := shown_already(tiered.entry.store, value)) is not None:
-        _point(cls, tiered, other._handle, replace(tiered.lies, offset=0))
+        _point_to(cls, tiered, other._handle, replace(tiered.entry_layout, offset=0))
         return
-    _take(cls, tiered, value.detach() if ours is None else ours.on_host())
+    _take_values(cls, tiered, value.detach() if ours is None else ours.on_host())
     entry: Entry = tiered.entry
     if ours is not None:
         EntrySource(entry, ours.entry)
-    elif not _became_view(cls, value, tiered):
+    elif not _turn_into_view(cls, value, tiered):
         MemorySource(entry, value)
 
 
 def shown_already(store: Store, value: Tensor) -> Any:
-    """A parameter of `store` that took its values from the very memory of a plain tensor, if they
-    are the same still: in torch whoever takes them too lies in the same memory. None without one.
+    """A parameter of `store` that took its values from the very memory of a plain tensor, or None.
+
+    The values must be the same still: in torch whoever takes them too lies in the same memory.
     """
     if value.layout is not torch.strided or value.is_meta:
         return None
@@ -70,29 +75,30 @@ def shown_already(store: Store, value: Tensor) -> Any:
     return None
 
 
-def _check_kind(tiered: Any, value: Tensor) -> None:
+def _check_same_kind(tiered: Any, value: Tensor) -> None:
+    """raises  ParameterChanged, if shape, dtype or strides differ"""
     if value.layout is torch.strided and not value.is_meta:
         same = (value.size(), value.dtype) == (tiered.size(), tiered.dtype)
-        if same and _alike(value, tiered):
+        if same and _same_strides(value, tiered):
             return
     raise ParameterChanged(
         tiered._name_in_store(),
-        f"was given .data of {_kind(value)} in place of {_kind(tiered)}",
+        f"was given .data of {_describe(value)} in place of {_describe(tiered)}",
         "change shape, dtype or strides before zcompile.offload",
     )
 
 
-def _point(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
-    """`tiered` is what `handle` names from here on."""
+def _point_to(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
+    """Let `tiered` show what `handle` names from here on."""
     left: Entry = tiered.entry
     is_param = getattr(tiered, "_is_param", False)
     if is_param:
         tiered._title = tiered._name_in_store()
         shows(tiered, None)
         handle = claimed(handle, tiered)
-    if layout != tiered.lies:
+    if layout != tiered.entry_layout:
         set_data(tiered, cls.named_by(handle, layout, tiered))
-    tiered._handle, tiered.lies, tiered._known = handle, layout, None
+    tiered._handle, tiered.entry_layout, tiered._known = handle, layout, None
     entry: Entry = tiered.entry
     if is_param:
         shows(tiered, layout)
@@ -103,32 +109,33 @@ def _point(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
 
 
 def _rename(entry: Entry) -> None:
-    """It bears the name of a parameter that shows it, if any does."""
+    """Give an entry the name of a parameter that shows it, if any does."""
     names = [p._name_in_store() for p in owners_of(entry) if p.entry is entry]
     if names and entry.name not in names:
         entry.name = names[0]
 
 
-def _take(cls: Any, tiered: Any, value: Tensor) -> None:
-    """`tiered` has the values of a plain tensor from here on, where nobody else has them."""
+def _take_values(cls: Any, tiered: Any, value: Tensor) -> None:
+    """Let `tiered` have the values of a plain tensor from here on, where nobody else has them."""
     entry: Entry = tiered.entry
     if tiered.covers and is_named_once(tiered):
         drop_sources(entry)  # nobody can tell its memory from a new one
-        write(entry, tiered.lies, value)
+        write(entry, tiered.entry_layout, value)
         return
     is_param = getattr(tiered, "_is_param", False)
-    session, layout = session_of(entry), replace(tiered.lies, offset=0)
+    session, layout = session_of(entry), replace(tiered.entry_layout, offset=0)
     kind, of = (EntryKind.PARAM, None) if is_param else (entry.kind, entry.of)
     made = session.create(tiered._name_in_store(), kind, layout.nbytes, of=of)
     fresh = cls.over(made, layout)  # from here on the entry dies with it
     write(made, layout, value)
     if entry.key in session.births:
         session.births[made.key] = session.births[entry.key]
-    _point(cls, tiered, fresh._handle, layout)
+    _point_to(cls, tiered, fresh._handle, layout)
 
 
-def _became_view(cls: Any, value: Tensor, tiered: Any) -> bool:
-    """Whether the plain tensor itself is a view of `tiered` from here on."""
+def _turn_into_view(cls: Any, value: Tensor, tiered: Any) -> bool:
+    """Make the plain tensor itself a view of `tiered`, if nothing else knows its memory; says
+    whether."""
     if (
         type(value) is not Tensor
         or value.requires_grad
@@ -140,7 +147,7 @@ def _became_view(cls: Any, value: Tensor, tiered: Any) -> bool:
     ):
         return False
     marks = dict(vars(value))
-    view = cls.sharing(tiered, tiered.lies)
+    view = cls.sharing(tiered, tiered.entry_layout)
     try:
         swap_tensors(value, view)
     except RuntimeError:  # torch itself holds it, for a backward for one
@@ -149,14 +156,15 @@ def _became_view(cls: Any, value: Tensor, tiered: Any) -> bool:
     return True
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
+    """Dtype, size and strides of a tensor, for people."""
     if tensor.layout is not torch.strided:
         return f"{tensor.dtype} {tuple(tensor.size())} of layout {tensor.layout}"
     on = " on meta" if tensor.is_meta else ""
     return f"{tensor.dtype} {tuple(tensor.size())} with strides {tensor.stride()}{on}"
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _same_strides(a: Tensor, b: Tensor) -> bool:
     """Whether the strides that matter are the same."""
     rows = zip(a.size(), a.stride(), b.stride(), strict=True)
     return a.numel() < 2 or all(x == y for n, x, y in rows if n > 1)

@@ -1,14 +1,14 @@
-"""What every op means on tiered tensors when it is called plainly, outside a compiled graph.
+"""Dispatch decides what every op means on tiered tensors when it is called outside a compiled
+graph.
 
-Four roads: views stay tiered; a few ops have a meaning of their own (copies, zeros, clones);
-elementwise ops stream; everything else gathers whole tensors into the arena, computes, and writes
-through what the op's schema says it wrote. Without that last step an optimizer would "succeed"
-and change nothing.
+There are four paths: views stay tiered; a few ops have a meaning of their own (copies, zeros,
+clones); elementwise ops stream; everything else gathers whole tensors into the arena, computes, and
+writes through what the op's schema says it wrote. Without that last step an optimizer would
+"succeed" and change nothing.
 
-What an op on whole tensors makes in memory of its own: known before it runs, counted after.
-
-Inside an optimizer's step such results take what is set aside for compiled graphs, which hold
-next to nothing then (`Session.make_room_for_whole`). They count until they die.
+Inside an optimizer's step the results of an op on whole tensors take memory that is set aside for
+compiled graphs, which hold next to nothing then. So their bytes are known before the op runs
+(`Session.begin_whole`), and count until the results die.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ from zcompile.runtime.eager.fillings import SPECIAL, new_like
 from zcompile.runtime.eager.rows import (
     UNANNOTATED_WRITES,
     Application,
-    counts_in_kernels,
+    counts_writes_in_kernels,
     is_elementwise,
     rows_of,
     streamable,
@@ -43,55 +43,9 @@ from zcompile.runtime.eager.streaming import Learn, list_call, stream
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 
-
-def fresh_bytes(cls: type, app: Application) -> int:
-    """Bytes of the results that lie in memory of their own, asked of stand-ins without bytes. Where
-    values decide how many they are, as many as all operands have.
-
-    cls  of the tiered tensors among the operands
-    """
-    returns = app.func._schema.returns
-    if all(r.alias_info is not None or "Tensor" not in str(r.type) for r in returns):
-        return 0
-
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, cls):
-            tiered: Any = value
-            lies = tiered.lies
-            return torch.empty_strided(lies.size, lies.stride, dtype=lies.dtype, device="meta")
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    args, kwargs = trees.tree_map(stand_in, (app.args, app.kwargs))
-    try:
-        with without_modes():
-            results = app.func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):  # it needs values; what is wrong is told by the op
-        return sum(t.numel() * t.element_size() for t in app.tensors())
-    return sum(storage_bytes for _, storage_bytes in _storages(results))
-
-
-def fresh(results: object, operands: Iterable[Tensor]) -> list[Tensor]:
-    """The results in memory that none of the operands lies in. Sparse ones have none to look at."""
-    theirs = {memory_of(t) for t in operands if t.layout is torch.strided}
-    return [t for t, _ in _storages(results) if memory_of(t) not in theirs]
-
-
-def _storages(results: object) -> Iterator[tuple[Tensor, int]]:
-    """A tensor over each storage of the results, and the bytes of that."""
-    seen: set[int] = set()
-    for value in trees.tree_leaves(results):
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            memory = memory_of(value)
-            if memory not in seen:
-                seen.add(memory)
-                yield value, storage_of(value).nbytes()
-
-
 aten = torch.ops.aten
-
-RELAID = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"})
+CHANGES_MEMORY = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"})
 """Ops that give a tensor other memory, or more of it."""
-
 OVERWRITES = frozenset(
     {
         aten.uniform_.default,
@@ -120,16 +74,16 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if _is_view(func):
         return _view(cls, func, args, kwargs)
     repeat = list_call(cls, func, args, kwargs)
-    if repeat is not None and repeat.again():
+    if repeat is not None and repeat.rerun():
         return None
-    if torch.Tag.inplace_view in func.tags or func._schema.name in RELAID:
+    if torch.Tag.inplace_view in func.tags or func._schema.name in CHANGES_MEMORY:
         if func is aten.detach_.default or _keeps_size(func, args, kwargs):
             return args[0]
         if func is aten.resize_as_.default and not isinstance(args[0], cls):
-            lies: Layout = args[1].lies
-            template = torch.empty_strided(lies.size, lies.stride, device="meta")
+            layout: Layout = args[1].entry_layout
+            template = torch.empty_strided(layout.size, layout.stride, device="meta")
             return func(args[0], template, **kwargs)
-        raise _reshapes(func)
+        raise _reshape_error(func)
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
     special = defer_scale if func in SCALES else SPECIAL.get(func)
@@ -143,12 +97,13 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         return apps[0].written()[0]
     if len(func._schema.returns) == 0:
         return None
-    if apps and apps[0].args is not args and _makes_list(func):
+    if apps and apps[0].args is not args and _is_list_op(func):
         return [r[0] for r in results]
     return results[0]
 
 
-def _reshapes(func: Dispatched) -> Unsupported:
+def _reshape_error(func: Dispatched) -> Unsupported:
+    """The error where an op would change the shape or the memory of a tiered tensor."""
     return Unsupported(
         f"{func} changes the shape or the memory of a tiered tensor in place",
         "assign .data for other values of the same shape; for another shape make a new "
@@ -157,7 +112,7 @@ def _reshapes(func: Dispatched) -> Unsupported:
 
 
 def _keeps_size(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this is a resize to the size that there is, as kernels do to what they are given."""
+    """Whether an op resizes a tensor to the size it has, as kernels do with what they are given."""
     if kwargs.get("memory_format") not in (None, torch.preserve_format):
         return False
     if func is aten.resize_.default:
@@ -166,32 +121,86 @@ def _keeps_size(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _count_writes(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A compiled graph saves handles for backward. Their version counters make autograd refuse a
+    """Count the writes of an op in the version counters of handles.
+
+    A compiled graph saves handles for backward. Their version counters make autograd refuse a
     backward whose parameters were written since its forward, as it does for plain tensors. Those of
-    the tensors themselves count too; but for what torch's own kernels of list ops write."""
+    the tensors themselves count too; but for what torch's own kernels of list ops write.
+    """
     for tensor in Application(func, tuple(args), kwargs).written():
         if isinstance(tensor, cls):
             tiered: Any = tensor
             increment_version(tiered._handle)
-            if counts_in_kernels(func):
+            if counts_writes_in_kernels(func):
                 increment_version(tensor)
 
 
 def _returns_written(func: Dispatched) -> bool:
+    """Whether an op returns the tensor that it wrote."""
     returns = func._schema.returns
     return (
         len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
     )
 
 
-def _makes_list(func: Dispatched) -> bool:
+def _is_list_op(func: Dispatched) -> bool:
+    """Whether an op takes lists of tensors, and returns a list where it returns something."""
     return func._schema.name.startswith(("aten::_foreach", "aten::_fused"))
+
+
+# --- Views ---
+
+
+def _is_view(func: Dispatched) -> bool:
+    """Whether an op makes a view of its first argument."""
+    schema = func._schema
+    if func in UNANNOTATED_VIEWS:
+        return True
+    if schema.is_mutable or not schema.arguments or schema.arguments[0].alias_info is None:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
+def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Take a view of a stand-in without bytes, and wrap its layout as a tiered tensor over the same
+    entry."""
+    base = args[0]
+    layout: Layout = base.entry_layout
+    elements = layout.offset + layout.span
+    stand_in = torch.empty(elements, dtype=layout.dtype, device="meta")
+    stand_in = stand_in.as_strided(layout.size, layout.stride, layout.offset)
+    made = func(layout.marked(stand_in), *args[1:], **kwargs)
+
+    def wrap(view: Any) -> Any:
+        if not isinstance(view, Tensor):
+            return view
+        layout = Layout(
+            tuple(view.size()),
+            tuple(view.stride()),
+            int(view.storage_offset()),
+            view.dtype,
+            view.is_conj(),
+            view.is_neg(),
+        )
+        if layout.end_bytes > base.entry.nbytes and layout.numel:
+            raise RuntimeError(  # as torch says it
+                f"setStorage: sizes {list(layout.size)}, strides {list(layout.stride)}, "
+                f"storage offset {layout.offset}, and itemsize {layout.dtype.itemsize} requiring a "
+                f"storage size of "
+                f"{layout.end_bytes} are out of bounds for storage of size {base.entry.nbytes}"
+            )
+        return cls.sharing(base, layout)
+
+    return trees.tree_map(wrap, made)
+
+
+# --- Elementwise ops, streamed ---
 
 
 def _apply(
     cls: type, func: Dispatched, apps: Sequence[Application], learn: Learn | None
 ) -> list[Any]:
-    """Consecutive streamable rows of one session run as one schedule; the others one by one.
+    """Run rows: consecutive streamable rows of one session as one schedule, the others one by one.
 
     learn  is told, if there is one schedule for all
     """
@@ -218,7 +227,7 @@ def _apply(
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
-            keys, writes = _keys(cls, app.tensors()), _keys(cls, app.written())
+            keys, writes = _entry_keys(cls, app.tensors()), _entry_keys(cls, app.written())
             if owner is not session or not (
                 written.isdisjoint(keys) and touched.isdisjoint(writes)
             ):
@@ -231,13 +240,13 @@ def _apply(
             results[index] = known
         else:
             flush()
-            results[index] = _whole(cls, app)
+            results[index] = _gather_and_run(cls, app)
     flush()
     return results
 
 
-def _keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
-    """Entries behind the tiered ones of `tensors`."""
+def _entry_keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
+    """Keys of the entries behind the tiered ones of `tensors`."""
     return {t.entry.key for t in tensors if isinstance(t, cls)}
 
 
@@ -249,20 +258,21 @@ def _stream(
     results: list[Any],
     learn: Learn | None,
 ) -> None:
+    """Stream the rows of `batch`; their results go into `results`."""
     chosen = [apps[i] for i in batch]
     targets: list[Tensor | None] = [None] * len(chosen)
     if not func._schema.is_mutable:
-        lists = _makes_list(func)
+        lists = _is_list_op(func)
         targets = [_target(cls, app, tiered=lists) for app in chosen]
         for index, target in zip(batch, targets, strict=True):
             results[index] = [target] if lists else target
-    if len(chosen) == 1 and not _makes_list(func):
-        _stream_beside(cls, chosen[0], targets)
+    if len(chosen) == 1 and not _is_list_op(func):
+        _stream_one(cls, chosen[0], targets)
     else:
         stream(func, chosen, targets, cls, learn)
 
 
-def _stream_beside(cls: type, app: Application, targets: Sequence[Tensor | None]) -> None:
+def _stream_one(cls: type, app: Application, targets: Sequence[Tensor | None]) -> None:
     """Stream one row; in an optimizer's step its plain operands and its plain result count."""
     made = [t for t in targets if t is not None and not isinstance(t, cls)]
     plain = [t for t in app.tensors() if not isinstance(t, cls) and t.numel() > 1]
@@ -280,7 +290,7 @@ def _stream_beside(cls: type, app: Application, targets: Sequence[Tensor | None]
 
 
 def _target(cls: type, app: Application, tiered: bool) -> Tensor:
-    """Where the result of an op that makes a new tensor goes.
+    """The tensor that takes the result of an op that makes a new tensor.
 
     A list op makes one result per parameter, all alive at once, so they are tiered as their
     operands are. A single result is a plain tensor, as any activation. A clone is tiered when
@@ -307,47 +317,10 @@ def _target(cls: type, app: Application, tiered: bool) -> Tensor:
     return torch.empty_strided(layout.size, layout.stride, dtype=dtype, device=first.device)
 
 
-def _is_view(func: Dispatched) -> bool:
-    schema = func._schema
-    if func in UNANNOTATED_VIEWS:
-        return True
-    if schema.is_mutable or not schema.arguments or schema.arguments[0].alias_info is None:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
+# --- Ops on whole tensors ---
 
 
-def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Views are taken of a stand-in without bytes; what comes out says how the view lies."""
-    base = args[0]
-    layout: Layout = base.lies
-    elements = layout.offset + layout.span
-    stand_in = torch.empty(elements, dtype=layout.dtype, device="meta")
-    stand_in = stand_in.as_strided(layout.size, layout.stride, layout.offset)
-    made = func(layout.marked(stand_in), *args[1:], **kwargs)
-
-    def wrap(view: Any) -> Any:
-        if not isinstance(view, Tensor):
-            return view
-        lies = Layout(
-            tuple(view.size()),
-            tuple(view.stride()),
-            int(view.storage_offset()),
-            view.dtype,
-            view.is_conj(),
-            view.is_neg(),
-        )
-        if lies.end_bytes > base.entry.nbytes and lies.numel:
-            raise RuntimeError(  # as torch says it
-                f"setStorage: sizes {list(lies.size)}, strides {list(lies.stride)}, storage offset "
-                f"{lies.offset}, and itemsize {lies.dtype.itemsize} requiring a storage size of "
-                f"{lies.end_bytes} are out of bounds for storage of size {base.entry.nbytes}"
-            )
-        return cls.sharing(base, lies)
-
-    return trees.tree_map(wrap, made)
-
-
-def _whole(cls: type, app: Application) -> Any:
+def _gather_and_run(cls: type, app: Application) -> Any:
     """Gather every tiered operand, compute, write back what was written.
 
     raises  Unsupported, if the op does not say what it writes
@@ -360,7 +333,7 @@ def _whole(cls: type, app: Application) -> Any:
         )
     held: dict[int, tuple[Entry, Tensor]] = {}
     written = app.written()
-    read = _keys(cls, app.read())
+    read = _entry_keys(cls, app.read())
     operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
     for operand in operands:  # before any is gathered, since this takes room in the arena too
         operand.entry.store.deferrals.settle(operand.entry)
@@ -370,7 +343,7 @@ def _whole(cls: type, app: Application) -> Any:
         entries = {t.entry.key: t.entry for t in operands}
         plain = [t for t in app.tensors() if not isinstance(t, cls)]
         rows = session.begin_whole(
-            str(app.func), list(entries.values()), plain, fresh_bytes(cls, app)
+            str(app.func), list(entries.values()), plain, result_bytes(cls, app)
         )
 
     def full(value: Any) -> Any:
@@ -381,12 +354,12 @@ def _whole(cls: type, app: Application) -> Any:
         if tiered.numel() > 1:
             session_of(entry).note_whole(str(app.func))
         if entry.key not in held:
-            covered = app.func in OVERWRITES and (tiered.covers or _is_first_value(tiered))
+            covered = app.func in OVERWRITES and (tiered.covers or _is_unset_parameter(tiered))
             blank = covered and entry.key not in read
             held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
-            if blank and not tiered.lies.dense:
+            if blank and not tiered.entry_layout.dense:
                 held[entry.key][1].zero_()  # what is between the elements goes home too
-        return tiered.lies.view(held[entry.key][1])
+        return tiered.entry_layout.view(held[entry.key][1])
 
     try:
         args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
@@ -394,16 +367,16 @@ def _whole(cls: type, app: Application) -> Any:
     except RuntimeError as error:
         if not says_not_resizable(error):
             raise
-        raise _reshapes(app.func) from error
+        raise _reshape_error(app.func) from error
     finally:
         if counted:
             session.end_whole(rows)
     if counted:
         given = Application(app.func, args, kwargs).tensors()
-        session.hold_until_it_dies(fresh(result, given))
+        session.hold_until_it_dies(new_results(result, given))
     for tensor, made in zip(written, Application(app.func, args, kwargs).written(), strict=True):
         if isinstance(tensor, cls) and made.size() != tensor.size():
-            raise _reshapes(app.func)  # what `out=` names is resized
+            raise _reshape_error(app.func)  # what `out=` names is resized
     for tensor in written:
         if isinstance(tensor, cls):
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
@@ -414,15 +387,15 @@ def _whole(cls: type, app: Application) -> Any:
     return result
 
 
-def _is_first_value(tiered: Any) -> bool:
-    """Whether it is all of a parameter that lies with gaps and has no value yet."""
+def _is_unset_parameter(tiered: Any) -> bool:
+    """Whether it is all of a parameter whose layout has gaps and that has no value yet."""
     entry: Entry = tiered.entry
     owner: Any = entry.owner() if entry.unset and entry.owner is not None else None
-    return owner is not None and owner.lies == tiered.lies
+    return owner is not None and owner.entry_layout == tiered.entry_layout
 
 
 def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
-    """All bytes of an entry where the op is to run: the arena; at birth, where it was born."""
+    """All bytes of an entry where the op is to run: in the arena; at birth, where it was born."""
     session = session_of(entry)
     session.executor.foresight.abandon()
     if entry.key in session.births:
@@ -433,3 +406,50 @@ def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
     else:
         session.fetch(entry, bytes_, after=[session.device.mark()]).join_compute()
     return bytes_
+
+
+def result_bytes(cls: type, app: Application) -> int:
+    """Bytes of the results of an op that lie in memory of their own, asked of stand-ins without
+    bytes.
+
+    Where values decide how many they are, as many bytes as all operands have.
+
+    cls  of the tiered tensors among the operands
+    """
+    returns = app.func._schema.returns
+    if all(r.alias_info is not None or "Tensor" not in str(r.type) for r in returns):
+        return 0
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, cls):
+            tiered: Any = value
+            layout = tiered.entry_layout
+            return torch.empty_strided(
+                layout.size, layout.stride, dtype=layout.dtype, device="meta"
+            )
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    args, kwargs = trees.tree_map(stand_in, (app.args, app.kwargs))
+    try:
+        with without_modes():
+            results = app.func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):  # it needs values; what is wrong is told by the op
+        return sum(t.numel() * t.element_size() for t in app.tensors())
+    return sum(storage_bytes for _, storage_bytes in _storages(results))
+
+
+def new_results(results: object, operands: Iterable[Tensor]) -> list[Tensor]:
+    """The results in memory that none of the operands lies in. Sparse ones have none to look at."""
+    theirs = {memory_of(t) for t in operands if t.layout is torch.strided}
+    return [t for t, _ in _storages(results) if memory_of(t) not in theirs]
+
+
+def _storages(results: object) -> Iterator[tuple[Tensor, int]]:
+    """A tensor over each storage of the results, and the bytes of that storage."""
+    seen: set[int] = set()
+    for value in trees.tree_leaves(results):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            memory = memory_of(value)
+            if memory not in seen:
+                seen.add(memory)
+                yield value, storage_of(value).nbytes()

@@ -1,7 +1,6 @@
-"""What fills a tiered tensor: copies, zeros, constants, and factories of tensors like it.
+"""Copies, zeros, constants and factories of tensors have a meaning of their own on tiered tensors.
 
-Ops with a meaning of their own, because bytes can take a shorter way than through the arena, or
-need not travel at all.
+Their bytes can take a shorter way than through the arena, or need not travel at all.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,8 @@ LIKES = frozenset(
         aten.full_like.default,
     }
 )
-"""Factories whose result stands for state of the same kind: it is tiered as its model is."""
+"""Factories whose result stands for state of the same kind: the result is tiered as its model
+is."""
 NEWS = frozenset(
     {
         aten.new_empty.default,
@@ -45,7 +45,7 @@ NEWS = frozenset(
 def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     """A new blank entry in the store of `tiered`, as a tiered tensor of `layout`.
 
-    Until an optimizer keeps it, it is taken for one that is new in every step.
+    Until an optimizer keeps it, the entry is taken for a temporary of one step.
     """
     entry: Entry = tiered.entry
     name = (
@@ -57,19 +57,21 @@ def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
 
 
 def _copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """target.copy_(source), where either may be tiered."""
+    """Carry out target.copy_(source), where either may be tiered."""
     target, source = args[0], args[1]
     if not isinstance(target, cls):
         return target.copy_(source.on_host())
     if isinstance(source, cls):
-        if source.entry is target.entry and _same_elements(source.lies, target.lies):
+        if source.entry is target.entry and _same_elements(
+            source.entry_layout, target.entry_layout
+        ):
             return target  # matmul(out=) copies, where storages do not tell it that it need not
         if source.store_key == target.store_key:
             return _fill(cls, func, args, kwargs)
         source = source.on_host()  # two stores share no arena
     if not target.covers:
         return NotImplemented
-    write(target.entry, target.lies, source)
+    write(target.entry, target.entry_layout, source)
     return target
 
 
@@ -84,7 +86,7 @@ def _same_elements(a: Layout, b: Layout) -> bool:
 
 @uninterrupted
 def write(entry: Entry, layout: Layout, source: Tensor) -> None:
-    """The entry takes the values of a plain tensor, broadcast and cast as `copy_` does."""
+    """Give an entry the values of a plain tensor, broadcast and cast as `copy_` does."""
     source = materialised(source.detach())
     if Layout.of(source) == replace(layout, offset=0):
         flat = source.as_strided((layout.span,), (1,), source.storage_offset()).clone()
@@ -101,6 +103,7 @@ def write(entry: Entry, layout: Layout, source: Tensor) -> None:
 
 
 def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Make a whole entry blank, which moves nothing."""
     target = args[0]
     if not target.covers:
         return NotImplemented
@@ -109,13 +112,14 @@ def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _like(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A tiered tensor like the argument; a plain one, if it is asked for on another device."""
     source = args[0]
     kwargs = dict(kwargs)
     device = kwargs.pop("device", None)
     if device is not None and torch.device(device).type != source.device.type:
         plain = torch.empty_strided((), (), dtype=source.dtype).expand(source.size())
         return func(plain, *args[1:], device=device, **kwargs)
-    layout: Layout = source.lies
+    layout: Layout = source.entry_layout
     stand_in = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
     kwargs.pop("pin_memory", None)
     made = func(stand_in, *args[1:], **kwargs)
@@ -135,13 +139,13 @@ def _new(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
 
 def _drawn(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A plain tensor of the same size and strides, with random values."""
-    size, stride = args[0].lies.size, args[0].lies.stride
+    size, stride = args[0].entry_layout.size, args[0].entry_layout.stride
     blank = torch.empty_strided(size, stride, dtype=args[0].dtype, device=args[0].device)
     return func(blank, *args[1:], **kwargs)
 
 
 def _to_copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """To another device: straight from the host, not through the arena."""
+    """Copy to another device straight from the host, not through the arena."""
     source = args[0]
     device = kwargs.get("device")
     if device is None or torch.device(device).type == source.device.type:
@@ -150,7 +154,7 @@ def _to_copy(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _fill(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elementwise, though torch does not tag it so."""
+    """Stream a fill or copy: elementwise, though torch does not tag it so."""
     app = Application(func, tuple(args), dict(kwargs))
     if not isinstance(args[0], cls) or not streamable(app, cls):
         return NotImplemented
@@ -171,4 +175,4 @@ SPECIAL: dict[Dispatched, Special] = {
     **dict.fromkeys(NEWS, _new),
     **dict.fromkeys((aten.rand_like.default, aten.randn_like.default), _drawn),
 }
-"""Ops with a meaning of their own; NotImplemented sends them down the common road."""
+"""Ops with a meaning of their own; NotImplemented sends them down the common path."""

@@ -1,10 +1,9 @@
-"""Ops on lists of tensors, cut into rows: one op on one parameter with its gradient and states.
+"""Ops on lists of tensors are cut into rows: one op on one parameter with its gradient and states.
 
 `_fused_adamw_(params, grads, ...)` is one row per parameter; `param.mul_(0.5)` is one row. A row
 whose operands have the same elements in the same order of storage may be applied to any range of
-them, and gives the same bits.
-
-Making the narrow copies of parameters, and keeping them fresh in an optimizer's step.
+them, and gives the same bits. Low-precision copies of parameters are made, and kept up to date in
+an optimizer's step, as further columns of such rows.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ UNANNOTATED_WRITES: dict[Dispatched, frozenset[str]] = dict.fromkeys(
 )
 """Arguments that an op writes, though its schema does not say so."""
 UNTAGGED = frozenset({"abs_", "_to_copy"})
-"""Elementwise, though torch does not tag them so."""
+"""Elementwise ops that torch does not tag as such."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Application:
 
 
 def leaves_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What an op was called with, lists taken apart."""
+    """The arguments of an op, lists taken apart."""
     found: list[Any] = []
     for value in (*args, *kwargs.values()):
         if type(value) is list:
@@ -86,28 +85,8 @@ def leaves_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     return found
 
 
-def counts_in_kernels(func: Dispatched) -> bool:
-    """Whether torch counts the writes of an op where it computes, and not before it asks us."""
-    return func._schema.name.startswith("aten::_foreach")
-
-
-def goes_in_one_call(app: Application) -> bool:
-    """Whether rows such as this one, of one list op, may be put together again as they came."""
-    func, values = app.func, (*app.args, *app.kwargs.values())
-    if not func._schema.is_mutable or not func._schema.name.startswith(
-        ("aten::_foreach", "aten::_fused")
-    ):
-        return False
-    if any(isinstance(value, tuple | dict) for value in values):
-        return False
-    # _foreach_addcdiv_.Tensor takes one tensor with a scalar for each item, which was cut up.
-    return func._overloadname != "Tensor" or not any(
-        isinstance(value, Tensor) and value.dim() for value in values
-    )
-
-
 def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Application]:
-    """A list op, one application per item; any other op, itself alone."""
+    """The rows of an op: one application per item of a list op; of any other op, itself alone."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list) and a]
     tensors = [a for a in lists if isinstance(a[0], Tensor)]
     if not tensors or not func._schema.name.startswith(
@@ -168,21 +147,45 @@ def streamable(app: Application, cls: type) -> bool:
         return False  # one element of more dimensions gives the result its own
     if app.kwargs.get("memory_format") not in (None, torch.preserve_format):
         return False
-    if any(t.lies.lazy for t in tiered):
+    if any(t.entry_layout.lazy for t in tiered):
         return False  # chunks are of the bytes
-    lying = {(t.entry.key, t.lies) for t in tiered}
+    lying = {(t.entry.key, t.entry_layout) for t in tiered}
     return len({key for key, _ in lying}) == len(lying)
 
 
 def _resizes_out(app: Application) -> bool:
-    """Whether what `out=` names is not as large as the result, so that torch would resize it."""
+    """Whether the tensor that `out=` names is not as large as the result, so that torch would
+    resize it."""
     made = torch.broadcast_shapes(*(t.size() for t in app.read()))
     return any(t.size() != made for t in app.written())
 
 
+def counts_writes_in_kernels(func: Dispatched) -> bool:
+    """Whether torch counts the writes of an op where it computes, and not before it asks us."""
+    return func._schema.name.startswith("aten::_foreach")
+
+
+def can_run_as_lists(app: Application) -> bool:
+    """Whether rows such as this one, of one list op, may be put together again as they came."""
+    func, values = app.func, (*app.args, *app.kwargs.values())
+    if not func._schema.is_mutable or not func._schema.name.startswith(
+        ("aten::_foreach", "aten::_fused")
+    ):
+        return False
+    if any(isinstance(value, tuple | dict) for value in values):
+        return False
+    # _foreach_addcdiv_.Tensor takes one tensor with a scalar for each item, which was cut up.
+    return func._overloadname != "Tensor" or not any(
+        isinstance(value, Tensor) and value.dim() for value in values
+    )
+
+
+# --- Low-precision copies ---
+
+
 @dataclass(frozen=True)
-class Narrowing:
-    """Casts one column of a chunk into another: (from, to), as indices of columns."""
+class CopyCasts:
+    """Casts columns of a chunk into others: (from, to), as indices of columns."""
 
     pairs: tuple[tuple[int, int], ...]
 
@@ -201,7 +204,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         column_of(entry, EntryIndex(0), cast.wide, writes=False),
         column_of(copy, EntryIndex(1), cast.narrow, writes=True),
     )
-    row = Row(numel, columns, (), Narrowing(((0, 1),)))
+    row = Row(numel, columns, (), CopyCasts(((0, 1),)))
     build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_room)
     kind = ("copy", numel, cast, tuple(column.resident for column in columns))
     try:
@@ -216,7 +219,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
 
 
 def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
-    """The entry of a copy, blank, so that what will be written over is not read before."""
+    """The entry of a copy, blank, so that bytes that will be overwritten are not read before."""
     if dtype in entry.copies:
         copy, _ = entry.copies[dtype]
         entry.copies[dtype] = (copy, -1)  # not fresh until it is written, also if that fails
@@ -227,7 +230,7 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
 
 
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:
-    """All of an entry as an operand."""
+    """All of an entry as an operand of a step."""
     resident = entry.store.lendable(entry) and not entry.deferred
     far = entry.home == "disk"
     return Column(index, 0, dtype, writes, entry.kind.lasting, entry.name, resident, far)

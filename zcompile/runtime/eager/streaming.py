@@ -1,17 +1,15 @@
 """Elementwise ops on tiered tensors, whatever their size, run as a step schedule.
 
-Rows whose operands do not lie alike make the caller take the other road: gather whole, compute,
-write back.
+Where the operands of a row have different layouts, the caller takes another path (`dispatch.py`):
+gather whole tensors, compute, write back. A row computes on a range of its elements (`Chunked`), or
+many rows compute at once (`_JointCall`).
 
-An op on rows of operands: applied to a range of one row's elements, or to many rows at once.
-
-List ops that come again in every step: their schedule is known, and only the operands are new.
-
-An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
-gradients and another learning rate. What its rows and their schedule depend on is compared with
-what it was when they were made: how each tensor lies, in which kind of entry, and where that rests;
-dtype, device and shape of plain tensors; the type of everything else; what there is to stream
-through. If any of it has changed, or something is deferred, the rows are made anew.
+List ops that come again in every step reuse their schedule (`ListCall`). An optimizer calls
+`_fused_adamw_` on the same parameters and states in each step, with new gradients and another
+learning rate. What its rows and their schedule depend on is compared with what it was when they
+were made: the layout of each tensor, the kind of its entry, and where that rests; dtype, device and
+shape of plain tensors; the type of everything else; what there is to stream through. If any of it
+has changed, or a change is deferred, the rows are made anew.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +28,11 @@ from zcompile.ir.torch_compat import Dispatched, trees
 from zcompile.ir.types import Layout
 from zcompile.runtime.eager.rows import (
     Application,
-    Narrowing,
+    CopyCasts,
+    can_run_as_lists,
     column_of,
     copy_of,
-    counts_in_kernels,
-    goes_in_one_call,
+    counts_writes_in_kernels,
     leaves_of,
 )
 from zcompile.runtime.eager.unbacked import Unbacked
@@ -43,241 +41,59 @@ from zcompile.runtime.store.resident import is_near
 from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
+# --- Streaming ---
 
-@dataclass(frozen=True)
-class Chunked:
-    """Applies an op to a range of elements: columns are chunks already, wide plains are cut.
+Learn = Callable[[Schedule, Sequence[Entry], Sequence[Any]], None]
+"""Called with a schedule that is about to run, its entries and its inputs."""
 
-    eased     changes to make before: (column, which plain is the operand, change)
-    narrowed  casts to make afterwards
-    in_lists  rows that differ in their operands only are computed in one call
+
+def stream(
+    func: Dispatched,
+    apps: Sequence[Application],
+    targets: Sequence["Tensor | None"],
+    cls: type,
+    learn: Learn | None = None,
+) -> None:
+    """Run the rows, in order; all their tiered operands belong to one store.
+
+    raises  BudgetExceeded, and what a transfer raises
     """
-
-    func: Dispatched
-    spec: Any
-    places: tuple[int, ...]
-    columns: int
-    to_target: bool
-    eased: tuple[tuple[int, int, Deferred], ...]
-    narrowed: Narrowing
-    in_lists: bool
-
-    def joins(self, other: object) -> bool:
-        return self.in_lists and self == other
-
-    def joint(self, rows: Sequence[Row]) -> "_Lists":
-        columns, width = self.columns, self.columns + len(rows[0].plains)
-        starts = range(0, width * len(rows), width)
-        numbers: tuple[list[Any], dict[str, Any]] = trees.tree_unflatten(
-            range(len(self.places)), self.spec
-        )
-
-        def where(leaf: int) -> list[int]:
-            place = self.places[leaf]
-            return [first + (place if place >= 0 else columns - place - 1) for first in starts]
-
-        def filled(number: Any) -> _Operand:
-            if isinstance(number, list):
-                found = [where(leaf) for leaf in number]
-                chosen = [each[row] for row in range(len(rows)) for each in found]
-                return _Operand(True, any(self.places[n] < 0 for n in number), tuple(chosen))
-            return _Operand(False, self.places[number] < 0, (where(number)[0],))
-
-        args, kwargs = numbers
-        return _Lists(
-            self.func,
-            tuple(filled(number) for number in args),
-            {name: filled(number) for name, number in kwargs.items()},
-            tuple(row.numel for row in rows),
-            width,
-            bool(self.eased),
-            self.narrowed,
-        )
-
-    def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
-        for column, plain, change in self.eased:
-            change.apply(values[column], values[self.columns + plain])
-        leaves = []
-        for place in self.places:
-            if place >= 0:
-                leaves.append(values[place])
-            else:
-                leaves.append(_cut(values[self.columns - place - 1], first, last))
-        target = leaves.pop() if self.to_target else None
-        args, kwargs = trees.tree_unflatten(leaves, self.spec)
-        result = self.func(*args, **kwargs)
-        if target is not None:
-            target.copy_(result[0] if isinstance(result, list | tuple) else result)
-        self.narrowed(first, last, values)
+    for app in apps:
+        _apply_where_written_in_part(cls, app)
+    call = _StreamedCall(cls)
+    rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
+    session = session_of(call.entries[0])
+    room = session.step_room
+    key = (room, *call.signature)
+    name = func._schema.name.removeprefix("aten::")
+    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries), room)
+    try:
+        schedule = session.step(key, build)
+    except BudgetExceeded as error:
+        if not session.reclaim(error.needed_bytes):
+            raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
+        stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
+        return
+    if not session.scratch_use.open(schedule):
+        stream(func, apps, targets, cls)  # anew, through the window
+        return
+    if learn is not None and not call.changing and not call.copying:
+        learn(schedule, call.entries, call.inputs)
+    _run_with_changes(session, schedule, call.inputs, call.entries, call.changing)
+    for entry, dtype in call.copying:
+        entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """An operand of a call for many rows.
-
-    listed  a list with so many items of each row; else one value, that of the first row
-    plain   no column, so that it is still as wide as its row
-    where   indices of the values
-    """
-
-    listed: bool
-    plain: bool
-    where: tuple[int, ...]
-
-    def of(self, values: Sequence[Any], numels: Sequence[int]) -> Any:
-        found = [values[at] for at in self.where]
-        if self.plain:
-            each = max(1, len(found) // len(numels))
-            found = [_cut(value, 0, numels[n // each]) for n, value in enumerate(found)]
-        return found if self.listed else found[0]
+def _apply_where_written_in_part(cls: type, app: Application) -> None:
+    """Apply what is deferred of whole entries that a row writes in part: the row cannot do it."""
+    for tensor in app.written():
+        if isinstance(tensor, cls):
+            tiered: Any = tensor
+            if not tiered.covers:
+                tiered.entry.store.deferrals.settle(tiered.entry)
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """Applies a list op to many whole rows at once, as it was called.
-
-    eased  changes wait for the rows: those are made before such rows rest in reach, so that only a
-           simulated step joins them
-    """
-
-    func: Dispatched
-    args: tuple[_Operand, ...]
-    kwargs: dict[str, _Operand]
-    numels: tuple[int, ...]
-    width: int
-    eased: bool
-    narrowed: Narrowing
-
-    def __call__(self, *values: Any) -> tuple[Any, ...]:
-        assert not self.eased, "a change waits for what is computed where it rests"
-        numels = self.numels
-        kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
-        self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
-        if self.narrowed.pairs:
-            for row, numel in enumerate(numels):
-                self.narrowed(0, numel, values[row * self.width : (row + 1) * self.width])
-        return ()
-
-
-def _cut(value: Any, first: int, last: int) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    if value.numel() == 1:
-        return value.reshape(1)
-    return value.as_strided((last - first,), (1,), value.storage_offset() + first)
-
-
-LISTS = ("aten::_foreach", "aten::_fused")
-MOST = 8
-"""Repeats kept of calls with as many operands each: of groups of parameters of one size."""
-
-
-@dataclass(frozen=True)
-class ListCall:
-    """A call of a list op whose tiered operands are all different, of one store, and at rest.
-
-    func      the op
-    kind      the op, how many operands it has where, and how often each row takes turns
-    leaves    its operands, lists taken apart
-    entries   those behind tiered operands: position -> entry
-    """
-
-    session: Session
-    func: Dispatched
-    kind: tuple[object, ...]
-    counts: tuple[int, ...]
-    leaves: list[Any]
-    entries: dict[int, Entry]
-    said: tuple[object, ...]
-
-    def again(self) -> bool:
-        """Run it as a call like it was run before; False: there was none."""
-        known = self.session.repeats.get(self.kind, ())
-        found = next((repeat for repeat in known if repeat.said == self.said), None)
-        if found is None or not self.session.scratch_use.open(found.schedule):
-            return False
-        leaves = self.leaves
-        written = [leaves[at] for at in found.written]
-        increment_version([leaf._handle for leaf in written])
-        if counts_in_kernels(self.func):
-            increment_version(written)
-        inputs = [leaves[at] for at in found.inputs]
-        entries = [self.entries[at] for at in found.entries]
-        self.session.executor.run(found.schedule, inputs, entries)
-        return True
-
-    def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
-        """It is about to run as one `schedule`, with these."""
-        tiered, plain = self._in_rows()
-        alike = len(tiered) == len(entries) and len(plain) == len(inputs)
-        if not alike or not all(
-            a is b
-            for a, b in (
-                *zip((self.entries[at] for at in tiered), entries, strict=True),
-                *zip((self.leaves[at] for at in plain), inputs, strict=True),
-            )
-        ):
-            return  # it took something else along
-        writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
-        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
-        known = self.session.repeats.setdefault(self.kind, [])
-        known.append(Repeat(self.said, schedule, tuple(tiered), tuple(plain), written))
-        if len(known) > MOST:
-            known.pop(0)
-
-    def _in_rows(self) -> tuple[list[int], list[int]]:
-        """Positions of tiered and of other operands, row after row."""
-        rows = max(self.counts)
-        tiered: list[int] = []
-        plain: list[int] = []
-        for row in range(rows):
-            begin = 0
-            for count in self.counts:
-                taken = [row] if count == rows else range(abs(count))
-                for at in (begin + n for n in taken):
-                    (tiered if at in self.entries else plain).append(at)
-                begin += abs(count)
-        return tiered, plain
-
-
-def list_call(
-    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
-) -> ListCall | None:
-    """The call, if one like it may be repeated; None for all that need be looked at closely."""
-    schema = func._schema
-    if not schema.is_mutable or schema.returns or not schema.name.startswith(LISTS):
-        return None
-    values = (*args, *kwargs.values())
-    counts = tuple(len(v) if type(v) is list else -1 for v in values)
-    if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
-        return None
-    leaves = leaves_of(args, kwargs)
-    entries: dict[int, Entry] = {}
-    said: list[object] = []
-    for at, leaf in enumerate(leaves):
-        if isinstance(leaf, cls):
-            tiered: Any = leaf
-            entry = entries[at] = tiered.entry
-            if entry.deferred or entry.copies:
-                return None
-            place = entry.place
-            near = place.tier.on_device or entry.store.lendable(entry)
-            said.append((tiered.lies, place.nbytes, entry.kind, near))
-        elif isinstance(leaf, Tensor):
-            said.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
-        else:
-            said.append(type(leaf))
-    keys = {entry.key for entry in entries.values()}
-    stores = {entry.store.key: entry for entry in entries.values()}
-    if len(keys) < len(entries) or len(stores) != 1:
-        return None
-    session = session_of(next(iter(stores.values())))
-    said.append(session.step_room)
-    kind = func, counts, tuple(kwargs)
-    return ListCall(session, func, kind, counts, leaves, entries, tuple(said))
-
-
-class _Call:
+class _StreamedCall:
     """Collects the entries and plain inputs of one streamed call."""
 
     def __init__(self, cls: type) -> None:
@@ -285,7 +101,7 @@ class _Call:
         self.entries: list[Entry] = []
         self.inputs: list[Any] = []
         self.signature: list[object] = []
-        self.easing: list[tuple[Entry, tuple[Deferred, ...], bool]] = []
+        self.changing: list[tuple[Entry, tuple[Deferred, ...], bool]] = []
         """Entries whose deferred changes the call makes on its way, and whether it writes them."""
         self.copying: list[tuple[Entry, torch.dtype]] = []
         """Copies in another dtype that the call makes, of entries it writes."""
@@ -303,16 +119,16 @@ class _Call:
         leaves: list[Any]
         leaves, spec = trees.tree_flatten((app.args, app.kwargs))
         columns, plains, places = self._operands(app, leaves, target)
-        kinds = [_kind(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
+        kinds = [_signature_of(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
-        eased = self._ease(columns, plains)
+        changes = self._deferred_changes(columns, plains)
         narrowed = self._narrow(columns, numel)
-        joins = goes_in_one_call(app) and target is None
+        joins = can_run_as_lists(app) and target is None
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         compute = Chunked(
-            app.func, spec, places, len(columns), target is not None, eased, narrowed, joins
+            app.func, spec, places, len(columns), target is not None, changes, narrowed, joins
         )
-        how = app.func, spec, places, target is None, eased, narrowed, joins
+        how = app.func, spec, places, target is None, changes, narrowed, joins
         self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
         return Row(numel, tuple(columns), tuple(plains), compute)
 
@@ -339,23 +155,23 @@ class _Call:
                 places.append(-len(plains))
         return columns, plains, tuple(places)
 
-    def _ease(
+    def _deferred_changes(
         self, columns: Sequence[Column], plains: list[Register]
     ) -> tuple[tuple[int, int, Deferred], ...]:
         """(column, plain, change) of what is deferred of the row's operands; adds to `plains`."""
-        eased = []
+        changes = []
         for index, column in enumerate(columns):
             entry = self.entries[column.entry]
             for change in entry.deferred:
                 flat = Layout((1,), (1,), 0, change.layout.dtype)  # as chunks of any row lie
-                eased.append((index, len(plains), replace(change, operand=None, layout=flat)))
+                changes.append((index, len(plains), replace(change, operand=None, layout=flat)))
                 plains.append(self.input(change.operand))
             if entry.deferred:
-                self.easing.append((entry, entry.deferred, column.writes))
-        return tuple(eased)
+                self.changing.append((entry, entry.deferred, column.writes))
+        return tuple(changes)
 
-    def _narrow(self, columns: list[Column], numel: int) -> Narrowing:
-        """Copies in other dtypes of what the row writes are written along; adds to `columns`."""
+    def _narrow(self, columns: list[Column], numel: int) -> CopyCasts:
+        """Low-precision copies of what the row writes are written along; adds to `columns`."""
         pairs = []
         for index, column in enumerate(list(columns)):
             entry = self.entries[column.entry]
@@ -367,10 +183,10 @@ class _Call:
                 made = column_of(copy, self.entry(copy), dtype, writes=True)
                 columns.append(replace(made, lasting=False))  # blank; nothing to bring ahead
                 self.copying.append((entry, dtype))
-        return Narrowing(tuple(pairs))
+        return CopyCasts(tuple(pairs))
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
-        entry, layout = leaf.entry, leaf.lies
+        entry, layout = leaf.entry, leaf.entry_layout
         if is_near(entry) or any(c.layout.dtype != layout.dtype for c in entry.deferred):
             # Changed in place, as anything there; or asked of other elements than pass by here.
             entry.store.deferrals.settle(entry)
@@ -379,71 +195,25 @@ class _Call:
         return replace(column, begin=begin, eased=bool(entry.deferred))
 
 
-def _kind(leaf: object) -> object:
+def _signature_of(leaf: object) -> object:
+    """What a schedule depends on of a plain operand."""
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, leaf.numel() == 1)
     return type(leaf)
 
 
-Learn = Callable[[Schedule, Sequence[Entry], Sequence[Any]], None]
-"""Told of a schedule that is about to run, of its entries and of its inputs."""
-
-
-def stream(
-    func: Dispatched,
-    apps: Sequence[Application],
-    targets: Sequence["Tensor | None"],
-    cls: type,
-    learn: Learn | None = None,
-) -> None:
-    """Run the rows, in order; all their tiered operands belong to one store.
-
-    raises  BudgetExceeded, and what a transfer raises
-    """
-    for app in apps:
-        _settle_parts(cls, app)
-    call = _Call(cls)
-    rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
-    session = session_of(call.entries[0])
-    room = session.step_room
-    key = (room, *call.signature)
-    name = func._schema.name.removeprefix("aten::")
-    build = partial(lower_step, name, rows, len(call.inputs), len(call.entries), room)
-    try:
-        schedule = session.step(key, build)
-    except BudgetExceeded as error:
-        if not session.reclaim(error.needed_bytes):
-            raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
-        stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
-        return
-    if not session.scratch_use.open(schedule):
-        stream(func, apps, targets, cls)  # anew, through the window
-        return
-    if learn is not None and not call.easing and not call.copying:
-        learn(schedule, call.entries, call.inputs)
-    _run_easing(session, schedule, call.inputs, call.entries, call.easing)
-    for entry, dtype in call.copying:
-        entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
-
-
-def _settle_parts(cls: type, app: Application) -> None:
-    """What is deferred of a whole entry cannot be done by a row that writes a part of it."""
-    for tensor in app.written():
-        if isinstance(tensor, cls):
-            tiered: Any = tensor
-            if not tiered.covers:
-                tiered.entry.store.deferrals.settle(tiered.entry)
+# --- Deferred changes ---
 
 
 def apply_deferred(entry: Entry) -> None:
-    """Make the changes that were deferred of an entry. raises  what a transfer raises"""
+    """Apply the changes that were deferred of an entry. raises  what a transfer raises"""
     session, layout = session_of(entry), entry.deferred[0].layout
     changes = tuple((0, n, replace(c, operand=None)) for n, c in enumerate(entry.deferred))
     operands = [change.operand for change in entry.deferred]
     here = session.lendable(entry)
     column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient", here)
     plains = tuple(Register(n) for n in range(len(operands)))
-    row = Row(layout.numel, (column,), plains, partial(_ease_chunk, changes))
+    row = Row(layout.numel, (column,), plains, partial(_apply_changes, changes))
     room = session.step_room
     build = partial(lower_step, "what was deferred", [row], len(operands), 1, room)
     try:
@@ -456,33 +226,278 @@ def apply_deferred(entry: Entry) -> None:
     if not session.scratch_use.open(schedule):
         apply_deferred(entry)  # anew, through the window
         return
-    _run_easing(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
+    _run_with_changes(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
 
 
-def _ease_chunk(
+def _apply_changes(
     changes: Sequence[tuple[int, int, Deferred]], first: int, last: int, values: Sequence[Any]
 ) -> None:
+    """Apply deferred changes to one chunk."""
     for _, plain, change in changes:
         change.apply(values[0], values[1 + plain])
 
 
-def _run_easing(
+def _run_with_changes(
     session: Session,
     schedule: Schedule,
     inputs: list[Any],
     entries: Sequence[Entry],
-    easing: Sequence[tuple[Entry, tuple[Deferred, ...], bool]],
+    changing: Sequence[tuple[Entry, tuple[Deferred, ...], bool]],
 ) -> None:
-    """Run a step that makes deferred changes itself. What it does not write back stays deferred."""
-    written = {entry.key for entry, _, writes in easing if writes}
+    """Run a step that applies deferred changes itself. What it does not write back stays
+    deferred."""
+    written = {entry.key for entry, _, writes in changing if writes}
     with deferred_interrupts():  # one after the last write would leave it deferred once more
-        for entry, _, _ in easing:
+        for entry, _, _ in changing:
             entry.deferred = ()
         done = False
         try:
             session.executor.run(schedule, inputs, entries)
             done = True
         finally:
-            for entry, changes, _ in easing:
+            for entry, changes, _ in changing:
                 if not (done and entry.key in written):
                     entry.deferred = changes
+
+
+# --- Computing ---
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Applies an op to a range of elements: columns are chunks already, plain tensors are cut.
+
+    changes   deferred changes to apply before: (column, which plain is the operand, change)
+    narrowed  casts to make afterwards
+    in_lists  rows that differ in their operands only are computed in one call
+    """
+
+    func: Dispatched
+    spec: Any
+    places: tuple[int, ...]
+    columns: int
+    to_target: bool
+    changes: tuple[tuple[int, int, Deferred], ...]
+    narrowed: CopyCasts
+    in_lists: bool
+
+    def joins(self, other: object) -> bool:
+        """Whether rows with these two computations may be computed in one call."""
+        return self.in_lists and self == other
+
+    def joint(self, rows: Sequence[Row]) -> "_JointCall":
+        """The computation of many such rows at once."""
+        columns, width = self.columns, self.columns + len(rows[0].plains)
+        starts = range(0, width * len(rows), width)
+        numbers: tuple[list[Any], dict[str, Any]] = trees.tree_unflatten(
+            range(len(self.places)), self.spec
+        )
+
+        def where(leaf: int) -> list[int]:
+            place = self.places[leaf]
+            return [first + (place if place >= 0 else columns - place - 1) for first in starts]
+
+        def filled(number: Any) -> _Operand:
+            if isinstance(number, list):
+                found = [where(leaf) for leaf in number]
+                chosen = [each[row] for row in range(len(rows)) for each in found]
+                return _Operand(True, any(self.places[n] < 0 for n in number), tuple(chosen))
+            return _Operand(False, self.places[number] < 0, (where(number)[0],))
+
+        args, kwargs = numbers
+        return _JointCall(
+            self.func,
+            tuple(filled(number) for number in args),
+            {name: filled(number) for name, number in kwargs.items()},
+            tuple(row.numel for row in rows),
+            width,
+            bool(self.changes),
+            self.narrowed,
+        )
+
+    def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        for column, plain, change in self.changes:
+            change.apply(values[column], values[self.columns + plain])
+        leaves = []
+        for place in self.places:
+            if place >= 0:
+                leaves.append(values[place])
+            else:
+                leaves.append(_range_of(values[self.columns - place - 1], first, last))
+        target = leaves.pop() if self.to_target else None
+        args, kwargs = trees.tree_unflatten(leaves, self.spec)
+        result = self.func(*args, **kwargs)
+        if target is not None:
+            target.copy_(result[0] if isinstance(result, list | tuple) else result)
+        self.narrowed(first, last, values)
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand of a call for many rows.
+
+    listed  a list with so many items of each row; else one value, that of the first row
+    plain   no column, so that it is still as wide as its row
+    where   indices of the values
+    """
+
+    listed: bool
+    plain: bool
+    where: tuple[int, ...]
+
+    def of(self, values: Sequence[Any], numels: Sequence[int]) -> Any:
+        """The operand, taken from the values of all rows."""
+        found = [values[at] for at in self.where]
+        if self.plain:
+            each = max(1, len(found) // len(numels))
+            found = [_range_of(value, 0, numels[n // each]) for n, value in enumerate(found)]
+        return found if self.listed else found[0]
+
+
+@dataclass(frozen=True)
+class _JointCall:
+    """Applies a list op to many whole rows at once, as it was called.
+
+    changes  deferred changes wait for the rows: those are applied before such rows rest in reach,
+             so that only a simulated step joins them
+    """
+
+    func: Dispatched
+    args: tuple[_Operand, ...]
+    kwargs: dict[str, _Operand]
+    numels: tuple[int, ...]
+    width: int
+    changes: bool
+    narrowed: CopyCasts
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        assert not self.changes, "a change waits for what is computed where it rests"
+        numels = self.numels
+        kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
+        self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
+        if self.narrowed.pairs:
+            for row, numel in enumerate(numels):
+                self.narrowed(0, numel, values[row * self.width : (row + 1) * self.width])
+        return ()
+
+
+def _range_of(value: Any, first: int, last: int) -> Any:
+    """Elements [first, last) of a plain operand; of a scalar, itself."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.numel() == 1:
+        return value.reshape(1)
+    return value.as_strided((last - first,), (1,), value.storage_offset() + first)
+
+
+# --- List ops that come again ---
+
+LIST_OPS = ("aten::_foreach", "aten::_fused")
+MOST_REPEATS = 8
+"""Repeats kept of calls with as many operands each: of groups of parameters of one size."""
+
+
+@dataclass(frozen=True)
+class ListCall:
+    """A call of a list op whose tiered operands are all different, of one store, and at rest.
+
+    func      the op
+    kind      the op, how many operands it has where, and how often each row takes turns
+    leaves    its operands, lists taken apart
+    entries   those behind tiered operands: position -> entry
+    known     what the rows and their schedule depend on
+    """
+
+    session: Session
+    func: Dispatched
+    kind: tuple[object, ...]
+    counts: tuple[int, ...]
+    leaves: list[Any]
+    entries: dict[int, Entry]
+    known: tuple[object, ...]
+
+    def rerun(self) -> bool:
+        """Run the call as an equal one was run before; False, if there was none."""
+        known = self.session.repeats.get(self.kind, ())
+        found = next((repeat for repeat in known if repeat.known == self.known), None)
+        if found is None or not self.session.scratch_use.open(found.schedule):
+            return False
+        leaves = self.leaves
+        written = [leaves[at] for at in found.written]
+        increment_version([leaf._handle for leaf in written])
+        if counts_writes_in_kernels(self.func):
+            increment_version(written)
+        inputs = [leaves[at] for at in found.inputs]
+        entries = [self.entries[at] for at in found.entries]
+        self.session.executor.run(found.schedule, inputs, entries)
+        return True
+
+    def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
+        """Remember that the call is about to run as one `schedule`, with these."""
+        tiered, plain = self._in_rows()
+        alike = len(tiered) == len(entries) and len(plain) == len(inputs)
+        if not alike or not all(
+            a is b
+            for a, b in (
+                *zip((self.entries[at] for at in tiered), entries, strict=True),
+                *zip((self.leaves[at] for at in plain), inputs, strict=True),
+            )
+        ):
+            return  # it took something else along
+        writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
+        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
+        known = self.session.repeats.setdefault(self.kind, [])
+        known.append(Repeat(self.known, schedule, tuple(tiered), tuple(plain), written))
+        if len(known) > MOST_REPEATS:
+            known.pop(0)
+
+    def _in_rows(self) -> tuple[list[int], list[int]]:
+        """Positions of tiered and of other operands, row after row."""
+        rows = max(self.counts)
+        tiered: list[int] = []
+        plain: list[int] = []
+        for row in range(rows):
+            begin = 0
+            for count in self.counts:
+                taken = [row] if count == rows else range(abs(count))
+                for at in (begin + n for n in taken):
+                    (tiered if at in self.entries else plain).append(at)
+                begin += abs(count)
+        return tiered, plain
+
+
+def list_call(
+    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ListCall | None:
+    """The call, if one like it may be repeated; None for all that need be looked at closely."""
+    schema = func._schema
+    if not schema.is_mutable or schema.returns or not schema.name.startswith(LIST_OPS):
+        return None
+    values = (*args, *kwargs.values())
+    counts = tuple(len(v) if type(v) is list else -1 for v in values)
+    if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
+        return None
+    leaves = leaves_of(args, kwargs)
+    entries: dict[int, Entry] = {}
+    known: list[object] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, cls):
+            tiered: Any = leaf
+            entry = entries[at] = tiered.entry
+            if entry.deferred or entry.copies:
+                return None
+            place = entry.place
+            near = place.tier.on_device or entry.store.lendable(entry)
+            known.append((tiered.entry_layout, place.nbytes, entry.kind, near))
+        elif isinstance(leaf, Tensor):
+            known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
+        else:
+            known.append(type(leaf))
+    keys = {entry.key for entry in entries.values()}
+    stores = {entry.store.key: entry for entry in entries.values()}
+    if len(keys) < len(entries) or len(stores) != 1:
+        return None
+    session = session_of(next(iter(stores.values())))
+    known.append(session.step_room)
+    kind = func, counts, tuple(kwargs)
+    return ListCall(session, func, kind, counts, leaves, entries, tuple(known))

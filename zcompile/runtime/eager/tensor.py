@@ -1,14 +1,13 @@
-"""TieredTensor: a tensor whose bytes rest in the store.
+"""A `TieredTensor` is a tensor whose bytes rest in the store.
 
 It has the full logical shape, stride, dtype and the compute device, and no storage. Its one inner
 tensor is a 0-dim int64 CPU handle. Under tracing each use becomes a `zinf.gather` in the graph;
 called plainly, `dispatch.py` says what an op means.
 
-The bytes of an entry as `torch.save` finds them: of all tensors that lie in it, in one memory.
-
-Tied weights are saved once then, and what is loaded is tied as it was. Torch does this by looking
-which tensors of a file have one storage; so, while a file is written, each tensor of an entry gets
-the storage that the first one got.
+`torch.save` finds the bytes of an entry in one memory for all tensors that lie in the entry: tied
+weights are saved once then, and what is loaded is tied as it was. Torch looks which tensors of a
+file have one storage; so, while a file is written, each tensor of an entry gets the storage that
+the first one got (`pickled_bytes`).
 """
 
 import copy
@@ -47,29 +46,31 @@ from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
-_GIVEN: dict[int, Tie] = {}
+_PICKLED: dict[int, Tie] = {}
 """Key of an entry -> the storage that was given for it, as long as that lives."""
 _GONE: deque[Tie] = deque()
 
 
 def pickled_bytes(entry: Entry) -> Tensor:
-    """uint8 [entry.nbytes] on the host; the same memory as before, if somebody still has that, and
-    has not written it."""
+    """The bytes of an entry: uint8 [entry.nbytes] on the host.
+
+    The same memory as before, if somebody still has that, and has not written it.
+    """
     while _GONE:
         try:
             gone = _GONE.popleft()
         except IndexError:  # another thread was here
             break
-        if _GIVEN.get(gone.mark) is gone:
-            del _GIVEN[gone.mark]
+        if _PICKLED.get(gone.mark) is gone:
+            del _PICKLED[gone.mark]
     found = entry.store.read_all(entry)
-    tie = _GIVEN.get(entry.key)
+    tie = _PICKLED.get(entry.key)
     storage = None if tie is None else tie()
     if storage is not None and storage.nbytes() == entry.nbytes:
         given = torch.empty(0, dtype=torch.uint8).set_(storage)
         if torch.equal(given, found):
             return given
-    _GIVEN[entry.key] = Tie(found.untyped_storage(), _GONE, entry.key)
+    _PICKLED[entry.key] = Tie(found.untyped_storage(), _GONE, entry.key)
     return found
 
 
@@ -80,8 +81,8 @@ aten = torch.ops.aten
 class Context:
     """What Dynamo guards on: everything about a tiered tensor but whose bytes it stands for.
 
-    store          which store, since a plan is made for one arena
-    sink           a parameter whose gradient goes home by itself
+    store  which store, since a plan is made for one arena
+    sink   a parameter whose gradient is stored by the runtime, not by autograd
     """
 
     layout: Layout
@@ -107,23 +108,23 @@ class TieredTensor(Unbacked):
 
     @staticmethod
     def __new__(cls, handle: Tensor, context: Context) -> "TieredTensor":
-        lies = context.layout
+        layout = context.layout
         made = wrapper(
             cls,
-            lies.size,
-            lies.stride,
-            lies.offset,
-            lies.dtype,
+            layout.size,
+            layout.stride,
+            layout.offset,
+            layout.dtype,
             context.device,
             context.requires_grad,
-            lies.conj,
-            lies.neg,
+            layout.conj,
+            layout.neg,
         )
         return made  # type: ignore[return-value]  # of class cls
 
     def __init__(self, handle: Tensor, context: Context) -> None:
         self._handle = handle
-        self.lies = context.layout
+        self.entry_layout = context.layout
         self.store_key = context.store
         self.sink = context.sink
 
@@ -147,7 +148,7 @@ class TieredTensor(Unbacked):
 
     @classmethod
     def named_by(cls, handle: Tensor, layout: Layout, like: "TieredTensor") -> "TieredTensor":
-        """What `handle` names, in the store of `like`."""
+        """A tensor over the entry that `handle` names, in the store of `like`."""
         made = cls(handle, Context(layout, like.device, like.store_key, False, False))
         made._store = like._store
         return made
@@ -161,7 +162,7 @@ class TieredTensor(Unbacked):
             return self.detach()
         # Not detach(), which shares its version counter with self: what is written through .data
         # is not for autograd to know.
-        return TieredTensor.sharing(self, self.lies)
+        return TieredTensor.sharing(self, self.entry_layout)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -176,7 +177,7 @@ class TieredTensor(Unbacked):
                 "call it with the tensor itself, and take the view (.real, .imag) in the function",
             )
         return ["_handle"], Context(
-            self.lies, self.device, self.store_key, self.sink, self.requires_grad
+            self.entry_layout, self.device, self.store_key, self.sink, self.requires_grad
         )
 
     @staticmethod
@@ -197,7 +198,7 @@ class TieredTensor(Unbacked):
         kwargs = kwargs or {}
         leaves = leaves_of(args, kwargs)
         if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
-            return _traced(func, args, kwargs)
+            return _gather_in_graph(func, args, kwargs)
         with deferred_interrupts():
             return dispatch.call(TieredTensor, func, args, kwargs)
 
@@ -221,7 +222,7 @@ class TieredTensor(Unbacked):
     grad = property(grad_of, _give_gradient, _take_gradient)
 
     def _reach(self, node: Any) -> None:
-        """From `node` one gets to the nodes of these parameters: a list op has one for all."""
+        """Mark the parameters whose nodes can be reached from `node`: a list op has one for all."""
         seen, ahead = set(), [node]
         while ahead:
             node = ahead.pop()
@@ -237,11 +238,11 @@ class TieredTensor(Unbacked):
         """As for any tensor. A compiled graph brings gradients home itself and leaves None to
         autograd, which would hand that to the hook."""
         register: Any = super().register_hook  # untyped in torch
-        return register(partial(_unless_none, hook))
+        return register(partial(_call_unless_none, hook))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
-        full = self.lies.view(pickled_bytes(self.entry)).detach()
+        full = self.entry_layout.view(pickled_bytes(self.entry)).detach()
         if getattr(self, "_is_param", False):
             plain: Tensor = torch.nn.Parameter(full, self.requires_grad)
         else:
@@ -251,7 +252,7 @@ class TieredTensor(Unbacked):
     def __copy__(self) -> Tensor:
         """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is
         one."""
-        made: Tensor = TieredTensor.sharing(self, self.lies)
+        made: Tensor = TieredTensor.sharing(self, self.entry_layout)
         if getattr(self, "_is_param", False):
             return own(torch.nn.Parameter(made, self.requires_grad))
         return made.requires_grad_(self.requires_grad)
@@ -267,13 +268,13 @@ class TieredTensor(Unbacked):
             )
         made: Tensor
         if getattr(self, "_is_param", False):
-            made = _copied_parameter(self)
+            made = _copy_of_parameter(self)
         else:
             # As torch: tensors that share their bytes share them in the copy too.
             shared = memo.setdefault("zcompile", {})  # type: ignore[call-overload]  # ids elsewhere
             if self.entry.key not in shared:
-                shared[self.entry.key] = _copied(self)
-            made = TieredTensor.sharing(shared[self.entry.key], self.lies)
+                shared[self.entry.key] = _copy_of(self)
+            made = TieredTensor.sharing(shared[self.entry.key], self.entry_layout)
             made.requires_grad_(self.requires_grad)
             if self.grad is not None:
                 made.grad = copy.deepcopy(self.grad, memo)
@@ -305,7 +306,7 @@ class Unmoved(TieredTensor):
     """The same bytes, written through; what `.to` answers where there is nothing to do.
 
     `Module.to` would swap a traceable subclass with its parameter, and thereby its hooks. This one
-    is not traceable, so it takes the other road and sets `.data`.
+    is not traceable, so `Module.to` sets `.data` instead.
     """
 
     @property
@@ -317,6 +318,7 @@ support_foreach(TieredTensor)
 
 
 def _refuse(plain: Tensor, value: Any) -> None:
+    """raises  Unsupported, where a plain tensor is given the .data of a tiered one"""
     name = "a parameter" if is_traced(value._handle) else f"{value._name_in_store()!r}"
     raise Unsupported(
         f"a plain tensor is given .data of a tiered one ({name}), which has no memory to share",
@@ -327,27 +329,29 @@ def _refuse(plain: Tensor, value: Any) -> None:
 refuse_as_data(TieredTensor, _refuse)
 
 
-def _unless_none(hook: Callable[[Tensor], Tensor | None], grad: Tensor | None) -> Tensor | None:
+def _call_unless_none(
+    hook: Callable[[Tensor], Tensor | None], grad: Tensor | None
+) -> Tensor | None:
     return None if grad is None else hook(grad)
 
 
 @uninterrupted
-def _copied(tensor: TieredTensor) -> TieredTensor:
-    """A tensor that lies as `tensor` does in a copy of its entry, in the same store."""
+def _copy_of(tensor: TieredTensor) -> TieredTensor:
+    """A tensor with the layout of `tensor` in a copy of its entry, in the same store."""
     old = tensor.entry
-    made = TieredTensor.over(old.store.create(old.name, old.kind, old.nbytes), tensor.lies)
+    made = TieredTensor.over(old.store.create(old.name, old.kind, old.nbytes), tensor.entry_layout)
     old.store.put(made.entry, old.store.read_all(old))
     return made
 
 
 @uninterrupted
-def _copied_parameter(param: TieredTensor) -> Tensor:
+def _copy_of_parameter(param: TieredTensor) -> Tensor:
     """A parameter with the value of `param`, as torch copies one: without gradient and hooks."""
     if param.covers:
-        made = _copied(param)
+        made = _copy_of(param)
     else:  # torch copies the elements, not what lies between them
-        lies, old = param.lies, param.entry
-        gaps = torch.empty_strided(lies.size, lies.stride, dtype=lies.dtype, device="meta")
+        layout, old = param.entry_layout, param.entry
+        gaps = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="meta")
         layout = Layout.of(torch.empty_like(gaps))
         made = TieredTensor.over(old.store.create(old.name, old.kind, layout.nbytes), layout)
         made.copy_(param.detach())
@@ -356,11 +360,11 @@ def _copied_parameter(param: TieredTensor) -> Tensor:
 
 @uninterrupted
 def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """From here on the gradient of this tiered parameter goes home by itself."""
+    """Let the runtime store the gradient of this tiered parameter from here on."""
     tiered: Any = param
     tiered.sink = True
     tiered._handle = claimed(tiered._handle, param)
-    shows(tiered, tiered.lies)
+    shows(tiered, tiered.entry_layout)
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
@@ -369,20 +373,20 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     return param
 
 
-def _traced(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _gather_in_graph(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Under tracing: every tiered argument becomes a gather in the graph."""
     if func in (aten.detach.default, aten.alias.default):
         (base,) = args
-        return TieredTensor.sharing(base, base.lies)
+        return TieredTensor.sharing(base, base.entry_layout)
 
     def full(value: Any) -> Any:
         if not isinstance(value, TieredTensor):
             return value
-        lies = value.lies
+        layout = value.entry_layout
         gathered = ops.gather(
-            value._handle, lies.size, lies.stride, lies.offset, lies.dtype, value.device
+            value._handle, layout.size, layout.stride, layout.offset, layout.dtype, value.device
         )
-        return lies.marked(gathered)
+        return layout.marked(gathered)
 
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""What torch implements by reading a tensor's storage, for tensors that have none.
+"""A tiered tensor has no storage: what torch implements by reading one is implemented here.
 
 Values come from the tiers as plain copies; what would hand out memory raises.
 """
@@ -19,18 +19,18 @@ from zcompile.runtime.store.store import Entry, Store
 class Unbacked(torch.Tensor):
     """The half of `TieredTensor` that stands in for storage.
 
-    lies    how the tensor lies in the bytes of its entry
-    _store  keeps the store: a value that is still held outlives the model it came from
+    entry_layout  the layout of the tensor in the bytes of its entry
+    _store        keeps the store alive: a value that is still held outlives the model it came from
     """
 
     _handle: Tensor
-    lies: Layout
+    entry_layout: Layout
     _known: "weakref.ref[Entry] | None" = None
     _store: Store | None = None
 
     @property
     def entry(self) -> Entry:
-        """raises  ParameterChanged, if the store was closed"""
+        """The entry with the bytes. raises  ParameterChanged, if the store was closed"""
         entry = None if self._known is None else self._known()
         if entry is None:
             entry = entry_behind(self._handle)
@@ -40,13 +40,13 @@ class Unbacked(torch.Tensor):
 
     @property
     def covers(self) -> bool:
-        """Whether it is all of its entry: each byte of it, each once."""
-        return self.lies.covers(self.entry.nbytes)
+        """Whether the tensor is all of its entry: each byte of it, each once."""
+        return self.entry_layout.covers(self.entry.nbytes)
 
     def on_host(self) -> Tensor:
         """The full value as a plain CPU tensor; reads the tiers, not the arena."""
         bytes_ = self.entry.store.read_all(self.entry)
-        return self.lies.view(bytes_).detach()
+        return self.entry_layout.view(bytes_).detach()
 
     def numpy(self, *, force: bool = False) -> Any:
         """A read-only array of the values as they are now: there is no memory to share."""
@@ -90,7 +90,7 @@ class Unbacked(torch.Tensor):
         return self._no_storage("_typed_storage()")
 
     def is_shared(self) -> bool:
-        """Whether another process sees its memory."""
+        """Whether another process sees the memory of the tensor: never."""
         return False
 
     def data_ptr(self) -> int:
@@ -106,6 +106,7 @@ class Unbacked(torch.Tensor):
         return self._no_storage("__dlpack__()")
 
     def _no_storage(self, what: str) -> NoReturn:
+        """raises  Unsupported, for an operation that needs memory"""
         raise Unsupported(
             f"{what}: a tiered tensor has no memory of its own",
             "use tensor.cpu() for a plain copy, or tensor.on_host()",
@@ -119,7 +120,7 @@ class Unbacked(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's is untyped
         if is_traced(self._handle):
-            return f"TieredTensor({self._handle}, {self.lies})"
+            return f"TieredTensor({self._handle}, {self.entry_layout})"
         text = repr(self.on_host().requires_grad_(self.requires_grad))
         if self.device.type != "cpu":
             text = f"{text[:-1]}, device='{self.device}')"
@@ -127,6 +128,7 @@ class Unbacked(torch.Tensor):
 
 
 def _read_only(array: Any) -> Any:
-    """What is written to an array would reach no tensor, and torch has it reach one."""
+    """Make an array read-only: what is written to it would reach no tensor, and torch has it reach
+    one."""
     array.setflags(write=False)
     return array

@@ -140,7 +140,7 @@ def whole_layout(param: Tensor, dtype: torch.dtype) -> Layout:
 def takes_tiles(held: Tensor | None, layout: Layout) -> bool:
     """Whether tiles of a gradient that lies so can be added to `held` one by one."""
     entry = getattr(held, "entry", None)
-    return isinstance(entry, Entry) and getattr(held, "lies", None) == layout
+    return isinstance(entry, Entry) and getattr(held, "entry_layout", None) == layout
 
 
 def send(

@@ -155,11 +155,11 @@ def backward(param, *steps, expect=1):
 
         @staticmethod
         def backward(ctx, _):
-            gradients.count()
+            gradients.count_contributions()
             for step in steps:
                 step()
 
     result = Backward.apply(param)
     gradients.expect([param.entry] * expect)
-    gradients.come_by(lambda: result.grad_fn)
+    gradients.expect_from(lambda: result.grad_fn)
     result.backward()

@@ -12,8 +12,7 @@ from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import EntryKind
-from zcompile.runtime.gradients.gradients import like
-from zcompile.runtime.gradients.leaves import tells_without_gradient
+from zcompile.runtime.gradients.leaves import autograd_always_calls_post_hooks, in_layout_of
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +120,7 @@ def test_the_layout_of_a_gradient_is_the_one_autograd_chooses(make, tmp_path):
     (plain * 1).backward(grad)
     received(tiered, grad)
     assert_equal(plain.grad, tiered.grad)
-    assert like(plain, grad).stride() == plain.grad.stride()
+    assert in_layout_of(plain, grad).stride() == plain.grad.stride()
 
 
 def test_a_hook_sees_the_sum_once_and_may_change_it(param):
@@ -170,11 +169,11 @@ def test_who_waits_is_told_whether_or_not_autograd_does_it(param, monkeypatch):
     once = len(told)
     monkeypatch.setattr(
         "zcompile.runtime.gradients.gradients.tells_without_gradient",
-        lambda: not tells_without_gradient(),
+        lambda: not autograd_always_calls_post_hooks(),
     )
     received(param, rows(1))
     assert once == 1
-    assert len(told) == (3 if tells_without_gradient() else 1)
+    assert len(told) == (3 if autograd_always_calls_post_hooks() else 1)
 
 
 def test_a_gradient_that_was_assigned_is_adopted_at_the_step(tmp_path):

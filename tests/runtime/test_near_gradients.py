@@ -65,6 +65,6 @@ def test_what_lies_otherwise_goes_another_way(call, other):
 def test_part_of_what_somebody_else_holds_does_not_stay(call):
     """What stays is accounted for by its storage, which would stay with it."""
     wide = torch.zeros(2, *SHAPE, dtype=torch.complex64)
-    stays = call.near._stay != {}
+    stays = call.near._may_stay != {}
     taken = call.near.receive(call.entry, wide[1])
     assert (taken is None) == stays

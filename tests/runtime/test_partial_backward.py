@@ -43,7 +43,7 @@ class Pair:
         session.drain()
         entries = sorted(entry.name for entry in session.entries())
         gradients = session.gradients
-        left = dict(gradients._sums), dict(gradients._arriving), dict(gradients.returned)
+        left = dict(gradients._sums), dict(gradients._tiled), dict(gradients.returned)
         host = session.free_bytes()["host"]
         return entries, host, session.arena.used_bytes, session._backlog._now, left
 

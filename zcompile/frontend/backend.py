@@ -335,7 +335,7 @@ def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., An
         since = next_sequence_number()
         results = compiled(*args)
         if (alive := session()) is not None:
-            alive.gradients.come_by(
+            alive.gradients.expect_from(
                 lambda: node_of_call(results, since) or node_of_call(args, since)
             )
         return results

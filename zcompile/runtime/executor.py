@@ -359,7 +359,7 @@ class _Walk:
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             if self.schedule.phase is Phase.BACKWARD:
-                self.gradients.count()
+                self.gradients.count_contributions()
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
             self.ahead = resident.look_up(self.store, self.entries)
             self.gradients.begin()

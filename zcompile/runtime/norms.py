@@ -1,8 +1,8 @@
-"""Norms of gradients, taken while the gradients are still on the device.
+"""Norms of gradients are taken while the gradients are still on the device.
 
-A loop that clips asks for the same norm in every step. What was asked in the last one is taken when
-a gradient is produced, by the very call that will ask for it, so that clipping reads no gradient
-again. The bits are those of the later call: it is the same kernel on the same values.
+A loop that clips asks for the same norm in every step. A norm that was asked for in the last step
+is taken when a gradient is produced, by the very call that will ask for it, so that clipping reads
+no gradient again. The bits are those of the later call: it is the same kernel on the same values.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Measure:
 
     @property
     def order(self) -> float | None:
-        """Which norm; None, if it is not the p-norm of all elements."""
+        """The p of the norm; None, if it is not the p-norm of all elements."""
         named = dict(self.kwargs)
         given = self.rest[0] if self.rest else named.get("ord", 2)
         plain = len(self.rest) < 2 and named.keys() <= {"ord", "dtype"}
@@ -45,38 +45,40 @@ class Measure:
         return self.order is not None and self.order > 0
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The norm of all: the norm of the norms of tiles. Rounds otherwise than one kernel over
-        the whole would, by a few units in the last place."""
+        """The norm of all: the norm of the norms of tiles.
+
+        Rounds otherwise than one kernel over the whole would, by a few units in the last place.
+        """
         values = torch.stack([part[0] if self.lists else part for part in parts])
         whole = torch.linalg.vector_norm(values, self.order)
         return [whole] if self.lists else whole
 
 
 CLIPPING = Measure(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
-"""What `clip_grad_norm_` asks for by default; measured in the first step, in which nothing is known
-of the loop yet."""
+"""The norm that `clip_grad_norm_` asks for by default; measured in the first step, in which nothing
+is known of the loop yet."""
 
 
 class Norms:
-    """What was asked in the last step is measured ahead in this one."""
+    """Measures in this step what was asked for in the last one."""
 
     def __init__(self) -> None:
         self._wanted: dict[Measure, None] = {CLIPPING: None}
         self._asked: dict[Measure, None] = {}
 
     def note(self, entry: Entry, grad: Tensor) -> None:
-        """`grad` has just become the whole value of `entry`."""
+        """Measure `grad`, which has just become the whole value of `entry`."""
         layout = Layout.of(grad)
         for measure in self._wanted:
             entry.norms[measure] = entry.version, layout, measure(grad)
 
     def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
-        """`tile` has just become the elements of `entry` from `offset` on."""
+        """Measure `tile`, which has just become the elements of `entry` from `offset` on."""
         found = {m: m(tile.detach()) for m in self._wanted if m.joins}
         entry.tiles[offset] = tile.numel(), found
 
     def note_whole(self, entry: Entry, layout: Layout) -> None:
-        """All tiles of `entry` were noted: what they measure together."""
+        """All tiles of `entry` were noted: join their measures."""
         tiles = [entry.tiles[offset] for offset in sorted(entry.tiles)]
         for measure in self._wanted:
             if measure.joins:
@@ -88,7 +90,7 @@ class Norms:
         return [(offset, entry.tiles[offset][0]) for offset in sorted(entry.tiles)]
 
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
-        """What `measure` gave, if the entry has not been written since; the caller's own."""
+        """The result of `measure`, the caller's own; None, if the entry has been written since."""
         if entry.version == max(len(entry.tiles), 1):
             # Written once; a gradient that is summed up has other values by now.
             self._asked[measure] = None
@@ -98,4 +100,5 @@ class Norms:
         return [norm.clone() for norm in value] if measure.lists else value.clone()
 
     def step_ended(self) -> None:
+        """The next step measures what this one asked for."""
         self._wanted, self._asked = self._asked, {}

@@ -1,1 +1,2 @@
-"""How gradients become `.grad`, in the order in which autograd sums them."""
+"""The gradients package makes `.grad` of what backward computes, in the order in which autograd
+sums."""

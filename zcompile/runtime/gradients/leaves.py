@@ -1,6 +1,7 @@
-"""What autograd knows of a leaf: who takes a gradient, in which layout, past which hooks.
+"""Facts of a leaf of autograd say who takes a gradient, in which layout, and past which hooks.
 
-A gradient that comes in tiles: each goes home at once, and the last one makes them a whole.
+A contribution may come in tiles (`TiledContribution`): each tile is stored at once, and the last
+one completes the gradient.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,14 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.ticket import Ticket
 
+# --- Who takes a gradient ---
 
-def taker(leaf: Leaf) -> Tensor | None:
-    """The parameter that a gradient is for; None if it is gone, or wants none of this pass, as in
-    `torch.autograd.grad` and `backward(inputs=...)` that name others.
+
+def accumulating_parameter(leaf: Leaf) -> Tensor | None:
+    """The parameter that a gradient is for, or None.
+
+    None if the parameter is gone, or wants no gradient of this pass, as in `torch.autograd.grad`
+    and `backward(inputs=...)` that name others.
 
     raises  Unsupported, if `torch.autograd.grad` is to return the gradient of this parameter
     """
@@ -45,20 +50,10 @@ def owner_of(leaf: Leaf) -> Tensor | None:
     return leaf.owner() if leaf.owner is not None else None
 
 
-def is_reached(param: Tensor) -> bool:
-    """Whether somebody got hold of the node by which autograd adds to the gradient of a parameter,
-    and may have put hooks on it."""
-    reached: bool = getattr(param, "reached", False)
-    return reached
+# --- Layout ---
 
 
-def state_of(grad: Tensor | None) -> object:
-    """Changes when somebody gives a parameter another gradient, or adds to the one it has."""
-    entry = getattr(grad, "entry", None)
-    return (entry.key, entry.version) if isinstance(entry, Entry) else id(grad)
-
-
-def like(param: Tensor, grad: Tensor) -> Tensor:
+def in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
     """`grad` with the strides of `param`, the layout autograd gives to `.grad`; its own bits."""
     grad = materialised(grad)
     if not Layout.of(param).dense:
@@ -69,12 +64,31 @@ def like(param: Tensor, grad: Tensor) -> Tensor:
     return made.copy_(grad)
 
 
-def flat(dense: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its storage, as one dimension."""
+def flattened(dense: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its storage: [numel]."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
-def hooked(param: Tensor, grad: Tensor) -> Tensor:
+def gradient_state(grad: Tensor | None) -> object:
+    """A value that changes when somebody gives a parameter another gradient, or adds to the one it
+    has."""
+    entry = getattr(grad, "entry", None)
+    return (entry.key, entry.version) if isinstance(entry, Entry) else id(grad)
+
+
+# --- Hooks ---
+
+
+def may_have_node_hooks(param: Tensor) -> bool:
+    """Whether somebody got hold of the node by which autograd adds to the gradient of a parameter.
+
+    Hooks may have been put there, which only autograd can call.
+    """
+    reached: bool = getattr(param, "reached", False)
+    return reached
+
+
+def run_hooks(param: Tensor, grad: Tensor) -> Tensor:
     """What the hooks that a user registered on `param` make of its gradient."""
     for hook in list(hooks_of(param)[0].values()):
         changed = hook(grad)
@@ -83,8 +97,8 @@ def hooked(param: Tensor, grad: Tensor) -> Tensor:
 
 
 @cache
-def tells_without_gradient() -> bool:
-    """Whether autograd calls the post-accumulate hooks of a leaf that it brought no gradient."""
+def autograd_always_calls_post_hooks() -> bool:
+    """Whether autograd calls post-accumulate hooks of a leaf that it brought no gradient."""
     told: list[Tensor] = []
     leaf = torch.zeros((), requires_grad=True)
     leaf.register_post_accumulate_grad_hook(told.append)
@@ -94,7 +108,7 @@ def tells_without_gradient() -> bool:
 
 
 class _Nothing(torch.autograd.Function):
-    """Has no gradient to give."""
+    """A function whose backward gives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -105,15 +119,18 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
+# --- Tiles ---
+
+
 @dataclass
-class Arriving:
-    """A contribution of which some tiles are here.
+class TiledContribution:
+    """A contribution to a gradient of which some tiles are here.
 
     param  whose gradient it is
-    held   the tiered gradient over the entry that they go to
-    adds   they are added to what rests there; else they are all of it
-    alone  it is all that this backward pass gives to `param`
-    found  what `.grad` was when the first tile came
+    held   the tiered gradient over the entry that the tiles go to
+    adds   tiles are added to what rests there; else they are all of it
+    alone  the contribution is all that this backward pass gives to `param`
+    found  the state of `.grad` when the first tile came
     left   elements that are still to come
     """
 
@@ -132,35 +149,35 @@ class Arriving:
 
 
 def whole_layout(param: Tensor, dtype: torch.dtype) -> Layout:
-    """How all tiles together lie: row-major, as the parameter does."""
+    """The layout of all tiles together: row-major, as the parameter."""
     size = tuple(param.size())
     return Layout(size, row_major(size), 0, dtype)
 
 
-def takes_tiles(held: Tensor | None, layout: Layout) -> bool:
-    """Whether tiles of a gradient that lies so can be added to `held` one by one."""
+def can_add_tiles(held: Tensor | None, layout: Layout) -> bool:
+    """Whether tiles of a gradient of this layout can be added to `held` one by one."""
     entry = getattr(held, "entry", None)
     return isinstance(entry, Entry) and getattr(held, "entry_layout", None) == layout
 
 
-def send(
+def store_tile(
     store: Store,
     norms: Norms,
-    arriving: Arriving,
+    contribution: TiledContribution,
     tile: Tensor,
     offset: int,
     after: Sequence[Ticket],
 ) -> None:
-    """`tile` leaves for its place, `offset` elements after the first.
+    """Start storing `tile`, which begins `offset` elements after the first.
 
     tile   contiguous
     after  complete once it is computed
     """
-    flat, entry = tile.reshape(-1), arriving.entry
+    flat, entry = tile.reshape(-1), contribution.entry
     begin = offset * flat.element_size()
-    if arriving.adds:
+    if contribution.adds:
         store.add(entry, flat, begin=begin, after=after)
     else:
         store.put(entry, flat.view(torch.uint8), begin=begin, after=after)
         norms.note_tile(entry, offset, tile)
-    arriving.left -= flat.numel()
+    contribution.left -= flat.numel()

@@ -1,10 +1,11 @@
-"""Gradients that rest on the device: made there, or copied, or where they are made anyway.
+"""Gradients that rest on the device are made at their reserved address, copied there, or stay as
+made.
 
 Large products drive Python's own code and data out of the caches, so whatever runs between two of
-them takes about ten times as long as in a loop. What has to be done for a gradient is therefore
-done for all of a call at once, before and after it. Of one that has a berth, a matrix product is
-made there; of everything else a copy goes there as soon as it is made. One that stays becomes an
-entry as it is.
+them takes about ten times as long as in a loop. Work for a gradient is therefore done for all
+gradients of a call at once, before and after the call. With a reserved address, a matrix product is
+computed straight into it; any other gradient is copied there as soon as it is computed. A gradient
+that stays becomes an entry in the memory that compute made it in.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from zcompile.ir.handles import Leaf
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import hooks_of, is_lazy
 from zcompile.ir.types import EntryKind, Layout
-from zcompile.runtime.gradients.leaves import flat, is_reached
+from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import Row
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.resident import copy_dense, is_near
@@ -26,11 +27,11 @@ from zcompile.runtime.tiers.base import Place
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """A gradient that a call will make: blank until it ends.
+class _Expected:
+    """A gradient that a call will make: blank until the call ends.
 
     grad    the tiered tensor over `entry`
-    target  its elements, in the berth
+    target  its elements, at the reserved address
     """
 
     param: Tensor
@@ -40,7 +41,7 @@ class _Coming:
 
 
 @dataclass(frozen=True)
-class _Stayed:
+class _Staying:
     """A gradient that a call has made for `leaf`, and that stays in the memory of `value`."""
 
     param: Tensor
@@ -50,10 +51,10 @@ class _Stayed:
 
 
 class DeviceGradients:
-    """Those of one call at a time.
+    """The gradients of one call at a time that rest on the device.
 
-    lone  parameter of a leaf, if what the call makes for it becomes its `.grad` as it is
-    came  takes what came for a leaf: its parameter, and the tiered gradient
+    sole  gives the parameter of a leaf, if the call's contribution becomes its `.grad` as it is
+    came  takes a finished gradient: its leaf, its parameter, and the tiered tensor
     """
 
     def __init__(
@@ -61,96 +62,106 @@ class DeviceGradients:
         store: Store,
         wrap: Callable[[Entry, Layout], Tensor],
         norms: Norms,
-        lone: Callable[[Leaf], Tensor | None],
+        sole: Callable[[Leaf], Tensor | None],
         came: Callable[[Leaf, Tensor, Tensor], None],
     ) -> None:
         self._store, self._wrap, self._norms = store, wrap, norms
-        self._lone, self._came = lone, came
-        self._coming: dict[int, _Coming] = {}
-        self._here: list[tuple[Leaf, _Coming]] = []
-        self._stay: dict[int, Tensor] = {}
-        self._stayed: list[_Stayed] = []
+        self._sole, self._came = sole, came
+        self._expected: dict[int, _Expected] = {}
+        self._received: list[tuple[Leaf, _Expected]] = []
+        self._may_stay: dict[int, Tensor] = {}
+        self._staying: list[_Staying] = []
 
     def begin(self, schedule: Schedule, leaves: Sequence[Leaf]) -> None:
-        """A call begins. One that a user's hook may look into takes each gradient as it comes."""
+        """A call begins: make blank entries for gradients with a reserved address.
+
+        A parameter with hooks of a user takes each gradient as it comes, so then nothing is done
+        here.
+        """
         self.abandon()
-        if not schedule.lone_gradients or any(map(_is_hooked, leaves)):
+        if not schedule.lone_gradients or any(map(_may_be_hooked, leaves)):
             return
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:
             leaf, stays = leaves[index], index in staying
             if not (stays or device.has_berth(-leaf.key, leaf.nbytes)):
                 continue
-            param = self._lone(leaf)
+            param = self._sole(leaf)
             if param is None or not (layout := Layout.of(param)).dense:
                 continue
             if stays:
-                self._stay[leaf.key] = param
+                self._may_stay[leaf.key] = param
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
             assert is_near(made), "a berth that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
-            self._coming[leaf.key] = _Coming(param, made, self._wrap(made, layout), target)
+            self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
 
     def targets(self, into: Sequence[int], leaves: Sequence[Leaf]) -> Sequence[Tensor]:
-        """Where compute may make the gradients of those of `leaves` that `into` names; (), if
-        not each has a place."""
-        if not (into and self._coming):
+        """The memory into which compute may make the gradients of those of `leaves` that `into`
+        names.
+
+        Nothing, if not each of them has an address.
+        """
+        if not (into and self._expected):
             return ()
-        coming = [self._coming.get(leaves[index].key) for index in into]
-        places = [c.target for c in coming if c is not None]
-        return places if len(places) == len(coming) else ()
+        expected = [self._expected.get(leaves[index].key) for index in into]
+        places = [c.target for c in expected if c is not None]
+        return places if len(places) == len(expected) else ()
 
     def receive(self, leaf: Leaf, grad: Tensor) -> Tensor | Row | None:
-        """`grad`, computed, is in its berth when this returns, or stays; None, if it has no berth,
-        or does not lie as its parameter.
+        """Take over `grad`, which is computed: at its reserved address when this returns, or
+        staying.
 
-        returns  what counts as held until it would have left, had it gone further
+        returns  what counts as live until it would have left, had it gone further; None, if it has
+                 no address, or not the layout of its parameter
         """
-        coming, param = self._coming.pop(leaf.key, None), self._stay.pop(leaf.key, None)
+        expected, param = self._expected.pop(leaf.key, None), self._may_stay.pop(leaf.key, None)
         if param is not None:
             return self._keep(leaf, param, grad)
-        if coming is None:
+        if expected is None:
             return None
-        target = coming.target
-        if not _lie_alike(grad, target):
+        target = expected.target
+        if not _same_layout(grad, target):
             return None  # the entry dies with what is forgotten here
-        self._here.append((leaf, coming))
+        self._received.append((leaf, expected))
         if grad.data_ptr() == target.data_ptr():
             return Row.standing_for(grad)
         copy_dense(target, grad)
         return grad
 
     def _keep(self, leaf: Leaf, param: Tensor, grad: Tensor) -> Tensor | None:
+        """Let a gradient stay in the memory it was made in, if that is its own; returns it then,
+        else None."""
         layout = Layout.of(param)
         own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
         bits = grad.dtype == layout.dtype and not is_lazy(grad)
         if not (own and bits and grad.stride() == layout.stride):
             return None
-        self._stayed.append(_Stayed(param, leaf, layout, grad.detach()))
+        self._staying.append(_Staying(param, leaf, layout, grad.detach()))
         return grad
 
     def end(self) -> None:
-        """The call is over: what came becomes the gradients of its parameters."""
-        stayed, self._stayed = self._stayed, []
-        self._stay.clear()
+        """The call is over: its gradients become those of their parameters."""
+        stayed, self._staying = self._staying, []
+        self._may_stay.clear()
         for found in stayed:
-            self._adopt(found)
-        here, self._here = self._here, []
-        self._coming.clear()
-        for leaf, coming in here:
-            made = coming.entry
+            self._make_entry(found)
+        received, self._received = self._received, []
+        self._expected.clear()
+        for leaf, expected in received:
+            made = expected.entry
             self._store.borrow(made, 0, made.nbytes, True, overwrites=True)
             with torch.no_grad():
-                self._norms.note(made, coming.target)
-            self._came(leaf, coming.param, coming.grad)
+                self._norms.note(made, expected.target)
+            self._came(leaf, expected.param, expected.grad)
 
-    def _adopt(self, found: _Stayed) -> None:
-        """A gradient that stays is an entry from here on."""
+    def _make_entry(self, found: _Staying) -> None:
+        """Make an entry of a gradient that stays."""
         store, name = self._store, f"{found.param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
         held, nbytes = store.homes.held, found.layout.nbytes
-        extent = held.take(flat(found.value), name)
+        extent = held.take(flattened(found.value), name)
         try:
             place = Place(nbytes, held, extent)
             made = store.create(name, EntryKind.GRAD, nbytes, of=found.leaf.key, at=place)
@@ -165,18 +176,20 @@ class DeviceGradients:
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""
-        self._stay.clear()
-        self._stayed.clear()
-        self._here.clear()
-        self._coming.clear()
+        self._may_stay.clear()
+        self._staying.clear()
+        self._received.clear()
+        self._expected.clear()
 
 
-def _lie_alike(grad: Tensor, target: Tensor) -> bool:
-    """Whether the bytes of one are those of the other."""
+def _same_layout(grad: Tensor, target: Tensor) -> bool:
+    """Whether `grad` and `target` have the same layout, so that the bytes of one are those of the
+    other."""
     bits = grad.dtype == target.dtype and not is_lazy(grad)
     return bits and grad.stride() == target.stride()
 
 
-def _is_hooked(leaf: Leaf) -> bool:
+def _may_be_hooked(leaf: Leaf) -> bool:
+    """Whether a hook of a user may look into the gradient of a leaf."""
     param = leaf.owner() if leaf.owner is not None else None
-    return param is not None and (is_reached(param) or bool(hooks_of(param)[0]))
+    return param is not None and (may_have_node_hooks(param) or bool(hooks_of(param)[0]))

@@ -1,8 +1,8 @@
-"""Gradients of a pass over memory that others hold too: of whom, shows when autograd is through.
+"""Gradients in memory that others hold too are decided on when the backward pass is through.
 
-Autograd may hold it for a while: such gradients go home when nobody but their parameters holds
-them. Or it passes on what `backward(g)` was called with, as through a view: that memory is the
-user's, and stays.
+Autograd may hold the memory for a while: such gradients go to the store when nobody but their
+parameters holds them. Or autograd passes on what `backward(g)` was called with, as through a view:
+that memory is the user's, and stays.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from zcompile.runtime.store.store import Entry
 
 
 class SharedGradients:
-    """What is not decided yet."""
+    """The gradients of which it is not decided yet whether they go to the store."""
 
-    def __init__(self, take_home: Callable[[Tensor], None]) -> None:
-        self._take_home = take_home
+    def __init__(self, move_to_store: Callable[[Tensor], None]) -> None:
+        self._move_to_store = move_to_store
         self._waiting: dict[int, dict[int, list[Leaf]]] = {}
         """A pass -> a memory -> whose gradients lie in it."""
 
@@ -32,8 +32,8 @@ class SharedGradients:
         self._waiting.clear()
 
     def put(self, number: int, leaf: Leaf, param: Tensor) -> None:
-        """The pass of this number made the gradient of `param`, the owner of `leaf`, over memory
-        that others hold as well."""
+        """Note that a pass made the gradient of `param`, the owner of `leaf`, over memory that
+        others hold too."""
         if number not in self._waiting:
             self._waiting[number] = {}
             after_backward(partial(self._end, number))
@@ -44,20 +44,25 @@ class SharedGradients:
             self._decide(memory, leaves)
 
     def _end(self, number: int) -> None:
+        """The pass is over: decide on all of its gradients."""
         for memory, leaves in self._waiting.pop(number, {}).items():
             self._decide(memory, leaves)
 
     def _decide(self, memory: int, leaves: list[Leaf]) -> None:
-        """They go home, if nobody holds that memory but their gradients."""
-        params = [p for leaf in leaves if (p := owner_of(leaf)) is not None and _lies_in(memory, p)]
-        if params and _are_all_there_is(params):
+        """Move gradients to the store, if nobody holds their memory but they."""
+        params = [
+            p
+            for leaf in leaves
+            if (p := owner_of(leaf)) is not None and _is_shared_gradient(memory, p)
+        ]
+        if params and _own_memory_together(params):
             leaves.clear()
             for param in params:
-                self._take_home(param)
+                self._move_to_store(param)
 
 
-def _lies_in(memory: int, param: Tensor) -> bool:
-    """Whether its gradient does still, and nobody has that by name."""
+def _is_shared_gradient(memory: int, param: Tensor) -> bool:
+    """Whether the gradient of `param` still lies in `memory`, and nobody has it by name."""
     return (
         _is_plain(param.grad)
         and not is_gradient_named(param)
@@ -66,6 +71,7 @@ def _lies_in(memory: int, param: Tensor) -> bool:
 
 
 def _is_plain(grad: Tensor | None) -> bool:
+    """Whether a gradient is a plain strided tensor."""
     return (
         grad is not None
         and grad.layout is torch.strided
@@ -78,15 +84,15 @@ def _gradient(param: Tensor) -> Tensor:
     return param.grad
 
 
-def _are_all_there_is(params: Sequence[Tensor]) -> bool:
+def _own_memory_together(params: Sequence[Tensor]) -> bool:
     """Whether the gradients of `params` lie apart in one memory that nobody else holds."""
     if holders_of_memory(_gradient(params[0])) != len(params):
         return False
-    lying = sorted(_range_of(_gradient(param)) for param in params)
+    lying = sorted(_byte_range(_gradient(param)) for param in params)
     return all(before[1] <= after[0] for before, after in pairwise(lying))
 
 
-def _range_of(grad: Tensor) -> tuple[int, int]:
-    """Of bytes, in its memory."""
+def _byte_range(grad: Tensor) -> tuple[int, int]:
+    """The bytes (begin, end) of a gradient in its memory."""
     begin = int(grad.storage_offset()) * grad.element_size()
     return begin, begin + Layout.of(grad).nbytes

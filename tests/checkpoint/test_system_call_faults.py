@@ -26,7 +26,7 @@ import zcompile
 from zcompile.cli import disk
 from zcompile.errors import CommitFailed, NothingCommitted, ZinfError
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.durable.directory import HEADER_BYTES
 from zcompile.runtime.io import trial
 from zcompile.runtime.tiers import disk as disk_tier
@@ -220,7 +220,7 @@ def check(root, kind, at, fault, want):
     assert once.hit, where
     assert not any(lost), f"{where}: {lost}"
     gc.collect()
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert running() == threads, where
     assert ended(tasks), f"{where}: {kernel_threads()}"
     assert open_below(root) == [], where

@@ -15,7 +15,7 @@ from torch import library, nn
 import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 
 ROOT = Path(__file__).parents[2]
 ROOMY = {"device": "cpu", "device_memory": "1MiB", "host_memory": "16MiB"}
@@ -140,7 +140,7 @@ def test_a_model_that_was_let_go_lets_go_of_its_directory(tmp_path):
         run(torch.randn(2, 16)).sum().backward()
         del model, run
     gc.collect()
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert not list(tmp_path.glob("*.tier"))
 
 

@@ -197,7 +197,7 @@ def given_values(slow) -> tuple[Twins, dict[str, torch.Tensor]]:
 
 def test_what_was_handed_over_is_not_used_once_torch_would_show_something_else(given_values):
     pair, kept = given_values
-    handed = pair.session.executor.foresight._handed
+    handed = pair.session.executor.foresight._prefetched
     ahead = {handed.call.entries[fetch.entry].name for fetch, *_ in handed.started}
     assert "blocks.0.up.weight" in ahead
     kept["blocks.0.up.weight"].mul_(2)

@@ -15,7 +15,7 @@ from pairs import (
 from torch import nn
 
 import zcompile
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 
 
 class Aliased(nn.Module):
@@ -108,7 +108,7 @@ def test_an_exception_inside_init_leaves_nothing_behind(tmp_path):
         build()
     assert type(nn.Linear(2, 2).weight) is nn.Parameter
     gc.collect()
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert [p for p in tmp_path.iterdir() if p.suffix == ".tier"] == []
     zcompile.offload(mlp(), **ON_DISK, disk=tmp_path)
 

@@ -19,7 +19,7 @@ from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.transfer.interrupts import (
     deferred_interrupts,
@@ -183,7 +183,7 @@ def test_an_interrupt_in_a_compiled_step_loses_nothing(model, compiled, most):
     def let_go():
         model.zero_grad()
         session.executor.foresight.abandon()
-        session.executor.join_departures()
+        session.executor.wait_for_in_flight()
         session.gradients.expect(())  # as the next forward does: a pass that failed leaves sums
         session.stepping = None
 
@@ -224,7 +224,7 @@ def test_an_interrupt_while_a_model_is_offloaded_leaves_nothing_open(tmp_path, o
         assert came == out, spot
         struck += came
         gc.collect()
-        wait_for_the_dead()
+        wait_for_dead_stores()
         assert threading.active_count() == threads, (spot, threading.enumerate())
         assert not list(tmp_path.iterdir()), spot
         assert len(os.listdir("/proc/self/fd")) == descriptors, spot

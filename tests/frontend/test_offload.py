@@ -25,7 +25,7 @@ import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 
 
 def test_the_objects_stay_the_same(tmp_path):
@@ -186,7 +186,7 @@ def test_nothing_is_left_when_model_and_optimizer_are_gone(tmp_path):
     del model, store
     gc.collect()
     assert gone() is None
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert [p for p in tmp_path.rglob("*") if p.suffix == ".tier"] == []
 
 

@@ -170,7 +170,7 @@ def test_a_size_is_not_counted_too_high():
     model, compiled, _ = pair(budget=4096 * KiB, residency=False)
     session = session_behind(model)
     for size in ((2, 4), (3, 5), *RANDOM):
-        session.executor.join_departures()
+        session.executor.wait_for_in_flight()
         session.meter.reset()
         session.meter.planned_activations.peak = 0
         square(compiled, tokens(*size)).backward()

@@ -104,9 +104,9 @@ def test_a_call_that_waits_until_gradients_have_left_stalls(trained, monkeypatch
     told = []
 
     def join(most_bytes: int = 0) -> None:
-        session.leaving.waited_s += 7.0
+        session.in_flight.waited_s += 7.0
 
-    monkeypatch.setattr(session.leaving, "join", join)
+    monkeypatch.setattr(session.in_flight, "wait_down_to", join)
     monkeypatch.setattr(session.executor.clocks, "waited_between", told.append)
     zcompile.stats(trained, reset=True)
     with torch.no_grad():

@@ -113,7 +113,7 @@ def state_of(store: Store) -> dict[str, object]:
 
 
 def _activations(store: Any) -> int:
-    return store.holding.nbytes if hasattr(store, "holding") else 0
+    return store.live_memory.nbytes if hasattr(store, "live_memory") else 0
 
 
 def _locked(store: Store) -> Iterator[str]:

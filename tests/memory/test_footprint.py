@@ -171,7 +171,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def ran(self: Any, schedule: Any, args: list[Any], *rest: Any) -> Any:
         if schedule.phase is Phase.STEP:
             return run(self, schedule, args, *rest)
-        self.leaving.join()  # of the call before
+        self.in_flight.wait_down_to()  # of the call before
         held = found.held[schedule.serial]
         placeholders = [n for n in held.nodes if n.op == "placeholder"]
         for node, value in zip(placeholders, args, strict=True):
@@ -227,7 +227,7 @@ def walked_twice(pair: Twins, found: Watched, *inputs: Any, **named: Any) -> Non
         loss = pair.call(*inputs, **named)
         (loss * 1).backward()  # so that nobody holds the gradient that backward is called with
         del loss
-    pair.session.leaving.join()
+    pair.session.in_flight.wait_down_to()
     gc.collect()  # a model's code may make cycles
     assert found.meter.live == 0, "what is held is let go of"
     assert {s for s in found.phases.values()} >= {Phase.FORWARD, Phase.BACKWARD}

@@ -253,7 +253,7 @@ def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
     monkeypatch.undo()
     optimizer.zero_grad()
     assert held_gradients(model) == 0
-    assert session_behind(model).holding.nbytes == 0
+    assert session_behind(model).live_memory.nbytes == 0
     train(compiled, optimizer, 4, STEPS)
     assert same(model, plainly_trained())
 

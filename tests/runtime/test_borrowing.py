@@ -16,14 +16,14 @@ def test_a_lent_entry_is_seen_after_what_was_put(open_store):
     store = open_store(host_memory="64MiB", throttle={})
     entry = store.create("w", EntryKind.PARAM, 16 * MiB)
     store.put(entry, torch.full((entry.nbytes,), 7, dtype=torch.uint8))
-    assert (store.borrow(entry, 0, entry.nbytes, writes=False) == 7).all()
+    assert (store.view_in_place(entry, 0, entry.nbytes, writes=False) == 7).all()
 
 
 def test_what_compute_writes_there_is_fetched(open_store):
     store = open_store(host_memory="4MiB")
     entry = store.create("w", EntryKind.PARAM, 1 * KiB)
     version = entry.version
-    store.borrow(entry, 512, 512, writes=True).fill_(3)
+    store.view_in_place(entry, 512, 512, writes=True).fill_(3)
     assert entry.version > version
     assert store.read_all(entry).tolist() == [0] * 512 + [3] * 512
 
@@ -34,23 +34,23 @@ def test_a_blank_entry_is_lent_as_zeros(open_store):
     store.put(used, torch.full((used.nbytes,), 9, dtype=torch.uint8)).wait()
     store.free_later(used.key)
     entry = store.create("new", EntryKind.STATE, 256 * KiB)
-    assert not store.borrow(entry, 0, entry.nbytes, writes=False).any()
+    assert not store.view_in_place(entry, 0, entry.nbytes, writes=False).any()
 
 
 def test_only_what_compute_can_reach_is_lendable(open_store):
     resident = open_store(host_memory="1MiB")
-    assert resident.lendable(resident.create("w", EntryKind.PARAM, 1 * KiB))
+    assert resident.can_view_in_place(resident.create("w", EntryKind.PARAM, 1 * KiB))
     far = open_store(host_memory="256KiB", disk=True)
-    assert not far.lendable(far.create("w", EntryKind.PARAM, 1 * KiB))
+    assert not far.can_view_in_place(far.create("w", EntryKind.PARAM, 1 * KiB))
     slow = open_store(host_memory="1MiB", throttle={"d2h": "1GB/s"})
-    assert not slow.lendable(slow.create("w", EntryKind.PARAM, 1 * KiB))
+    assert not slow.can_view_in_place(slow.create("w", EntryKind.PARAM, 1 * KiB))
 
 
 def test_an_entry_without_a_value_is_not_lent(open_store):
     store = open_store(host_memory="1MiB")
     entry = store.create("w", EntryKind.PARAM, 1 * KiB, unset=True)
     with pytest.raises(ValueUnset, match="'w'"):
-        store.borrow(entry, 0, 1 * KiB, writes=True)
+        store.view_in_place(entry, 0, 1 * KiB, writes=True)
 
 
 def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_store):
@@ -59,12 +59,12 @@ def test_what_a_call_borrows_is_the_same_tensor_until_it_rests_elsewhere(open_st
     layout = Layout((64,), (1,), 0, torch.float32)
     borrow = Borrow(EntryIndex(0), 0, layout, Register(0), True)
     entry = near_entry(store, 3.0)
-    first = resident.look_up(store, [entry]).lend(borrow)
+    first = resident.resident_views(store, [entry]).view(borrow)
     version = entry.version
-    assert resident.look_up(store, [entry]).lend(borrow) is first
+    assert resident.resident_views(store, [entry]).view(borrow) is first
     assert entry.version == version + 1
     other = near_entry(store, 5.0)
-    assert resident.look_up(store, [other]).lend(borrow).tolist() == [5.0] * 64
+    assert resident.resident_views(store, [other]).view(borrow).tolist() == [5.0] * 64
     assert first.tolist() == [3.0] * 64
 
 
@@ -73,10 +73,10 @@ def test_what_has_moved_since_a_call_began_is_borrowed_where_it_is(open_store):
     store.homes.device.window_bytes = 1 * MiB
     borrow = Borrow(EntryIndex(0), 0, Layout((64,), (1,), 0, torch.float32), Register(0), False)
     entry, other = near_entry(store, 3.0), near_entry(store, 5.0)
-    lent = resident.look_up(store, [entry])
-    assert lent.lend(borrow).tolist() == [3.0] * 64
+    lent = resident.resident_views(store, [entry])
+    assert lent.view(borrow).tolist() == [3.0] * 64
     entry.place = other.place
-    assert lent.lend(borrow).tolist() == [5.0] * 64
+    assert lent.view(borrow).tolist() == [5.0] * 64
 
 
 def test_what_rests_on_the_device_is_touched_after_what_it_follows(open_store):
@@ -107,13 +107,13 @@ def test_a_change_that_was_put_off_is_made_before_an_entry_is_lent(open_store):
 
     def make(entry):
         (change,), entry.deferred = entry.deferred, ()
-        memory = store.borrow(entry, 0, entry.nbytes, writes=True)
+        memory = store.view_in_place(entry, 0, entry.nbytes, writes=True)
         change.apply(layout.view(memory), change.operand)
 
-    store.deferrals.make = make
+    store.deferrals.apply_now = make
     store.deferrals.defer(entry, Deferred(torch.Tensor.mul_, 2.0, False, layout))
-    lent = resident.look_up(store, [entry])
-    assert lent.lend(Borrow(EntryIndex(0), 0, layout, Register(0), False)).tolist() == [6.0] * 64
+    lent = resident.resident_views(store, [entry])
+    assert lent.view(Borrow(EntryIndex(0), 0, layout, Register(0), False)).tolist() == [6.0] * 64
 
 
 def near_entry(store, value):

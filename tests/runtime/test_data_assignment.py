@@ -772,7 +772,7 @@ def test_what_held_the_memory_may_be_read_after_training(kept, read, tmp_path):
 
 
 def test_memory_that_nobody_touched_is_not_read_at_each_use(tmp_path, monkeypatch):
-    model, sums, summed = Wide(), [], sources._sum_of
+    model, sums, summed = Wide(), [], sources._checksum_of
     on_disk(model, tmp_path)
     vector = parameters_to_vector(model.parameters()).detach().cpu().clone()
     vector_to_parameters(vector, model.parameters())

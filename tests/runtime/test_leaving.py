@@ -10,7 +10,7 @@ import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
-from zcompile.runtime.live_memory import NO_ROWS
+from zcompile.runtime.live_memory import NO_STORAGES
 
 NBYTES = MiB
 
@@ -37,11 +37,11 @@ def slow_disk(tmp_path):
 
 def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow_disk):
     session, entry = slow_disk
-    leaving = session.leaving
+    leaving = session.in_flight
     gradient = torch.ones(NBYTES // 4 + 1)[1:]  # on no granule of the disk: it goes by the ring
     leaving.expect(NBYTES, 2 * NBYTES)
     transfer = session.put(entry, gradient.view(torch.uint8))
-    leaving.sent(NBYTES, NO_ROWS)
+    leaving.sent(NBYTES, NO_STORAGES)
     leaving.join()
     assert transfer.memory_free.done()
     assert not transfer.done()
@@ -51,10 +51,10 @@ def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow
 
 def test_how_long_gradients_wait_for_others_is_known(slow_disk):
     session, entry = slow_disk
-    before = session.leaving.waited_s
+    before = session.in_flight.waited_s
     for _ in range(2):
-        session.leaving.expect(NBYTES, NBYTES)
+        session.in_flight.expect(NBYTES, NBYTES)
         session.put(entry, torch.ones(NBYTES, dtype=torch.uint8))
-        session.leaving.sent(NBYTES, NO_ROWS)
-    session.leaving.join()
-    assert session.leaving.waited_s > before + 0.1, "the second starts once the first is on disk"
+        session.in_flight.sent(NBYTES, NO_STORAGES)
+    session.in_flight.wait_down_to()
+    assert session.in_flight.waited_s > before + 0.1, "the second starts once the first is on disk"

@@ -23,7 +23,7 @@ def test_what_copies_have_yet_to_read_is_held(monkeypatch, batches):
     with forced("host"):
         model, compiled, optimizer = begun(2, batches, device_memory=BUDGET, residency=False)
     (device,) = devices
-    holding, seen = session_behind(model).holding, []
+    holding, seen = session_behind(model).live_memory, []
     arena = session_behind(model).arena
 
     def look():

@@ -77,7 +77,7 @@ def test_what_is_made_in_its_berth_counts_as_it_is_predicted():
     train(model, compiled, optimizer, 4, 5)
     stats = zcompile.stats(model)
     assert stats["peak"]["device"] == stats["predicted"]["peak"]["device"]
-    assert session_behind(model).holding.nbytes == 0
+    assert session_behind(model).live_memory.nbytes == 0
 
 
 def test_the_second_batch_of_a_step_is_added_to_what_is_there(came_one_by_one):

@@ -164,7 +164,7 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
 
     def make_room(nbytes, schedule):
         enter(nbytes, schedule)
-        seen.append(scratch.memory is None and not session._departures.under(lately))
+        seen.append(scratch.memory is None and not session._pending_reads.of(lately))
 
     monkeypatch.setattr(session.executor, "make_room", make_room)
     for number in (4, 5):
@@ -179,7 +179,7 @@ def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
     session = session_behind(model)
     loss_of(compiled, many(40)).backward()
     kept = loss_of(compiled, many(990))
-    assert session.holding.nbytes > session.scratch_use.free_bytes
+    assert session.live_memory.nbytes > session.scratch_use.free_bytes
     zcompile.stats(model, reset=True)
     optimizer.step()
     assert session.step_room.begin == 0

@@ -17,7 +17,7 @@ from zcompile.config import Config
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.runtime import closing
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.store.store import Store
 from zcompile.runtime.transfer.transfer import Put
 
@@ -104,7 +104,7 @@ def test_when_the_process_ends_one_that_fails_holds_no_other_back(monkeypatch):
     for number, owner in enumerate(owners):
         closing.Closing(owner, lambda job: None, partial(failing, number))
     with pytest.raises(OSError, match="number"):
-        closing._end()
+        closing._close_all()
     assert sorted(shut) == [0, 1, 2]
 
 
@@ -117,7 +117,7 @@ def test_a_forgotten_store_closes_itself(tmp_path, own_threads):
     del store, entry
     gc.collect()
     assert gone() is None
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert own_threads() == before
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +137,7 @@ def test_a_forgotten_store_that_gets_no_thread_is_closed_by_who_waits(tmp_path, 
     assert list(tmp_path.iterdir()) != []
     del store
     gc.collect()
-    wait_for_the_dead()
+    wait_for_dead_stores()
     assert list(tmp_path.iterdir()) == []
 
 

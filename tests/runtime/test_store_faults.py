@@ -36,7 +36,7 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
         lambda: store.add(entry, ones(10)),
         lambda: store.zero(entry),
         lambda: store.read_all(entry),
-        lambda: resident.look_up(store, [entry]),
+        lambda: resident.resident_views(store, [entry]),
         store.drain,
     ):
         with pytest.raises(IOFault, match="write of 'w' failed"):

@@ -31,14 +31,14 @@ def trained(budget, make, steps=4):
     zcompile.offload(model, device="cpu", device_memory=budget, host_memory="64MiB")
     compiled = torch.compile(model, backend="zinf")
     optimizers = [make(m.parameters()) for m in (model, twin)]
-    holding, most = session_behind(model).holding, []
+    holding, most = session_behind(model).live_memory, []
     for step in range(steps):
         x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(step))
         for m, optimizer in zip((compiled, twin), optimizers, strict=True):
             optimizer.zero_grad()
             m(x).square().mean().backward()
             if m is compiled:
-                session_behind(model).executor.join_departures()
+                session_behind(model).executor.wait_for_in_flight()
                 zcompile.stats(model, reset=True)
                 before = holding.nbytes
             optimizer.step()
@@ -118,7 +118,7 @@ class Product(torch.optim.Optimizer):
 def test_an_op_that_fails_before_it_runs_leaves_nothing_counted():
     model = nn.Linear(WIDE, WIDE, bias=False)
     zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="64MiB")
-    optimizer, holding = Product(model.parameters()), session_behind(model).holding
+    optimizer, holding = Product(model.parameters()), session_behind(model).live_memory
     for _ in range(3):
         value = torch.eye(WIDE)
         other = value.view(-1)

@@ -176,7 +176,7 @@ class _Graph:
         _refuse_written_views(gm.graph, self.specs)
         assign_phases(gm.graph, forward_outputs)
         around = None if session is None else cache(partial(activation_budget, session))
-        before = GraphMemory(session.split.foreseen_bytes if session is not None else 0)
+        before = GraphMemory(session.split.expected_bytes if session is not None else 0)
         plan = GraphPlan(params, budget, before)
         plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
         # What the session tells of its graphs.
@@ -185,7 +185,7 @@ class _Graph:
         if session is not None:
             session.inexact.update({(r.where, r.by): r.why for r in plan.roundings})
         if session is not None and plan.budget_bytes is not None:
-            session.split.foresee(plan.beside.nbytes)
+            session.split.expect(plan.beside.nbytes)
         if session is not None and plan.memory is not None:
             session.compiled(plan.memory)
         self.watch.planned(gm.graph, plan)

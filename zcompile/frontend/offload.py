@@ -293,7 +293,7 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
 
 def furnish(session: Session) -> Session:
     """Give a session the functions that only packages above the runtime know."""
-    session.deferrals.make = apply_deferred
+    session.deferrals.apply_now = apply_deferred
     session.executor.make_copy = make_copy
     session.executor.fit = Rescheduling(session).fit
     return session

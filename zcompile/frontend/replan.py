@@ -210,7 +210,7 @@ class StepController:
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._tried = False
         self._reliefs = 0
-        self._let_go_in, self._barred = -1, False
+        self._evicted_in, self._barred = -1, False
         """The last step in which gradients that stayed had to go home; whether none may now."""
         self._base = StepTrace(())
         """What the plan in force was made for, as it was recorded."""
@@ -350,7 +350,7 @@ class StepController:
             device.clear()
             device.window_bytes = session.arena.budget_bytes
 
-    def let_go(self) -> None:
+    def evict_staying(self) -> None:
         """Send gradients home that stayed and were not set to None, since a forward needs their
         room.
 
@@ -363,7 +363,7 @@ class StepController:
         with deferred_interrupts():
             self._quiet()
             send_away(session, held, {})
-        again, self._let_go_in = self._seen - self._let_go_in == 1, self._seen
+        again, self._evicted_in = self._seen - self._evicted_in == 1, self._seen
         log.info(
             "%d gradients that stayed go home: a forward needs their room%s",
             len(held),
@@ -463,7 +463,7 @@ class StepController:
         if schedule.holds.sizes != made.holds.sizes:
             made = replace(made, holds=schedule.holds)
             held = held_peak(made) if stay else 0
-        others = session.holding.nbytes - schedule.holds.saved_bytes
+        others = session.live_memory.nbytes - schedule.holds.saved_bytes
         if stay and others + held > session.split.held_bytes:
             return self._refitted(schedule, resident, frozenset())
         return made

@@ -1,6 +1,9 @@
-"""The runtime: where bytes rest, how they travel, and the loop that walks a schedule.
+"""The runtime carries out schedules: where bytes rest, how they travel, and the loop that walks a
+schedule.
 
-From the bottom: `pages`, `pace`, `workers` (memory, throttle, threads); `device*` (where compute
-happens); `tiers`, `tier_*` (where bytes rest); `staging`, `transfers` (how they travel); `arena`,
-`meter`; and `store`, which owns all of these and is what the rest of the house talks to.
+From the bottom: `io` (files and asynchronous disk access), `device` (where compute happens, and its
+arena), `tiers` (where bytes rest), `transfer` (how they travel), `store` (which entry rests where),
+`gradients`, and `durable` (commits). `executor` walks a schedule, `session` ties all of this to one
+model, `eager` gives tiered tensors their meaning outside of compiled graphs. `profile`, `meter` and
+`live_memory` measure.
 """

@@ -1,7 +1,8 @@
-"""What a store runs on is shut once: when it is closed, when it has died, or with the process.
+"""A store's resources are closed once: when the store is closed, when it has died, or with the
+process.
 
-One that dies is shut by a thread of its own: a finalizer in the main thread would swallow an
-interrupt, and might run within a lock of whoever happened to let go of the store.
+A store that dies is closed by a thread of its own: a finalizer in the main thread would swallow an
+interrupt, and might run within a lock of whoever happened to drop the store.
 """
 
 import atexit
@@ -19,9 +20,9 @@ Job = Callable[[], None]
 
 
 class Closing(weakref.ref[Any]):
-    """Calls `shut` at most once. Called, it is done when that returns.
+    """A weak reference to a store that calls `shut` at most once; a call returns when that is done.
 
-    submit  hands a job to a thread, and is written in C; when `owner` dies, it is given this
+    submit  hands a job to a thread, and is written in C; called with this when `owner` dies
     """
 
     __slots__ = ("_begun", "_over", "_pid", "_shut", "_thread", "alive")
@@ -38,7 +39,7 @@ class Closing(weakref.ref[Any]):
         made = super().__new__(cls, owner, submit)
         made._over, made._shut, made._thread, made.alive = Promise(), shut, None, True
         made._begun, made._pid = threading.Lock(), os.getpid()
-        _ALL.add(made)
+        _OPEN.add(made)
         return made
 
     def __init__(self, owner: object, submit: Callable[[Any], None], shut: Job) -> None:
@@ -70,12 +71,12 @@ class Closing(weakref.ref[Any]):
         try:
             self._shut()
         finally:
-            _ALL.discard(self)
+            _OPEN.discard(self)
             self._over.finish()
 
     @property
     def owner(self) -> Any:
-        """None, once it has died."""
+        """The store, or None once it has died."""
         return super().__call__()
 
     def wait(self) -> None:
@@ -86,24 +87,27 @@ class Closing(weakref.ref[Any]):
             self._thread.join()
 
 
-_ALL: set[Closing] = set()
+_OPEN: set[Closing] = set()
 
 
 @uninterrupted
-def wait_for_the_dead() -> None:
-    """Stores that have died are shut when this returns: their directories are free."""
-    for closing in list(_ALL):
+def wait_for_dead_stores() -> None:
+    """Return when stores that have died are closed: their directories are free."""
+    for closing in list(_OPEN):
         if closing.owner is None:
             _finish(closing)
 
 
 @uninterrupted
 @cleanup
-def _end() -> None:
-    """What has begun in a daemon is waited for: the interpreter would stop it half-way, and what it
-    had not removed yet would look like a killed run's."""
+def _close_all() -> None:
+    """Close all stores at the end of the process.
+
+    Closing that a daemon has begun is waited for: the interpreter would stop it half-way, and files
+    that it had not removed yet would look like a killed run's.
+    """
     with ExitStack() as every:  # whatever one of them raises
-        for closing in list(_ALL):
+        for closing in list(_OPEN):
             every.callback(_finish, closing)
 
 
@@ -112,4 +116,4 @@ def _finish(closing: Closing) -> None:
     closing.wait()
 
 
-atexit.register(_end)
+atexit.register(_close_all)

@@ -1,17 +1,12 @@
-"""Walks a schedule: one loop, no decisions.
+"""The executor walks schedules: one loop, no decisions.
 
-What is decided at run time is only what cannot be known before: which entry a handle names, and
-which call comes next (`foresight.py`). Every fetch waits for the compute that was submitted
-before the call, since the slots may have served an earlier schedule.
+Decided at run time is only what cannot be known before: which entry a handle names, and which call
+comes next (`foresight.py`). Every fetch waits for the compute that was submitted before the call,
+since the slots may have served an earlier schedule.
 
-The registers of a call: filled from its arguments, computed with, read for its results.
-
-Values that backward needs and that leave the device meanwhile.
-
-Each becomes an entry of its own, in every call anew. The entry lives as long as the storage of its
-handle, which autograd keeps for backward: when backward is over, or never comes, it is freed.
-
-What an executor goes by until a planner decides.
+A value that backward needs and that is offloaded meanwhile becomes an entry of its own, in every
+call anew. The entry lives as long as the storage of its handle, which autograd keeps for backward:
+when backward is over, or never comes, the entry is freed.
 """
 
 import threading
@@ -43,74 +38,42 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import materialised
 from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
-from zcompile.runtime.foresight import Call, Foresight, settle
+from zcompile.runtime.foresight import Call, Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
-from zcompile.runtime.live_memory import NO_ROWS, CallMemory, Leaving, LiveMemory
+from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Recorder
 from zcompile.runtime.store import resident
-from zcompile.runtime.store.resident import MakeCopy, freshen, source_of
+from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import source_released
 
+# --- Defaults, until a planner decides ---
+
 Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
-"""The schedule for these very entries, where they rest now."""
+"""Gives the schedule for these very entries, where they rest now."""
 
 
-def as_it_is(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-    """What the passes planned: every parameter is fetched."""
+def unchanged(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+    """The default of `Executor.fit`: what the passes planned, where every parameter is fetched."""
     return schedule
 
 
-def has_room(nbytes: int, schedule: Schedule) -> None:
-    """There is room for what is held beside the arena."""
+def assume_room(nbytes: int, schedule: Schedule) -> None:
+    """The default of `Executor.make_room`: there is room for values outside the arena."""
 
 
-def nobody_plans(step: StepTrace) -> None:
-    """What rests where stays as it is."""
+def no_planner(step: StepTrace) -> None:
+    """The default of `Executor.on_step`: entries stay where they rest."""
 
 
-UNPLANNED = (
-    "\n  values of one forward were planned for: call backward before the next forward, or give "
-    "activations='recompute' or 'keep', with device_memory for what stays"
-)
-
-
-@uninterrupted
-def offload(
-    store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
-) -> tuple[Entry, Tensor, Ticket]:
-    """Start moving `value` to `tier`: its entry, the handle of that, and when it has left.
-
-    value   on the compute device; must not be changed before the ticket's `join_compute`
-    layout  how it will be read back
-    after   complete once `value` is computed
-    raises  TierFull
-    """
-    try:
-        entry = store.create(name, EntryKind.ACTIVATION, layout.nbytes, tier=tier)
-    except TierFull as error:
-        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
-    handle = store.handle(entry)
-    return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
-
-
-def bytes_of(value: Tensor, layout: Layout) -> Tensor:
-    """The bytes of `value` as `layout` has them: uint8 [layout.nbytes], over its own memory if it
-    lies like that."""
-    value = materialised(value)
-    if Layout.of(value) != layout:
-        wanted = torch.empty_strided(
-            layout.size, layout.stride, dtype=layout.dtype, device=value.device
-        )
-        value = wanted.copy_(value)
-    return value.as_strided((layout.span,), (1,)).view(torch.uint8)
+# --- Registers ---
 
 
 def compute_only(schedule: Schedule, args: list[Any]) -> list[Any]:
-    """A schedule that moves nothing, of a graph without tiered parameters."""
+    """Run a schedule that moves nothing, of a graph without tiered parameters."""
     values = registers_of(schedule, args)
     for run in schedule.instructions:
         assert isinstance(run, Run)
@@ -128,7 +91,8 @@ def registers_of(schedule: Schedule, args: list[Any]) -> list[Any]:
 
 
 def compute(run: Run, values: list[Any], targets: Sequence[Tensor] = ()) -> None:
-    """The results of a region, in their registers; what it places, in `targets`, if given."""
+    """Run a region; its results go into their registers, and into `targets` where it places
+    them."""
     given = [values[r] for r in run.inputs]
     for register in run.drops:  # the region owns them: each dies after its last reader inside
         values[register] = None
@@ -142,34 +106,79 @@ def compute(run: Run, values: list[Any], targets: Sequence[Tensor] = ()) -> None
 
 
 def results_of(schedule: Schedule, values: list[Any]) -> list[Any]:
-    """What a call gives."""
+    """The results of a call, from its registers."""
     return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
 
 
+# --- Offloaded values ---
+
+UNPLANNED = (
+    "\n  values of one forward were planned for: call backward before the next forward, or give "
+    "activations='recompute' or 'keep', with device_memory for what stays"
+)
+
+
+@uninterrupted
+def offload(
+    store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
+) -> tuple[Entry, Tensor, Ticket]:
+    """Start moving `value` to `tier`; returns its entry, the handle of that, and a ticket.
+
+    value   on the compute device; must not be changed before the ticket's `join_compute`
+    layout  in which it will be read back
+    after   complete once `value` is computed
+    raises  TierFull
+    """
+    try:
+        entry = store.create(name, EntryKind.ACTIVATION, layout.nbytes, tier=tier)
+    except TierFull as error:
+        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
+    handle = store.handle(entry)
+    return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
+
+
+def bytes_of(value: Tensor, layout: Layout) -> Tensor:
+    """The bytes of `value` in `layout`: uint8 [layout.nbytes], over its own memory if it has that
+    layout."""
+    value = materialised(value)
+    if Layout.of(value) != layout:
+        wanted = torch.empty_strided(
+            layout.size, layout.stride, dtype=layout.dtype, device=value.device
+        )
+        value = wanted.copy_(value)
+    return value.as_strided((layout.span,), (1,)).view(torch.uint8)
+
+
+# --- The walk ---
+
 MOST_PEAKS = 4096
-"""Schedules, at the sizes of their calls, of which is remembered what they take."""
+"""Schedules, at the sizes of their calls, of which the peaks are remembered."""
 
 
 class Listener(Protocol):
     """Hears of the schedules that calls of one graph walk."""
 
     def walked(self, schedule: Schedule, placement: int) -> None:
-        """A call walks it; `placement` is another number when entries rest elsewhere."""
+        """A call walks `schedule`; `placement` is another number when entries rest elsewhere."""
 
 
 class Executor:
-    """Runs the schedules of one store; of none, if nothing is tiered."""
+    """Runs the schedules of one store."""
 
     def __init__(
-        self, store: Store, gradients: Gradients, leaving: Leaving, holding: LiveMemory
+        self,
+        store: Store,
+        gradients: Gradients,
+        in_flight: InFlightGradients,
+        live_memory: LiveMemory,
     ) -> None:
         self.store = store
         self.gradients = gradients
-        self.leaving, self.holding = leaving, holding
+        self.in_flight, self.live_memory = in_flight, live_memory
         self.foresight = Foresight(store)
         self.clocks = Clocks(
             store.device,
-            lambda: store._backlog.waited_s + leaving.waited_s,
+            lambda: store._backlog.waited_s + in_flight.waited_s,
             store.meter.traffic,
             store.is_idle,
         )
@@ -183,11 +192,11 @@ class Executor:
         self.listeners: dict[str, Listener] = {}
         """Graph -> who hears of each schedule that a call of it walks."""
         self._placement = 0
-        self.fit: Fit = as_it_is
-        self.make_room: Callable[[int, Schedule], None] = has_room
-        """Told what will be held beside the arena by a call of this, before it is."""
-        self.on_step: Callable[[StepTrace], None] = nobody_plans
-        """Told of each step that was recorded, before the next begins."""
+        self.fit: Fit = unchanged
+        self.make_room: Callable[[int, Schedule], None] = assume_room
+        """Called before a call, with the bytes that will be live outside the arena then."""
+        self.on_step: Callable[[StepTrace], None] = no_planner
+        """Called with each recorded step, before the next one begins."""
 
     @property
     def is_running(self) -> bool:
@@ -196,7 +205,7 @@ class Executor:
 
     @property
     def walks_here(self) -> bool:
-        """Whether it is this thread that walks one."""
+        """Whether this thread walks a schedule."""
         return self._walker == threading.get_ident()
 
     def run(
@@ -215,29 +224,30 @@ class Executor:
     def _run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None
     ) -> list[Any]:
+        """Prepare a call (room, copies, a schedule that fits), walk it, and record it."""
         values = registers_of(schedule, args)
         leaves: Sequence[Leaf] = entries or ()
         if entries is None:
             handles = [values[register] for register in schedule.handles]
             entries = [cast(Entry, entry_of(handle)) for handle in handles]
             leaves = leaves_of(handles, entries)
-            _check_shown(schedule, leaves)
-        self.join_departures(most_inherited(schedule))
+            _check_same_data(schedule, leaves)
+        self.wait_for_in_flight(most_inherited(schedule))
         saved = schedule.holds.saved_bytes
         if schedule.phase is not Phase.STEP and not self.is_running:  # or refuse, before it is one
-            self.make_room(self.holding.nbytes - saved + schedule.holds.needed_bytes, schedule)
+            self.make_room(self.live_memory.nbytes - saved + schedule.holds.needed_bytes, schedule)
         self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
-            self.store.deferrals.settle_all(self.store.holds)
+            self.store.deferrals.apply_all(self.store.holds)
         if schedule.casts:
             assert self.make_copy is not None, "a copy is wanted where nobody can cast"
-            freshen(schedule, entries, self.make_copy)
+            refresh_copies(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
         if self.listeners and (listener := self.listeners.get(schedule.name)) is not None:
             listener.walked(schedule, self._placement)
-        self._foretell(schedule)
+        self._plan_peaks(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.trim_after_compile()
@@ -248,8 +258,8 @@ class Executor:
             )
         try:
             self._walker = threading.get_ident()
-            walk = _Walk(self, schedule, values, entries, leaves)
-            walk.go()
+            walk = _Call(self, schedule, values, entries, leaves)
+            walk.run()
         finally:
             self._walker = None
             self._busy.release()
@@ -259,22 +269,25 @@ class Executor:
             self.clocks.made(walk.made)
         return walk.results()
 
-    def placed_anew(self) -> None:
-        """Entries rest elsewhere from here on: what is walked may be arranged anew."""
+    def entries_moved(self) -> None:
+        """Entries rest elsewhere from here on: schedules may be arranged anew."""
         self._placement += 1
 
     @uninterrupted
-    def join_departures(self, most_bytes: int = 0) -> None:
-        """Between two calls: no more than `most_bytes` are under way any more. What that takes is a
-        stall, and no part of what the host does there."""
-        before = self.leaving.waited_s
-        self.leaving.join(most_bytes)
-        if seconds := self.leaving.waited_s - before:
+    def wait_for_in_flight(self, most_bytes: int = 0) -> None:
+        """Between two calls: wait until at most `most_bytes` of gradients are in flight.
+
+        Waiting counts as a stall, and not as the host's own work between the calls.
+        """
+        before = self.in_flight.waited_s
+        self.in_flight.wait_down_to(most_bytes)
+        if seconds := self.in_flight.waited_s - before:
             self.store.meter.add("stall", seconds)
             self.clocks.waited_between(seconds)
 
-    def _foretell(self, schedule: Schedule) -> None:
-        self.foresight.others = others = self.holding.nbytes - schedule.holds.saved_bytes
+    def _plan_peaks(self, schedule: Schedule) -> None:
+        """Tell the meters the peaks that are planned for a call."""
+        self.foresight.others = others = self.live_memory.nbytes - schedule.holds.saved_bytes
         key = schedule.serial, schedule.holds.sizes
         if key not in self._peaks:
             if len(self._peaks) >= MOST_PEAKS:
@@ -285,8 +298,10 @@ class Executor:
         self.store.meter.planned_activations.at_least(others + beside)
 
 
-def _check_shown(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
-    """Eager torch reads in backward what a parameter shows then, or what it showed in forward,
+def _check_same_data(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
+    """Check that a parameter that backward reads shows what it showed in forward.
+
+    Eager torch reads in backward what a parameter shows then, or what it showed in forward,
     depending on how the op saved it; a graph cannot tell which.
 
     raises  ParameterChanged, if a parameter that backward reads shows something else than then
@@ -304,7 +319,7 @@ def _check_shown(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
         leaf.shown = layout  # the same object is told apart faster
 
 
-class _Walk:
+class _Call:
     """One call: the values, tickets and taken slots of a schedule that is being walked."""
 
     def __init__(
@@ -316,8 +331,8 @@ class _Walk:
         leaves: Sequence[Leaf],
     ) -> None:
         self.store = executor.store
-        self.gradients, self.leaving = executor.gradients, executor.leaving
-        self.held = CallMemory(executor.holding, schedule.holds, values)
+        self.gradients, self.in_flight = executor.gradients, executor.in_flight
+        self.held = CallMemory(executor.live_memory, schedule.holds, values)
         self.schedule = schedule
         self.values = values
         self.entries = entries
@@ -327,29 +342,30 @@ class _Walk:
         self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight
         self.taken: set[Slot] = set()
-        self.lent: dict[int, Tensor] = {}
-        """What was borrowed, by its id."""
+        self.in_place: dict[int, Tensor] = {}
+        """Tensors over entries where they rest, by id."""
         self.made: list[Entry] = []
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule, entries)
 
     def results(self) -> list[Any]:
-        """What the call gives: nothing that the store lends to others too."""
+        """The results of the call: no tensor over memory of the store is handed out as it is."""
         values = results_of(self.schedule, self.values)
         if self.gradients.returned:
             self._give_gradients(values)
-        if self.lent.keys().isdisjoint(map(id, values)):
+        if self.in_place.keys().isdisjoint(map(id, values)):
             return values
-        return [v.detach() if id(v) in self.lent else v for v in values]
+        return [v.detach() if id(v) in self.in_place else v for v in values]
 
     def _give_gradients(self, values: list[Any]) -> None:
-        """Autograd itself gets the gradients of parameters whose hooks only it can call."""
+        """Give autograd itself the gradients of parameters whose hooks only it can call."""
         for position, output in enumerate(self.schedule.outputs):
             if isinstance(output, GradientOf):
                 param = owner_of(self.leaves[output.entry])
                 values[position] = self.gradients.returned.pop(id(param), None)
 
-    def go(self) -> None:
+    def run(self) -> None:
+        """Walk the schedule; after an error, give everything back."""
         device, meter = self.store.device, self.store.meter
         try:
             self.begun = device.mark()
@@ -361,38 +377,38 @@ class _Walk:
             if self.schedule.phase is Phase.BACKWARD:
                 self.gradients.count_contributions()
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
-            self.ahead = resident.look_up(self.store, self.entries)
+            self.views = resident.resident_views(self.store, self.entries)
             self.gradients.begin()
             self.gradients.near.begin(self.schedule, self.leaves)
-            self._steps()
+            self._run_instructions()
             self.gradients.near.end()
         except BaseException:
             self.gradients.abandon()
             self._abandon()
             self.foresight.abandon()
             self.held.abandon()
-            self.leaving.abandon()
+            self.in_flight.abandon()
             raise
         self.held.end(self.values)
         meter.span(self._account, self.lap, device.stamp())
         self.watch.over()
 
-    def _steps(self) -> None:
-        """What is done most often, and takes the least, goes without a `match`."""
+    def _run_instructions(self) -> None:
+        """The loop. The two most frequent instructions, which take least, go without a `match`."""
         watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
         quick: dict[type, Callable[[Any], None]] = {Borrow: self._borrow, Run: self._run}
         for index, instruction in enumerate(self.schedule.instructions):
             if timed:
                 watch.begins(index)
-            quick.get(type(instruction), self._step)(instruction)
+            quick.get(type(instruction), self._run_instruction)(instruction)
             if timed:
                 watch.ends(index)
             if index in ready:
                 self.foresight.passed(self.call, index)
 
     def _borrow(self, borrow: Borrow) -> None:
-        found = self.ahead.lend(borrow)
-        self.values[borrow.register] = self.lent[id(found)] = found
+        found = self.views.view(borrow)
+        self.values[borrow.register] = self.in_place[id(found)] = found
 
     def _run(self, run: Run) -> None:
         self.held.rises()
@@ -406,7 +422,7 @@ class _Walk:
     def _account(self) -> str:
         return "optimizer" if self.schedule.phase is Phase.STEP else "compute"
 
-    def _step(self, instruction: Any) -> None:
+    def _run_instruction(self, instruction: Any) -> None:
         arena, values = self.store.arena, self.values
         match instruction:
             case Fetch(slot=slot, ticket=ticket):
@@ -436,23 +452,24 @@ class _Walk:
                 )
 
     def _reduce(self, reduce: Reduce) -> None:
-        leaving, nbytes = self.leaving, reduce.nbytes
+        """Start moving a gradient to its home tier, once earlier ones leave room in flight."""
+        in_flight, nbytes = self.in_flight, reduce.nbytes
         most = self.held.rises().departing or self.schedule.departing_bytes
-        if leaving.crowded(nbytes, most):
-            self._stalls(partial(leaving.expect, nbytes, most))
+        if in_flight.exceeds(nbytes, most):
+            self._count_stall(partial(in_flight.expect, nbytes, most))
         else:
-            leaving.expect(nbytes, most)
-        grad, freed = self.values[reduce.value], NO_ROWS
+            in_flight.expect(nbytes, most)
+        grad, freed = self.values[reduce.value], NO_STORAGES
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
         leaf = self.leaves[reduce.entry]
         held = self.gradients.near.receive(leaf, grad)
         if held is not None:
-            leaving.note(held, self.begun)
+            in_flight.note(held, self.begun)
         else:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
             self.gradients.take(leaf, grad, offset, self._after(reduce.after))
-        leaving.sent(nbytes, freed, stays=reduce.stays and held is not None)
+        in_flight.sent(nbytes, freed, stays=reduce.stays and held is not None)
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]
@@ -477,9 +494,10 @@ class _Walk:
         return handle, ticket
 
     def _wait(self, ticket: Ticket) -> None:
-        self._stalls(ticket.join_compute)
+        self._count_stall(ticket.join_compute)
 
-    def _stalls(self, until: Callable[[], None]) -> None:
+    def _count_stall(self, until: Callable[[], None]) -> None:
+        """Wait by `until`, and count that as a stall."""
         device, meter = self.store.device, self.store.meter
         before = device.stamp()
         meter.span(self._account, self.lap, before)
@@ -489,8 +507,8 @@ class _Walk:
 
     @cleanup
     def _abandon(self) -> None:
-        """After an error: let what is under way end, then give the taken slots back."""
+        """After an error: wait for transfers in flight, then give the taken slots back."""
         for ticket in (*self.tickets.values(), *self.given.values()):
-            settle(ticket)
+            wait_quietly(ticket)
         for slot in self.taken:
             self.store.arena.give_slot(slot.address, slot.nbytes)

@@ -1,10 +1,10 @@
-"""What comes next: the first fetches of the next call start while this one still computes.
+"""Foresight starts the first fetches of the next call while this one still computes.
 
-A model that graph-breaks, and the step from forward to backward to optimizer, are calls of
-several schedules. Each schedule was planned alone. Once a call has been seen to follow another,
-the fetches that open the follower are started as soon as this schedule no longer needs the bytes
-they will lie in. A wrong guess costs a transfer and nothing else: what was started is waited for
-and given back, and a value that was written in between is fetched again.
+A model that graph-breaks, and the step from forward to backward to optimizer, are calls of several
+schedules. Each schedule was planned alone. Once a call has been seen to follow another, the fetches
+that open the follower are started as soon as this schedule no longer needs the bytes they will lie
+in. A wrong guess costs a transfer and nothing else: what was started is waited for and given back,
+and a value that was written in between is fetched again.
 """
 
 from collections import OrderedDict
@@ -25,13 +25,13 @@ from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.verify.happens_before import Copies
 from zcompile.verify.schedule import ScheduleCall, verify_handover
 
-MEMORY = 4096
+MOST_REMEMBERED = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
 
 MOST_TURNS = 256
 """Calls of one kind in a step that are told apart, as those of so many micro-batches."""
-ANY = -1
-"""In place of a turn: whichever came last."""
+LATEST = -1
+"""In place of a turn: whichever call came last."""
 
 Identity = tuple[int, tuple[int, ...]]
 
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def called(self) -> ScheduleCall:
-        """For the proof of what is handed over."""
+        """The call as the proof of a handover sees it."""
         copies: Copies = {
             (entry.key, narrow): copy.key
             for entry in self.entries
@@ -72,15 +72,15 @@ class Call:
 
 
 @dataclass
-class _Handed:
-    """Fetches of `call` that are under way before it begins: (fetch, entry version, ticket)."""
+class _Prefetched:
+    """Fetches of `call` that are in flight before it begins: (fetch, entry version, ticket)."""
 
     call: Call
     started: list[tuple[Fetch, int, Ticket]] = field(default_factory=list)
 
 
 class Foresight:
-    """Remembers which call followed which, and hands the head of the next one over."""
+    """Remembers which call followed which, and starts the first fetches of the next one."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -88,12 +88,12 @@ class Foresight:
         self._last: tuple[Identity, int] | None = None
         self._turns: dict[Identity, int] = {}
         self._stepped = False
-        self._handed: _Handed | None = None
+        self._prefetched: _Prefetched | None = None
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
         self.others = 0
-        """Bytes held beside the arena that are not of the call that runs."""
+        """Live bytes outside the arena that are not of the call that runs."""
 
     @property
     def ready(self) -> Container[int]:
@@ -101,27 +101,30 @@ class Foresight:
         return self._ready
 
     def begin(self, call: Call) -> dict[int, Ticket]:
-        """`call` starts: learn, and return the tickets of fetches that are already under way."""
+        """`call` starts: learn, and return the tickets of fetches that are already in flight."""
         if passes_by(call.schedule, lambda index: call.entries[index].kind):
             self._ready = {}
             return {}
         place = call.identity, self._turn(call)
-        for known in (self._last, (self._last[0], ANY)) if self._last is not None else ():
+        for known in (self._last, (self._last[0], LATEST)) if self._last is not None else ():
             self._followers[known] = call
             self._followers.move_to_end(known)
-            if len(self._followers) > MEMORY:
+            if len(self._followers) > MOST_REMEMBERED:
                 self._followers.popitem(last=False)
         self._last = place
-        given = self._claim(call)
-        self._next = self._followers.get(place) or self._followers.get((call.identity, ANY))
+        given = self._take_over(call)
+        self._next = self._followers.get(place) or self._followers.get((call.identity, LATEST))
         self._ready = dict(self._plan(call, self._next)) if self._next else {}
         return given
 
     def _turn(self, call: Call) -> int:
-        """How often the like of `call` came before in this step, which ends with the next forward
-        after an optimizer's: a backward is followed by another micro-batch, and the last is not."""
+        """How often a call like `call` came before in this step.
+
+        A step ends with the next forward after an optimizer's step: a backward is followed by
+        another micro-batch, and the last one is not.
+        """
         phase = call.schedule.phase
-        if (self._stepped and phase is Phase.FORWARD) or len(self._turns) > MEMORY:
+        if (self._stepped and phase is Phase.FORWARD) or len(self._turns) > MOST_REMEMBERED:
             self._turns.clear()
         self._stepped = phase is Phase.STEP
         turn = self._turns.get(call.identity, 0)
@@ -129,6 +132,7 @@ class Foresight:
         return turn
 
     def _plan(self, now: Call, then: Call) -> Mapping[int, Sequence[Fetch]]:
+        """The fetches of `then` to start after instructions of `now`, proven and remembered."""
         pair = now.identity, then.identity
         if pair not in self._plans:
             made = handover(now.schedule, then.schedule, then.written_in(now))
@@ -136,7 +140,7 @@ class Foresight:
             self._plans[pair] = made
             self._store.homes.plan_device(made.peak_bytes)
             self._store.homes.plan_together(device_peak(now.schedule, made.starts) + self.others)
-            if len(self._plans) > MEMORY:
+            if len(self._plans) > MOST_REMEMBERED:
                 self._plans.popitem(last=False)
         return self._plans[pair].starts
 
@@ -145,8 +149,8 @@ class Foresight:
         fetches = self._ready.pop(index, None)
         if fetches is None or self._next is None:
             return
-        if self._handed is None:
-            self._handed = _Handed(self._next)
+        if self._prefetched is None:
+            self._prefetched = _Prefetched(self._next)
         after = [self._store.device.mark()]
         for fetch in fetches:
             named = self._next.entries[fetch.entry]
@@ -176,47 +180,50 @@ class Foresight:
                     raise
                 return  # the follower, which may never come, will see for itself
             self._store.meter.count("gathers", int(self._next.schedule.phase is not Phase.STEP))
-            self._handed.started.append((fetch, entry.version, ticket))
+            self._prefetched.started.append((fetch, entry.version, ticket))
 
     @uninterrupted
     def abandon(self) -> None:
-        """Nothing that was handed over will be used: wait for it and give the slots back."""
-        handed, self._handed = self._handed, None
+        """Nothing that was prefetched will be used: wait for it and give the slots back."""
+        prefetched, self._prefetched = self._prefetched, None
         self._ready, self._next = {}, None
-        for fetch, _, ticket in handed.started if handed else ():
+        for fetch, _, ticket in prefetched.started if prefetched else ():
             self._give_back(fetch, ticket)
 
     def _give_back(self, fetch: Fetch, ticket: Ticket) -> None:
-        settle(ticket)
+        wait_quietly(ticket)
         self._store.arena.give_slot(fetch.slot.address, fetch.slot.nbytes)
 
-    def forget(self) -> None:
-        """What follows what will have other schedules: learn it anew."""
+    def clear(self) -> None:
+        """The next calls will have other schedules: learn anew what follows what."""
         self.abandon()
         self._followers.clear()
         self._plans.clear()
         self._last = None
 
     @uninterrupted
-    def _claim(self, call: Call) -> dict[int, Ticket]:
-        """raises  ParameterChanged, if what an entry took its values from was written since"""
-        handed = self._handed
-        if handed is None:
+    def _take_over(self, call: Call) -> dict[int, Ticket]:
+        """The tickets of prefetched values that `call` can use; the others are given back.
+
+        raises  ParameterChanged, if what an entry took its values from was written since
+        """
+        prefetched = self._prefetched
+        if prefetched is None:
             return {}
-        if handed.call.identity != call.identity:
+        if prefetched.call.identity != call.identity:
             self.abandon()
             return {}
         try:
-            for fetch, _, _ in handed.started:
+            for fetch, _, _ in prefetched.started:
                 check_sources(call.entries[fetch.entry])  # nobody has, of what came ahead
         except BaseException:
             self.abandon()
             raise
-        self._handed = None
+        self._prefetched = None
         given: dict[int, Ticket] = {}
-        for fetch, version, ticket in handed.started:
+        for fetch, version, ticket in prefetched.started:
             entry = source_of(fetch, call.entries)
-            then = source_of(fetch, handed.call.entries)
+            then = source_of(fetch, prefetched.call.entries)
             if entry.key == then.key and entry.version == version:
                 given[fetch.ticket] = ticket
             else:
@@ -225,7 +232,7 @@ class Foresight:
 
 
 @cleanup
-def settle(ticket: Ticket) -> None:
+def wait_quietly(ticket: Ticket) -> None:
     """Wait for a transfer whose result nobody wants; its error was or will be raised elsewhere."""
     try:
         ticket.wait()

@@ -1,7 +1,7 @@
-"""What was measured: bytes per link, seconds per activity, peaks per tier, counts.
+"""The meter holds what was measured: bytes per link, seconds per activity, peaks per tier, counts.
 
-Bytes are counted where they move, peaks where bytes are handed out; nothing here is copied from
-a plan, except `planned_peak`, which is there to be compared.
+Bytes are counted where they move, peaks where bytes are handed out; nothing here is copied from a
+plan, except `planned_peak`, which is there to be compared.
 """
 
 import threading
@@ -12,11 +12,11 @@ from zcompile.config import LINKS
 
 SECONDS = ("compute", "stall", "optimizer")
 TOTALS = ("steps", "gathers")
-"""Counts of what happened; a reset zeroes them."""
+"""Counts of events; a reset zeroes them."""
 STRUCTURE = ("graphs", "regions", "distinct_regions")
 """Counts of what was compiled; they stay true, so a reset leaves them."""
 MOST_SPANS = 4096
-"""Device stopwatch pairs kept unread; far more than are under way on a stream at once."""
+"""Device stopwatch pairs kept unread; far more than are in flight on a stream at once."""
 
 Value = dict[str, int] | dict[str, float] | int
 
@@ -46,12 +46,13 @@ class Gauge:
             self._within.change(delta)
 
     def touch(self, more: int) -> None:
-        """The level is higher by `more` for a moment."""
+        """Count a level that is higher by `more` for a moment."""
         self.at_least(self.now + more)
         if self._within is not None:
             self._within.touch(more)
 
     def at_least(self, level: int) -> None:
+        """Raise the high-water mark to `level`."""
         with self._lock:
             self.peak = max(self.peak, level)
 
@@ -81,9 +82,10 @@ class Meter:
             self._bytes[link] += nbytes
 
     def busy(self, link: str, nbytes: int, since: float, until: float) -> None:
-        """`nbytes` that set out over `link` at `since` have arrived; of one clock, in its order.
+        """`nbytes` that set out over `link` at `since` have arrived; times of one clock, in its
+        order.
 
-        What several had under way at once counts once.
+        The time in which several were in flight at once counts once.
         """
         with self._lock:
             total, seconds, last = self._busy.get(link, (0, 0.0, 0.0))
@@ -112,7 +114,7 @@ class Meter:
             self._counts[what] += n
 
     def plan_device(self, nbytes: int) -> None:
-        """So many bytes of the device arena will be used at once."""
+        """Note that so many bytes of the device arena will be used at once."""
         self.planned_device.at_least(nbytes)
 
     def bytes(self) -> dict[str, int]:

@@ -1,6 +1,7 @@
-"""What a store runs on: device, tiers, staging ring and threads; opened and shut together.
+"""Resources are what a store runs on: device, tiers, staging ring and threads, opened and closed
+together.
 
-Knows nothing of the store, so that it can be shut after the store has died.
+They know nothing of the store, so that they can be closed after the store has died.
 """
 
 import os
@@ -37,8 +38,10 @@ SHARE_OF_MACHINE = 8
 
 @dataclass(frozen=True)
 class Resources:
-    """tiers          in the order in which entries are offered to them
-    backlog_bytes  of gradients on their way, at most
+    """Everything that a store runs on.
+
+    tiers          in the order in which entries are offered to them
+    backlog_bytes  the most bytes of gradients in flight
     system         makes all calls on files
     """
 
@@ -57,11 +60,11 @@ class Resources:
 
 
 Opening = Callable[[Config, Meter], Resources]
-"""`open_resources`, or what stands for it of a dry run."""
+"""`open_resources`, or its stand-in of a dry run."""
 
 
 def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -> Resources:
-    """Opens what `config` asks for.
+    """Open what `config` asks for.
 
     system  makes all calls on files, of the disk tier and of checkpoints; another in tests
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable; then nothing stays open
@@ -90,17 +93,17 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
     )
 
 
-def shut(plant: Resources) -> None:
-    """Stop what is under way, close and remove the files. A forked child leaves all as it is."""
-    if os.getpid() != plant.pid:
+def close_resources(resources: Resources) -> None:
+    """Stop transfers, close and remove the files. A forked child leaves all as it is."""
+    if os.getpid() != resources.pid:
         return
     error = closed_error("the model")
-    plant.mover.close(error)
-    plant.context.device.close()
-    plant.context.adder.stop()
-    for tier in plant.tiers:
+    resources.mover.close(error)
+    resources.context.device.close()
+    resources.context.adder.stop()
+    for tier in resources.tiers:
         tier.close()
-    plant.mover.abandon(error)
+    resources.mover.abandon(error)
 
 
 def forked_error(name: str, pid: int) -> ParameterChanged:

@@ -1,16 +1,14 @@
-"""A store with everything that runs on it: gradients, executor, compiled regions, step schedules.
+"""A session is a store with everything that runs on it: gradients, executor, compiled regions,
+steps.
 
-One offloaded model, one session. Two sessions in one process share nothing but the table of
-handles.
-
-How a device is shared between the arena and what compiled graphs hold beside it.
+One offloaded model has one session. Two sessions in one process share nothing but the table of
+handles. A session shares the device between the arena and what compiled graphs hold outside it:
 
     device_memory = arena + what graphs hold at most
 
-It is split when graphs are compiled, by what they will hold. Where a call would hold more, the
-arena gives way before the call: what rests there leaves, and a step is planned anew.
-
-When an optimizer's step may stream through the arena's scratch: while no graph holds it.
+The device is split when graphs are compiled, by what they will hold. Where a call would hold more,
+the arena shrinks before the call: entries that rest there are evicted, and a step is planned anew.
+While no graph holds values, an optimizer's step may stream through the arena's step scratch.
 """
 
 import logging
@@ -40,7 +38,7 @@ from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.gradients.gradients import Gradients, Wrap
-from zcompile.runtime.live_memory import Departures, Leaving, LiveMemory, Rows
+from zcompile.runtime.live_memory import InFlightGradients, LiveMemory, LiveStorages, PendingReads
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.store import resident
@@ -52,15 +50,18 @@ from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger(__name__)
 
-OF_GRAPHS = "values of compiled graphs"
+
+# --- The device, split ---
+
+GRAPH_VALUES = "values of compiled graphs"
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensorOp:
     """An op of an optimizer that gathers whole tensors.
 
     gathers  into the arena: name, bytes
-    beside   what it takes beside it
+    beside   what it takes outside the arena
     """
 
     name: str
@@ -69,24 +70,24 @@ class Whole:
 
 
 class DeviceSplit:
-    """Of the device of one store.
+    """How the device of one store is split between the arena and compiled graphs.
 
-    empty           makes what rests on the device leave, with nothing under way and no schedule
-                    remembered that was made for the arena; what could not leave
+    empty           evicts what rests on the device, with nothing in flight and no schedule
+                    remembered that was made for the arena; returns what could not be evicted
     held_bytes      set aside for what graphs hold; the arena has the rest
-    foreseen_bytes  that compiled graphs will hold, once they are run
+    expected_bytes  that compiled graphs will hold, once they are run
     """
 
     def __init__(self, store: Store, empty: Callable[[], Sequence[Entry]]) -> None:
         self._store, self._empty = store, empty
-        self.held_bytes = self.foreseen_bytes = 0
+        self.held_bytes = self.expected_bytes = 0
 
-    def foresee(self, nbytes: int) -> None:
-        """A graph was compiled that will hold so much: the arena gives way before it is run."""
-        self.foreseen_bytes = max(self.foreseen_bytes, nbytes)
+    def expect(self, nbytes: int) -> None:
+        """A graph was compiled that will hold so much: the arena shrinks before it is run."""
+        self.expected_bytes = max(self.expected_bytes, nbytes)
 
-    def hold_whole(self, op: Whole, held_bytes: int) -> None:
-        """An op on whole tensors is about to be called, while graphs hold so much.
+    def hold_whole(self, op: WholeTensorOp, held_bytes: int) -> None:
+        """Make room for an op on whole tensors, while graphs hold so much.
 
         raises  BudgetExceeded, as `hold`
         """
@@ -96,34 +97,34 @@ class DeviceSplit:
             raise self._refusal(
                 needed,
                 f"{op.name}, which takes whole tensors,",
-                [*op.gathers, *op.beside, (OF_GRAPHS, held_bytes)],
+                [*op.gathers, *op.beside, (GRAPH_VALUES, held_bytes)],
                 f"give zcompile.offload device_memory={needed} or more, or take an optimizer "
                 "whose ops are elementwise (AdamW, Adam, SGD; foreach or fused): they stream",
             )
         self.hold(held_bytes + beside, gathered)
 
     def hold(self, nbytes: int, least_arena: int = 0) -> None:
-        """Compiled graphs hold up to `nbytes` of the device from here on, and the arena has at
-        least so much.
+        """Set `nbytes` of the device aside for compiled graphs, and leave the arena at least
+        `least_arena`.
 
-        What was held once, or was foreseen, stays set aside, so that the arena need not change from
+        What was held once, or was expected, stays set aside, so that the arena need not change from
         call to call; only where a call needs that for what it fetches, the arena has it back.
 
         raises  BudgetExceeded, if the device has less, or what rests on it finds no room elsewhere.
-                No value is lost then, and the arena stays as it is; what could leave has left.
+                No value is lost then, and the arena stays as it is; what could be evicted is
         """
         store = self._store
         if nbytes + least_arena > store.device_budget:
             raise self._refusal(
                 nbytes + least_arena,
                 "a call, with what compiled graphs keep for backward,",
-                [(OF_GRAPHS, nbytes), ("parameters that are read together", least_arena)],
+                [(GRAPH_VALUES, nbytes), ("parameters that are read together", least_arena)],
                 f"give zcompile.offload device_memory={nbytes + least_arena} or more, or a smaller "
                 "batch, or let go of results whose backward never comes; or call torch._dynamo."
                 "reset() and begin with the largest batch: what is compiled first for small ones "
                 "may keep what it would else make again",
             )
-        aside = max(nbytes, self.foreseen_bytes, self.held_bytes)
+        aside = max(nbytes, self.expected_bytes, self.held_bytes)
         if aside + least_arena > store.device_budget:
             aside = nbytes
         if aside == self.held_bytes:
@@ -132,7 +133,7 @@ class DeviceSplit:
             raise self._refusal(
                 store.device_budget + aside - self.held_bytes,
                 "a compiled graph, beside what rests there,",
-                [(OF_GRAPHS, aside), *((entry.name, entry.nbytes) for entry in resident)],
+                [(GRAPH_VALUES, aside), *((entry.name, entry.nbytes) for entry in resident)],
                 "give zcompile.offload more device_memory, or more host_memory or a disk: what "
                 "rests on the device has to leave for what the graph holds, and finds no room",
             )
@@ -141,7 +142,7 @@ class DeviceSplit:
             raise self._refusal(
                 nbytes + least_arena + used,
                 "a call, beside values that eager code gathered and keeps,",
-                [(OF_GRAPHS, nbytes), ("gathered values", used)],
+                [(GRAPH_VALUES, nbytes), ("gathered values", used)],
                 "drop references to what eager code gathered, or give zcompile.offload more "
                 "device_memory",
             )
@@ -156,15 +157,18 @@ class DeviceSplit:
         )
 
     def too_small(self, error: BudgetExceeded, where: str, what: str) -> BudgetExceeded:
-        """`where` needs more of the arena than there is: what it needs of the device, with the
-        values that are held beside `what` lies in the arena."""
+        """The error where `where` needs more of the arena than there is, in terms of the whole
+        device.
+
+        what  names what lies in the arena
+        """
         if not self.held_bytes:
             return error
         needed = error.needed_bytes + self.held_bytes
         return self._refusal(
             needed,
             where,
-            [(what, error.needed_bytes), (OF_GRAPHS, self.held_bytes)],
+            [(what, error.needed_bytes), (GRAPH_VALUES, self.held_bytes)],
             f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
         )
 
@@ -176,41 +180,46 @@ class DeviceSplit:
 
 
 class StepScratchUse:
-    """Of the step scratch of one store's arena: who may be in it, and when."""
+    """Decides who may use the step scratch of one store's arena, and when."""
 
     def __init__(
-        self, store: Store, split: DeviceSplit, executor: Executor, departures: Departures
+        self, store: Store, split: DeviceSplit, executor: Executor, pending_reads: PendingReads
     ) -> None:
         self._store, self._split, self._executor = store, split, executor
-        self._departures = departures
+        self._pending_reads = pending_reads
         self._scratch = store.arena.scratch
 
     @property
     def free_bytes(self) -> int:
-        """Of the device, set aside for compiled graphs, that none of them holds now."""
-        return max(0, self._split.held_bytes - self._executor.holding.nbytes)
+        """Bytes set aside for compiled graphs that none of them holds now."""
+        return max(0, self._split.held_bytes - self._executor.live_memory.nbytes)
 
     def room(self, window: StepRoom) -> StepRoom:
-        """What a step streams through now: the step scratch, if one is planned, is larger than the
-        window, and is held by nobody."""
+        """The room that a step streams through now, the step scratch or the streaming buffer.
+
+        The scratch, if one is planned, is larger than the buffer, and is held by nobody.
+        """
         scratch = self._scratch.room
         if scratch.nbytes <= window.nbytes or self._executor.is_running:
             return window
         return scratch if scratch.nbytes <= self.free_bytes else window
 
     def plan(self, room: StepRoom) -> None:
-        """From here on a step may use this room."""
+        """Let steps use this room from here on."""
         self.leave()
         self._scratch.plan(room)
 
     def need(self, schedule: Schedule) -> None:
-        """A step was lowered."""
+        """Note a step schedule that was lowered for the scratch."""
         if schedule.scratch_at and not self._scratch.need(schedule.arena_bytes):
             self.leave()
 
     def open(self, schedule: Schedule) -> bool:
-        """Whether the slots of a step are there: before it is walked, so that compute that went
-        before is done with the memory. If not, `room` says what there is instead."""
+        """Whether the slots of a step are there; allocates the scratch if need be.
+
+        Called before a step is walked, so that compute that went before is done with the memory. If
+        not, `room` says what there is instead.
+        """
         if not schedule.scratch_at:
             return True
         if self._scratch.room.nbytes > self.free_bytes:
@@ -224,11 +233,11 @@ class StepScratchUse:
         return True
 
     def leave(self) -> None:
-        """The device has the memory back: the host waits until nothing reads it."""
+        """Give the memory back to the device: the host waits until nothing reads it."""
         memory, begin = self._scratch.memory, perf_counter()
         if memory is None:
             return
-        for ticket in self._departures.under(memory):
+        for ticket in self._pending_reads.of(memory):
             cast(Transfer, ticket).memory_free.wait_finished()
         self._scratch.close()
         seconds = perf_counter() - begin
@@ -236,7 +245,7 @@ class StepScratchUse:
         self._executor.clocks.waited_between(seconds)
 
 
-logger = logging.getLogger("zcompile.runtime.session")
+# --- The session ---
 
 
 class Planner(Protocol):
@@ -249,14 +258,14 @@ class Planner(Protocol):
     def step_ended(self, step: StepTrace) -> None: ...
     def replan(self) -> None: ...
     def reclaim(self, needed_bytes: int) -> bool: ...
-    def let_go(self) -> None: ...
+    def evict_staying(self) -> None: ...
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
     def prediction(self) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One call as it was: what its rows depend on, and what became of it.
+    """One call of a list op as it was: what its rows depend on, and what became of it.
 
     entries, inputs  which operands they are, in the order in which `schedule` counts them
     written          the entries it writes, among the operands
@@ -270,24 +279,24 @@ class Repeat:
 
 
 class Session(Store):
-    """`wrap` makes a tiered tensor over an entry; it is given from above."""
+    """The store and the runtime of one model. `wrap` makes a tiered tensor over an entry."""
 
     def __init__(self, config: Config, wrap: Wrap, opening: Opening = open_resources) -> None:
         super().__init__(config, opening)
         self.wrap = wrap
-        self._departures = Departures()
+        self._pending_reads = PendingReads()
         self.norms = Norms()
         self.gradients = Gradients(self, wrap, self.norms)
         self.on_gradient = self.gradients.take
-        self.holding = LiveMemory(self.meter.activations)
-        self.leaving = Leaving(self.holding)
-        self.executor = Executor(self, self.gradients, self.leaving, self.holding)
+        self.live_memory = LiveMemory(self.meter.activations)
+        self.in_flight = InFlightGradients(self.live_memory)
+        self.executor = Executor(self, self.gradients, self.in_flight, self.live_memory)
         self.split = DeviceSplit(self, self._empty_device)
-        self.scratch_use = StepScratchUse(self, self.split, self.executor, self._departures)
+        self.scratch_use = StepScratchUse(self, self.split, self.executor, self._pending_reads)
         self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
@@ -320,7 +329,7 @@ class Session(Store):
         """Where entries rest will change: step schedules are built anew."""
         self.steps.clear()
         self.repeats.clear()
-        self.executor.placed_anew()
+        self.executor.entries_moved()
 
     def entries(self) -> list[Entry]:
         """All that are alive."""
@@ -342,7 +351,7 @@ class Session(Store):
 
     def end_step(self) -> None:
         self.stepping = None
-        self.executor.join_departures()
+        self.executor.wait_for_in_flight()
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
 
@@ -358,15 +367,15 @@ class Session(Store):
         return self.planner is not None and self.planner.reclaim(needed_bytes)
 
     def free_bytes(self) -> dict[str, int]:
-        """Of each tier but the device: what nothing rests on."""
+        """Free bytes of each tier but the device."""
         return self.homes.free()
 
     def compiled(self, memory: Memory) -> None:
         """A graph was compiled that holds so much of the device; a run has no use for the curve."""
 
     def _empty_device(self) -> list[Entry]:
-        """What rests on the device leaves; what could not."""
-        self.executor.foresight.forget()
+        """Evict what rests on the device; returns what could not be evicted."""
+        self.executor.foresight.clear()
         self.drain()
         if self.planner is not None:
             self.planner.replan()
@@ -375,26 +384,27 @@ class Session(Store):
 
     @property
     def window_bytes(self) -> int:
-        """Of the arena, for what streams through: all but what rests there."""
+        """Bytes of the arena for what streams through: all but what rests there."""
         return self.homes.device.streamed_bytes
 
     @property
     def step_room(self) -> StepRoom:
-        """What an optimizer's step streams through now."""
+        """The room that an optimizer's step streams through now."""
         return self.scratch_use.room(self.window_room)
 
     @property
     def window_room(self) -> StepRoom:
-        """What streams through the arena's window now, by chunks."""
+        """The arena's streaming buffer, in chunks."""
         return StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
 
     def _make_room(self, nbytes: int, schedule: Schedule) -> None:
-        """Compiled graphs are about to hold so much, in a call of this, or of its backward."""
+        """Compiled graphs are about to hold so much, in a call of `schedule`, or of its
+        backward."""
         self.scratch_use.leave()
         if nbytes > self.split.held_bytes and self.planner is not None:
-            before = self.holding.nbytes
-            self.planner.let_go()
-            nbytes -= before - self.holding.nbytes
+            before = self.live_memory.nbytes
+            self.planner.evict_staying()
+            nbytes -= before - self.live_memory.nbytes
         self.split.hold(nbytes, schedule.least_bytes)
 
     def ways(self) -> Ways:
@@ -417,52 +427,54 @@ class Session(Store):
 
     def begin_whole(
         self, op: str, entries: Sequence[Entry], plain: Sequence[Tensor], nbytes: int
-    ) -> list[Rows]:
-        """An op of an optimizer is about to gather these entries, to read or write `plain` ones,
-        and to make so many bytes; what counts as held until `end_whole`.
+    ) -> list[LiveStorages]:
+        """Make room for an op of an optimizer, and count its operands until `end_whole`.
 
-        raises  BudgetExceeded, before anything is gathered
+        entries  that it gathers
+        plain    tensors that it reads or writes
+        nbytes   that it makes
+        raises   BudgetExceeded, before anything is gathered
         """
         self.scratch_use.leave()
         here = [t for t in plain if self._counts(t)]
-        beside = self.holding.more(here)
-        whole = Whole(
+        beside = self.live_memory.more(here)
+        whole = WholeTensorOp(
             f"{op} of {self.stepping}",
             [(e.name, aligned(e.nbytes)) for e in entries],
             [("plain tensors it is called with", beside), ("what it makes", nbytes)],
         )
-        if self.holding.nbytes + beside + nbytes > self.split.held_bytes:
-            self.executor.join_departures()  # gradients on their way home, and those that stayed
+        if self.live_memory.nbytes + beside + nbytes > self.split.held_bytes:
+            self.executor.wait_for_in_flight()  # gradients on their way home, and those that stayed
             if self.planner is not None:
-                self.planner.let_go()
-        self.split.hold_whole(whole, self.holding.nbytes)
-        return self.holding.exchange((), here)
+                self.planner.evict_staying()
+        self.split.hold_whole(whole, self.live_memory.nbytes)
+        return self.live_memory.exchange((), here)
 
-    def end_whole(self, rows: Sequence[Rows]) -> None:
-        """The op is over: of what it was called with nothing counts any more."""
-        self.holding.exchange(rows, ())
+    def end_whole(self, rows: Sequence[LiveStorages]) -> None:
+        """The op is over: its operands count no more."""
+        self.live_memory.exchange(rows, ())
 
     def _counts(self, value: Tensor) -> bool:
-        """Whether it lies on the device, beside the arena."""
+        """Whether a tensor lies on the device, outside the arena."""
         here = value.device == self.device.torch_device and value.layout is torch.strided
         return here and not self.arena.holds(value)
 
-    def hold_until_it_dies(self, values: Sequence[Tensor]) -> None:
-        """What an op has made beside the arena counts from here on."""
+    def count_until_dead(self, values: Sequence[Tensor]) -> None:
+        """Count results of an op outside the arena until they die."""
         here = [v for v in values if self._counts(v)]
-        rows = self.holding.exchange((), here)
-        self.holding.keep(here)
-        self.holding.exchange(rows, ())
+        rows = self.live_memory.exchange((), here)
+        self.live_memory.keep(here)
+        self.live_memory.exchange(rows, ())
 
     def note_whole(self, op: str) -> None:
-        """An op gathers whole tensors; inside an optimizer's step this is told once.
+        """Warn once per optimizer of an op that gathers whole tensors inside an optimizer's step.
 
-        A step runs without gradients and outside of backward; what follows one that broke off
-        does not.
+        A step runs without gradients and outside of backward; what follows one that broke off does
+        not.
         """
-        if self.in_step and self.stepping is not None and self.stepping not in self._told:
-            self._told.add(self.stepping)
-            logger.warning(
+        if self.in_step and self.stepping is not None and self.stepping not in self._warned:
+            self._warned.add(self.stepping)
+            log.warning(
                 "%s uses %s, which is not elementwise: its operands are gathered whole, one tensor "
                 "after the other, which is right but slower than streaming",
                 self.stepping,
@@ -478,51 +490,51 @@ class Session(Store):
         after: Sequence[Ticket] = (),
         ahead: bool = False,
     ) -> Ticket:
-        """As `Store.fetch`, after whatever still leaves from the bytes of `target`."""
-        after = [*after, *self._departures.under(target)]
-        if resident.is_near(entry):
+        """As `Store.fetch`, after transfers that still read the bytes of `target`."""
+        after = [*after, *self._pending_reads.of(target)]
+        if resident.is_on_device(entry):
             return resident.fetch(self, entry, target, begin, after, ahead)
         return super().fetch(entry, target, begin=begin, after=after, ahead=ahead)
 
     def offload(self, value: Tensor, tier: str, name: str) -> Tensor:
-        """`value` as a new entry on `tier`, by its handle. raises TierFull"""
+        """Move `value` to a new entry on `tier`; returns its handle. raises TierFull"""
         after = [self.device.mark()]
         _, handle, ticket = executor.offload(self, value, Layout.of(value), tier, name, after)
         ticket.join_compute()
         return handle
 
-    def await_departures(self, target: Tensor) -> None:
-        """Compute may write to `target` from here on: nothing that leaves reads it any more."""
-        for ticket in self._departures.under(target):
+    def wait_for_readers(self, target: Tensor) -> None:
+        """Compute may write to `target` from here on: no transfer reads it any more."""
+        for ticket in self._pending_reads.of(target):
             ticket.join_compute()
 
     def put(
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
-        if resident.is_near(entry):
+        if resident.is_on_device(entry):
             ticket = resident.put(self, entry, source, begin, after)
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
-            self._departures.leave(source, ticket)
-        self.leaving.note(source, source_released(ticket))
+            self._pending_reads.add(source, ticket)
+        self.in_flight.note(source, source_released(ticket))
         return ticket
 
     def add(
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
-        if resident.is_near(entry):
+        if resident.is_on_device(entry):
             ticket = resident.add(self, entry, source, begin, after)
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
-            self._departures.leave(source, ticket)
-        self.leaving.note(source, source_released(ticket))
+            self._pending_reads.add(source, ticket)
+        self.in_flight.note(source, source_released(ticket))
         return ticket
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         """As `Store.read`, also from the device."""
-        if resident.is_near(entry):
+        if resident.is_on_device(entry):
             return resident.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
 

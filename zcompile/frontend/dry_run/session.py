@@ -105,7 +105,7 @@ class DryRunSession(Session):
         self.gradients = Gradients(self, self.wrap, self.norms)
         self.on_gradient = self.gradients.take
         self.executor: _DryRunExecutor = _DryRunExecutor(
-            self, self.gradients, self.leaving, self.holding
+            self, self.gradients, self.in_flight, self.live_memory
         )
         self.regions = DryRunRegions()
         furnish(self)
@@ -144,7 +144,7 @@ class DryRunSession(Session):
         ahead: bool = False,
     ) -> Ticket:
         self.enter(entry.name)
-        self._settle(entry, ahead)
+        self._prepare_read(entry, ahead)
         return Ready()
 
     def put(

@@ -115,7 +115,7 @@ class CommitLog:
         with"""
         self.check()
         for entry, _ in named.values():
-            self._store.deferrals.settle(entry)
+            self._store.deferrals.apply(entry)
         self._store.drain()
         with deferred_interrupts():  # there is no going on from half of a commit
             try:

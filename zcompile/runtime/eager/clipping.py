@@ -16,7 +16,7 @@ from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
-from zcompile.runtime.store.resident import is_near
+from zcompile.runtime.store.resident import is_on_device
 from zcompile.runtime.store.sources import before_write
 from zcompile.runtime.store.store import Deferred
 
@@ -55,9 +55,9 @@ def _measured_at_rest(tensor: Any, measure: Measure) -> Any | None:
     A gradient that was summed up, of a tied weight for one, was not measured as a whole before.
     """
     entry, session = tensor.entry, session_of(tensor.entry)
-    if not session.lendable(entry):
+    if not session.can_view_in_place(entry):
         return None
-    return measure(tensor.entry_layout.view(session.borrow(entry, 0, entry.nbytes, False)))
+    return measure(tensor.entry_layout.view(session.view_in_place(entry, 0, entry.nbytes, False)))
 
 
 def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
@@ -93,7 +93,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
         return NotImplemented  # of complex numbers, then of their parts: one after the other
-    if all(map(is_near, entries.values())):
+    if all(map(is_on_device, entries.values())):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:

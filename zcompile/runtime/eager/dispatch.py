@@ -286,7 +286,7 @@ def _stream_one(cls: type, app: Application, targets: Sequence[Tensor | None]) -
         stream(app.func, [app], targets, cls)
     finally:
         session.end_whole(rows)
-    session.hold_until_it_dies(made)
+    session.count_until_dead(made)
 
 
 def _target(cls: type, app: Application, tiered: bool) -> Tensor:
@@ -336,7 +336,7 @@ def _gather_and_run(cls: type, app: Application) -> Any:
     read = _entry_keys(cls, app.read())
     operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
     for operand in operands:  # before any is gathered, since this takes room in the arena too
-        operand.entry.store.deferrals.settle(operand.entry)
+        operand.entry.store.deferrals.apply(operand.entry)
     session = session_of(operands[0].entry)
     counted = session.in_step
     if counted:
@@ -373,7 +373,7 @@ def _gather_and_run(cls: type, app: Application) -> Any:
             session.end_whole(rows)
     if counted:
         given = Application(app.func, args, kwargs).tensors()
-        session.hold_until_it_dies(new_results(result, given))
+        session.count_until_dead(new_results(result, given))
     for tensor, made in zip(written, Application(app.func, args, kwargs).written(), strict=True):
         if isinstance(tensor, cls) and made.size() != tensor.size():
             raise _reshape_error(app.func)  # what `out=` names is resized
@@ -402,7 +402,7 @@ def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
         return session.read_all(entry)
     bytes_ = session.arena.take(entry.nbytes, entry.name)
     if not fetch:
-        session.await_departures(bytes_)
+        session.wait_for_readers(bytes_)
     else:
         session.fetch(entry, bytes_, after=[session.device.mark()]).join_compute()
     return bytes_

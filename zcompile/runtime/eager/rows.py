@@ -231,6 +231,6 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
 
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:
     """All of an entry as an operand of a step."""
-    resident = entry.store.lendable(entry) and not entry.deferred
+    resident = entry.store.can_view_in_place(entry) and not entry.deferred
     far = entry.home == "disk"
     return Column(index, 0, dtype, writes, entry.kind.lasting, entry.name, resident, far)

@@ -37,7 +37,7 @@ from zcompile.runtime.eager.rows import (
 )
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import Repeat, Session, session_of
-from zcompile.runtime.store.resident import is_near
+from zcompile.runtime.store.resident import is_on_device
 from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
@@ -90,7 +90,7 @@ def _apply_where_written_in_part(cls: type, app: Application) -> None:
         if isinstance(tensor, cls):
             tiered: Any = tensor
             if not tiered.covers:
-                tiered.entry.store.deferrals.settle(tiered.entry)
+                tiered.entry.store.deferrals.apply(tiered.entry)
 
 
 class _StreamedCall:
@@ -187,9 +187,9 @@ class _StreamedCall:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.entry_layout
-        if is_near(entry) or any(c.layout.dtype != layout.dtype for c in entry.deferred):
+        if is_on_device(entry) or any(c.layout.dtype != layout.dtype for c in entry.deferred):
             # Changed in place, as anything there; or asked of other elements than pass by here.
-            entry.store.deferrals.settle(entry)
+            entry.store.deferrals.apply(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
         begin = layout.offset * layout.dtype.itemsize
         return replace(column, begin=begin, eased=bool(entry.deferred))
@@ -210,7 +210,7 @@ def apply_deferred(entry: Entry) -> None:
     session, layout = session_of(entry), entry.deferred[0].layout
     changes = tuple((0, n, replace(c, operand=None)) for n, c in enumerate(entry.deferred))
     operands = [change.operand for change in entry.deferred]
-    here = session.lendable(entry)
+    here = session.can_view_in_place(entry)
     column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient", here)
     plains = tuple(Register(n) for n in range(len(operands)))
     row = Row(layout.numel, (column,), plains, partial(_apply_changes, changes))
@@ -487,7 +487,7 @@ def list_call(
             if entry.deferred or entry.copies:
                 return None
             place = entry.place
-            near = place.tier.on_device or entry.store.lendable(entry)
+            near = place.tier.on_device or entry.store.can_view_in_place(entry)
             known.append((tiered.entry_layout, place.nbytes, entry.kind, near))
         elif isinstance(leaf, Tensor):
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))

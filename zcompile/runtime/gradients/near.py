@@ -19,9 +19,9 @@ from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import hooks_of, is_lazy
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
-from zcompile.runtime.live_memory import Row
+from zcompile.runtime.live_memory import LiveStorage
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store.resident import copy_dense, is_near
+from zcompile.runtime.store.resident import copy_dense, is_on_device
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.base import Place
 
@@ -94,7 +94,7 @@ class DeviceGradients:
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
-            assert is_near(made), "a berth that was free is not any more"
+            assert is_on_device(made), "a berth that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
 
@@ -110,7 +110,7 @@ class DeviceGradients:
         places = [c.target for c in expected if c is not None]
         return places if len(places) == len(expected) else ()
 
-    def receive(self, leaf: Leaf, grad: Tensor) -> Tensor | Row | None:
+    def receive(self, leaf: Leaf, grad: Tensor) -> Tensor | LiveStorage | None:
         """Take over `grad`, which is computed: at its reserved address when this returns, or
         staying.
 
@@ -127,7 +127,7 @@ class DeviceGradients:
             return None  # the entry dies with what is forgotten here
         self._received.append((leaf, expected))
         if grad.data_ptr() == target.data_ptr():
-            return Row.standing_for(grad)
+            return LiveStorage.standing_for(grad)
         copy_dense(target, grad)
         return grad
 
@@ -152,7 +152,7 @@ class DeviceGradients:
         self._expected.clear()
         for leaf, expected in received:
             made = expected.entry
-            self._store.borrow(made, 0, made.nbytes, True, overwrites=True)
+            self._store.view_in_place(made, 0, made.nbytes, True, overwrites=True)
             with torch.no_grad():
                 self._norms.note(made, expected.target)
             self._came(leaf, expected.param, expected.grad)
@@ -169,7 +169,7 @@ class DeviceGradients:
             held.release(extent)
             raise
         grad = self._wrap(made, found.layout)  # from here on the entry dies with it
-        store.borrow(made, 0, nbytes, True, overwrites=True)
+        store.view_in_place(made, 0, nbytes, True, overwrites=True)
         with torch.no_grad():
             self._norms.note(made, found.value)
         self._came(found.leaf, found.param, grad)

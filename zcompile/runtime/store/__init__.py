@@ -1,1 +1,1 @@
-"""Which entry rests where, and every way its bytes travel."""
+"""The store package knows which entry rests where, and moves entries on request."""

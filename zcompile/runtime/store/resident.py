@@ -1,13 +1,12 @@
-"""Entries that rest on the device: compute itself moves their bytes, in its own order.
+"""Entries that rest on the device are moved by compute itself, in its own order.
 
 No transfer, no link, no thread: what was submitted before is over when compute gets there, and what
 comes after is behind it. The tickets say "compute has come this far".
 
-Copies of parameters in a narrower dtype, kept beside them and made by the same cast.
-
-A schedule that fetches one finds it fresh: a copy notes the version of the entry it was cast from,
-and is cast again before a call if that has been written since. An optimizer's step that writes the
-entry writes the copy as well, so in a training loop no copy is ever made again.
+Low-precision copies of parameters are entries of their own, made by the same cast. A schedule that
+fetches a copy finds it up to date: a copy notes the version of the entry it was cast from, and is
+cast again before a call if that has been written since. An optimizer's step that writes the entry
+writes the copy as well, so in a training loop no copy is ever made again.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +25,61 @@ from zcompile.runtime.transfer.ticket import Ready, Ticket
 
 
 class OnDevice(Protocol):
-    """A tier whose entries compute reads and writes where they lie."""
+    """A tier whose entries compute reads and writes where they rest."""
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
         """A tensor over the bytes of an entry from `begin` on, not to be handed to others."""
 
 
-def is_near(entry: Entry) -> bool:
+def is_on_device(entry: Entry) -> bool:
+    """Whether an entry rests in the device's own memory."""
     return entry.place.tier.on_device
+
+
+# --- Views in place ---
+
+
+def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
+    """The entries of one call that compute may use where they rest. The caller has called
+    `store.enter`.
+
+    raises  what an earlier transfer of one of them failed with
+    """
+    still = store._mover.are_ready(entry.place for entry in entries)
+    extents = [
+        e.place.extent
+        if yes and is_on_device(e) and not (e.unset or e.deferred or e.sources)
+        else None
+        for e, yes in zip(entries, still, strict=True)
+    ]
+    return ResidentViews(store, entries, extents)
+
+
+@dataclass(frozen=True)
+class ResidentViews:
+    """Gives one call tensors over entries where they rest.
+
+    extents  of each entry that rests on the device with a value, and that nothing moves; else None
+    """
+
+    store: Store
+    entries: Sequence[Entry]
+    extents: Sequence[Extent | None]
+
+    def view(self, borrow: Borrow) -> Tensor:
+        """A tensor to read and write, and not to hand to others, as `Store.view_in_place`.
+
+        Of what rests in the arena it is the same object each time.
+        """
+        entry, extent, begin = self.entries[borrow.entry], self.extents[borrow.entry], borrow.begin
+        if extent is None or entry.place.extent is not extent:
+            nbytes = borrow.layout.end_bytes
+            return borrow.layout.view(self.store.view_in_place(entry, begin, nbytes, borrow.writes))
+        entry.version += borrow.writes
+        return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
+
+
+# --- Copies on the device ---
 
 
 def fetch(
@@ -42,7 +88,7 @@ def fetch(
     """As `Store.fetch`, from the device to itself."""
     for ticket in after:
         ticket.join_compute()
-    copy_dense(target, store.borrow(entry, begin, target.numel(), False, ahead=ahead))
+    copy_dense(target, store.view_in_place(entry, begin, target.numel(), False, ahead=ahead))
     return store.device.mark()
 
 
@@ -53,69 +99,38 @@ def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
     if source.numel() == entry.nbytes:
         entry.deferred = ()
         entry.unset = False
-    copy_dense(store.borrow(entry, begin, source.numel(), True, overwrites=True), source)
+    copy_dense(store.view_in_place(entry, begin, source.numel(), True, overwrites=True), source)
     return store.device.mark()
-
-
-def look_up(store: Store, entries: Sequence[Entry]) -> "Lent":
-    """What a call may borrow, of all its entries in one go. For who has called `store.enter`.
-
-    raises  what an earlier transfer of one of them failed with
-    """
-    still = store._mover.are_ready(entry.place for entry in entries)
-    extents = [
-        e.place.extent if yes and is_near(e) and not (e.unset or e.deferred or e.sources) else None
-        for e, yes in zip(entries, still, strict=True)
-    ]
-    return Lent(store, entries, extents)
-
-
-@dataclass(frozen=True)
-class Lent:
-    """What one call borrows.
-
-    extents  of each entry that rests on the device with a value, and that nothing moves; else None
-    """
-
-    store: Store
-    entries: Sequence[Entry]
-    extents: Sequence[Extent | None]
-
-    def lend(self, borrow: Borrow) -> Tensor:
-        """As `Store.borrow`, a tensor to read and write, and not to hand to others: of what rests
-        in the arena it is the same object each time."""
-        entry, extent, begin = self.entries[borrow.entry], self.extents[borrow.entry], borrow.begin
-        if extent is None or entry.place.extent is not extent:
-            nbytes = borrow.layout.end_bytes
-            return borrow.layout.view(self.store.borrow(entry, begin, nbytes, borrow.writes))
-        entry.version += borrow.writes
-        return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
 
 
 def add(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
     """As `Store.add`: `Tensor.add_` on the device."""
     for ticket in after:
         ticket.join_compute()
-    memory = store.borrow(entry, begin, source.nbytes, True)
+    memory = store.view_in_place(entry, begin, source.nbytes, True)
     memory.view(source.dtype).add_(source.to(memory.device))
     return store.device.mark()
 
 
 def read(store: Store, entry: Entry, target: Tensor, begin: int) -> Ticket:
     """As `Store.read`: blocks until compute has come this far."""
-    copy_dense(target, store.borrow(entry, begin, target.numel(), False))
+    copy_dense(target, store.view_in_place(entry, begin, target.numel(), False))
     return Ready()
 
 
 def copy_dense(target: Tensor, source: Tensor) -> None:
-    """Alike in dtype, size and strides, without gaps; in the order of compute. Between host
-    memories by one thread: while the threads of links are busy, a team of OpenMP's takes
-    milliseconds to come together, for what lasts some tens of microseconds."""
+    """Copy between tensors alike in dtype, size and strides, without gaps; in the order of compute.
+
+    Between host memories by one thread: while the threads of links are busy, a team of OpenMP's
+    takes milliseconds to come together, for what lasts some tens of microseconds.
+    """
     if target.is_cpu and source.is_cpu:
         copy_bytes(target, source, source.nbytes)
     else:
         target.copy_(source)
 
+
+# --- Low-precision copies ---
 
 MakeCopy = Callable[[Entry, Cast], None]
 """Makes `entry.copies[cast.narrow]`, or makes it again; given from the side that can compute."""
@@ -128,12 +143,13 @@ def source_of(fetch: Fetch, entries: Sequence[Entry]) -> Entry:
 
 
 def is_fresh(entry: Entry, cast: Cast) -> bool:
+    """Whether the copy for `cast` was cast from the entry as it is now."""
     found = entry.copies.get(cast.narrow)
     return found is not None and found[1] == entry.version
 
 
-def freshen(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy) -> None:
-    """Make what `schedule` will fetch, as far as it is missing or stale.
+def refresh_copies(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy) -> None:
+    """Make the copies that `schedule` will fetch, as far as they are missing or out of date.
 
     raises  ParameterChanged, if what an entry took its values from was written since: who uses a
             copy uses the entry

@@ -1,4 +1,4 @@
-"""What an entry took its values from, where torch would have made both one tensor.
+"""A source is what an entry took its values from, where torch would have made both one tensor.
 
 `p.data = x` makes p and x the same memory in torch. An entry cannot lie in the memory of a plain
 tensor that others share, nor in another store. Then it takes the values, and whoever uses it after
@@ -27,8 +27,8 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Layout
 from zcompile.ir.units import KiB
 
-AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"
-KEPT = (
+ASSIGN_AGAIN = "assign .data once more after such a write, or give it a copy of its own (x.clone())"
+HOW_TO_GO_ON = (
     "to go on with the values of the parameter, drop what else holds that memory (as a state_dict "
     "from before); for what was written, assign that (p.data = x); or write to a copy (x.clone())"
 )
@@ -36,7 +36,7 @@ SMALL = 64 * KiB
 """So many bytes of the host are compared each time: that takes less than to ask who holds them."""
 
 
-class Held(Protocol):
+class SourcedEntry(Protocol):
     """What a source needs of an entry.
 
     store  has `read_all(entry)`, its bytes
@@ -53,29 +53,66 @@ class Held(Protocol):
 class Source(Protocol):
     """What an entry took its values from."""
 
-    def holds(self, entry: Held) -> bool:
+    def holds(self, entry: SourcedEntry) -> bool:
         """Whether anybody could still write the other side.
 
         raises  ParameterChanged, if somebody did
         """
 
-    def before_write(self, entry: Held) -> None:
-        """The entry is about to be written, and has the values that were taken no longer."""
+    def before_write(self, entry: SourcedEntry) -> None:
+        """The entry is about to be written, and will not have the values any more that it took."""
 
     def dissolve(self) -> None:
         """The entry has other values now."""
 
 
+# --- Of an entry ---
+
+
+def check_sources(entry: SourcedEntry) -> None:
+    """raises  ParameterChanged, if what the entry took its values from has others now"""
+    entry.sources = tuple(s for s in entry.sources if s.holds(entry))
+
+
+def before_write(entry: SourcedEntry) -> None:
+    """Let sources note what they will compare with, before the entry is written."""
+    for source in entry.sources:
+        source.before_write(entry)
+
+
+def drop_sources(entry: SourcedEntry) -> None:
+    """Drop all sources of an entry that takes other values."""
+    sources, entry.sources = entry.sources, ()
+    for source in sources:
+        source.dissolve()
+
+
+def taken_from(value: Tensor) -> Iterator[SourcedEntry]:
+    """The entries that took their values from where `value` lies, the very same elements.
+
+    Only while neither was written since.
+    """
+    for tie in list(_sources_of(value)):
+        source: MemorySource | None = tie()
+        if source is None or not source.is_shown_by(value):
+            continue
+        entry = source._entry()
+        if entry is not None and entry.version == source._version and source.is_current(entry):
+            yield entry
+
+
+# --- Plain memory ---
+
 _SOURCES: dict[int, set[Tie]] = {}
 """Memory -> the sources that hold it: parts of one vector are the `.data` of many parameters."""
-_GONE: deque[Tie] = deque()
-"""Of sources that have died."""
+_DEAD: deque[Tie] = deque()
+"""Ties of sources that have died."""
 _NEW: deque["weakref.ref[MemorySource]"] = deque()
-"""Those of whose memory nobody has asked yet who else holds it."""
+"""Sources of whose memory nobody has asked yet who else holds it."""
 
 
 class MemorySource:
-    """The memory of a plain tensor, held until nobody holds it but sources.
+    """The memory of a plain tensor as a source, held until nobody holds it but sources.
 
     Torch's count of its writes says much, and costs nothing, but `x.data` and storages count
     elsewhere. So torch is made to tell of any write (`watch_memory`), and once the memory was
@@ -86,12 +123,12 @@ class MemorySource:
     raises  ParameterChanged, if an entry took its values from there before, and was written since
     """
 
-    def __init__(self, entry: Held, value: Tensor) -> None:
+    def __init__(self, entry: SourcedEntry, value: Tensor) -> None:
         self._value = value.detach()
-        self._writes = _writes_of(self._value)
+        self._writes = _write_count(self._value)
         small = self._value.is_cpu and self._value.nbytes <= SMALL
         self._watched = not small and watch_memory(self._value)
-        self._sum = None if self._watched else _sum_of(self._value)
+        self._sum = None if self._watched else _checksum_of(self._value)
         if self._watched:
             _NEW.append(weakref.ref(self))
         self._entry, self._version = weakref.ref(entry), entry.version
@@ -100,12 +137,12 @@ class MemorySource:
         memory, others = memory_of(self._value), _sources_of(self._value)
         for tie in list(others):
             other: MemorySource | None = tie()
-            if other is not None and _overlap(other._value, self._value):
+            if other is not None and _share_bytes(other._value, self._value):
                 other._share_with(entry)
-        _SOURCES.setdefault(memory, others).add(Tie(self, _GONE, memory))
+        _SOURCES.setdefault(memory, others).add(Tie(self, _DEAD, memory))
         entry.sources = (*entry.sources, self)
 
-    def _share_with(self, entry: Held) -> None:
+    def _share_with(self, entry: SourcedEntry) -> None:
         """Another entry takes its values from here too."""
         mine = self._entry()
         if mine is None or mine is entry:
@@ -114,7 +151,7 @@ class MemorySource:
             raise _written_apart(entry, mine)
         EntrySource(entry, mine)
 
-    def holds(self, entry: Held) -> bool:
+    def holds(self, entry: SourcedEntry) -> bool:
         others = self._is_held_by_others()
         if (others or not self._told) and not self.is_current(entry):
             self._told = True
@@ -122,22 +159,22 @@ class MemorySource:
                 entry.name,
                 "took the values of a plain tensor, and that tensor, or one that shares its "
                 "memory, was written since",
-                KEPT,
+                HOW_TO_GO_ON,
             )
         return others
 
     def _is_held_by_others(self) -> bool:
         return holders_of_memory(self._value) > len(_sources_of(self._value))
 
-    def is_current(self, entry: Held) -> bool:
+    def is_current(self, entry: SourcedEntry) -> bool:
         """Whether the memory has the values that were taken."""
-        if _writes_of(self._value) != self._writes:
+        if _write_count(self._value) != self._writes:
             return False
         if self._is_untouched():
             return True
         if self._sum is None:
             self._sum = self._sum_of_entry(entry)
-        return _sum_of(self._value) == self._sum
+        return _checksum_of(self._value) == self._sum
 
     def _is_untouched(self) -> bool:
         """Whether torch says that nobody wrote; if not, it cannot say so any more."""
@@ -146,15 +183,15 @@ class MemorySource:
             self._watched = False
         return self._watched
 
-    def before_write(self, entry: Held) -> None:
+    def before_write(self, entry: SourcedEntry) -> None:
         if self._sum is not None or entry.version != self._version:
             return
         if not self._is_untouched():
             self._sum = self._sum_of_entry(entry)
         elif self._is_held_by_others():
-            self._sum = _sum_of(self._value)
+            self._sum = _checksum_of(self._value)
 
-    def _sum_of_entry(self, entry: Held) -> int | None:
+    def _sum_of_entry(self, entry: SourcedEntry) -> int | None:
         if entry.version != self._version:
             return None  # nobody knows any more what was taken
         sources, entry.sources = entry.sources, ()  # who reads looks at these first
@@ -162,7 +199,7 @@ class MemorySource:
             bytes_ = entry.store.read_all(entry)
         finally:
             entry.sources = sources
-        return _sum_of(Layout.of(self._value).view(bytes_))
+        return _checksum_of(Layout.of(self._value).view(bytes_))
 
     def is_shown_by(self, value: Tensor) -> bool:
         """Whether `value` lies exactly where the values were taken from."""
@@ -176,7 +213,8 @@ class MemorySource:
 
 
 def _ask_for_holders() -> None:
-    """Of memory that others may write unseen torch cannot tell: ask for all new sources at once."""
+    """Ask for all new sources at once who else holds their memory, and may write it unseen by
+    torch."""
     found = []
     while _NEW:
         try:
@@ -190,75 +228,11 @@ def _ask_for_holders() -> None:
         source._watched = source._watched and not outside
 
 
-class EntrySource:
-    """Between two entries with the values of one memory, as those of two stores: neither may be
-    used after the other was written."""
-
-    def __init__(self, one: Held, other: Held) -> None:
-        self._sides = tuple((weakref.ref(side), side.version) for side in (one, other))
-        for side in (one, other):
-            side.sources = (*side.sources, self)
-
-    def holds(self, entry: Held) -> bool:
-        ((other, version),) = [side for side in self._sides if side[0]() is not entry]
-        found = other()
-        if found is not None and found.version != version:
-            raise _written_apart(entry, found)
-        return found is not None
-
-    def before_write(self, entry: Held) -> None:
-        """Versions tell."""
-
-    def dissolve(self) -> None:
-        for side, _ in self._sides:
-            if (entry := side()) is not None:
-                entry.sources = tuple(s for s in entry.sources if s is not self)
-
-
-def taken_from(value: Tensor) -> Iterator[Held]:
-    """The entries that took their values from where `value` lies, the very same elements, while
-    neither was written since."""
-    for tie in list(_sources_of(value)):
-        source: MemorySource | None = tie()
-        if source is None or not source.is_shown_by(value):
-            continue
-        entry = source._entry()
-        if entry is not None and entry.version == source._version and source.is_current(entry):
-            yield entry
-
-
-def check_sources(entry: Held) -> None:
-    """raises  ParameterChanged, if what the entry took its values from has others now"""
-    entry.sources = tuple(s for s in entry.sources if s.holds(entry))
-
-
-def before_write(entry: Held) -> None:
-    """Sources keep of the entry what they compare with."""
-    for source in entry.sources:
-        source.before_write(entry)
-
-
-def drop_sources(entry: Held) -> None:
-    """The entry takes other values."""
-    sources, entry.sources = entry.sources, ()
-    for source in sources:
-        source.dissolve()
-
-
-def _written_apart(entry: Held, other: Held) -> ParameterChanged:
-    return ParameterChanged(
-        entry.name,
-        f"shares its .data with {other.name!r}, of another offloaded model or by a plain tensor "
-        "that others hold, and that was written since",
-        f"offload both models as one module, let one take the .data of the other, or {AGAIN}",
-    )
-
-
 def _sources_of(value: Tensor) -> set[Tie]:
-    """Those that hold the memory of `value`, which lives."""
-    while _GONE:
+    """The sources that hold the memory of `value`, which lives."""
+    while _DEAD:
         try:
-            gone = _GONE.popleft()
+            gone = _DEAD.popleft()
         except IndexError:  # another thread was here
             break
         others = _SOURCES.get(gone.mark, set())
@@ -268,23 +242,63 @@ def _sources_of(value: Tensor) -> set[Tie]:
     return _SOURCES.get(memory_of(value), set())
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def _share_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether the bytes that two tensors of one memory span have any in common."""
-    (begin, end), (other_begin, other_end) = map(_reach, (a, b))
+    (begin, end), (other_begin, other_end) = map(_byte_span, (a, b))
     return max(begin, other_begin) < min(end, other_end)
 
 
-def _reach(value: Tensor) -> tuple[int, int]:
+def _byte_span(value: Tensor) -> tuple[int, int]:
     begin = int(value.storage_offset()) * value.element_size()
     return begin, begin + Layout.of(value).nbytes
 
 
-def _writes_of(value: Tensor) -> int:
+def _write_count(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version  # those are not counted
 
 
-def _sum_of(value: Tensor) -> int:
-    if _reach(value)[1] > value.untyped_storage().nbytes():
+def _checksum_of(value: Tensor) -> int:
+    if _byte_span(value)[1] > value.untyped_storage().nbytes():
         return -1  # somebody took the memory away
     flat = materialised(value.cpu()).contiguous()
     return zlib.crc32(raw_bytes(flat)) if flat.numel() else 0
+
+
+# --- Other entries ---
+
+
+class EntrySource:
+    """A source between two entries with the values of one memory, as those of two stores.
+
+    Neither may be used after the other was written.
+    """
+
+    def __init__(self, one: SourcedEntry, other: SourcedEntry) -> None:
+        self._sides = tuple((weakref.ref(side), side.version) for side in (one, other))
+        for side in (one, other):
+            side.sources = (*side.sources, self)
+
+    def holds(self, entry: SourcedEntry) -> bool:
+        ((other, version),) = [side for side in self._sides if side[0]() is not entry]
+        found = other()
+        if found is not None and found.version != version:
+            raise _written_apart(entry, found)
+        return found is not None
+
+    def before_write(self, entry: SourcedEntry) -> None:
+        """Versions tell."""
+
+    def dissolve(self) -> None:
+        for side, _ in self._sides:
+            if (entry := side()) is not None:
+                entry.sources = tuple(s for s in entry.sources if s is not self)
+
+
+def _written_apart(entry: SourcedEntry, other: SourcedEntry) -> ParameterChanged:
+    return ParameterChanged(
+        entry.name,
+        f"shares its .data with {other.name!r}, of another offloaded model or by a plain tensor "
+        "that others hold, and that was written since",
+        "offload both models as one module, let one take the .data of the other, or "
+        + ASSIGN_AGAIN,
+    )

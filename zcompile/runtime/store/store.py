@@ -1,13 +1,14 @@
-"""The store of one model: which entry rests where, and every way its bytes can travel.
+"""The store of one model knows which entry rests where, and every way the bytes of an entry can
+travel.
 
 An entry is a parameter, a gradient or an optimizer state: raw bytes with a name. The store places
-it on the host while there is room, else on disk, and moves it to and from the device on request.
+an entry on the host while there is room, else on disk, and moves it to and from the device on
+request.
 
-What was asked of an entry and not done yet: a cheap change that the next reader makes.
-
-Clipping multiplies every gradient by one number. Done at once this reads and writes all of them;
-deferred, the optimizer's step multiplies each chunk as it passes. Whoever else reads the entry
-finds it done, since the store does it first.
+Cheap changes of an entry may be deferred until the next reader (`Deferrals`). Clipping multiplies
+every gradient by one number; at once this would read and write all of them, while the optimizer's
+step multiplies each chunk as it passes. Whoever else reads the entry finds the change applied,
+since the store applies it first.
 """
 
 import os
@@ -27,11 +28,17 @@ from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
 from zcompile.ir.ties import Tie
 from zcompile.ir.types import EntryKind, Layout
-from zcompile.runtime.closing import Closing, wait_for_the_dead
+from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.pages import check_memory
 from zcompile.runtime.meter import Meter
-from zcompile.runtime.open import Opening, closed_error, forked_error, open_resources, shut
+from zcompile.runtime.open import (
+    Opening,
+    close_resources,
+    closed_error,
+    forked_error,
+    open_resources,
+)
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
@@ -41,14 +48,16 @@ from zcompile.runtime.transfer.queue import Backlog, compute_marks
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, Put, ReadBack, Transfer
 
+# --- Deferred changes ---
+
 
 @dataclass(frozen=True)
 class Deferred:
-    """`func(values, operand)`, elementwise and in place.
+    """A change that waits for the next reader: `func(values, operand)`, elementwise and in place.
 
-    lists   `func` takes a list of tensors
+    lists    `func` takes a list of tensors
     operand  one number, or a tensor of one
-    layout  of the tensor it was asked of, which covers its entry
+    layout   of the tensor whose change was asked for, which covers its entry
     """
 
     func: Callable[..., object]
@@ -57,12 +66,16 @@ class Deferred:
     layout: Layout
 
     def apply(self, values: Tensor, operand: Any) -> None:
-        """values  a range of the entry's elements; operand  `self.operand`, on its way"""
+        """Apply the change to some elements.
+
+        values   a range of the entry's elements
+        operand  `self.operand`, as it reached the step
+        """
         self.func([values] if self.lists else values, operand)
 
 
 class Changing(Protocol):
-    """What changes can be deferred of; an entry."""
+    """What deferred changes need of an entry."""
 
     key: int
     deferred: tuple[Deferred, ...]
@@ -73,41 +86,44 @@ E = TypeVar("E", bound=Changing)
 
 
 class Deferrals(Generic[E]):
-    """Who has something deferred, and who does it.
+    """The entries with deferred changes, and who applies them.
 
-    make  does what is deferred of an entry, and clears it; set by the side that can compute
+    apply_now  applies what is deferred of an entry, and clears it; set by the side that can compute
     """
 
     def __init__(self) -> None:
-        self.make: Callable[[E], None] | None = None
+        self.apply_now: Callable[[E], None] | None = None
         self._waiting: dict[int, E] = {}
 
     def defer(self, entry: E, change: Deferred) -> None:
-        """To be done before the entry is read, or by whoever reads it."""
+        """Note a change, to be applied before the entry is read, or by whoever reads it."""
         entry.deferred = (*entry.deferred, change)
         entry.version += 1
         self._waiting[entry.key] = entry
 
-    def settle(self, entry: E) -> None:
-        """Do what is deferred of the entry."""
+    def apply(self, entry: E) -> None:
+        """Apply what is deferred of the entry."""
         if entry.deferred:
-            assert self.make is not None, "a change was deferred where nobody can make it"
-            self.make(entry)
+            assert self.apply_now is not None, "a change was deferred where nobody can make it"
+            self.apply_now(entry)
 
-    def forget(self, entry: E) -> None:
-        """It is dead."""
+    def drop(self, entry: E) -> None:
+        """The entry is dead."""
         self._waiting.pop(entry.key, None)
 
-    def settle_all(self, lives: Callable[[E], bool]) -> None:
-        """Do what is deferred of any entry that `lives`."""
+    def apply_all(self, lives: Callable[[E], bool]) -> None:
+        """Apply what is deferred of any entry that `lives`."""
         while self._waiting:
             _, entry = self._waiting.popitem()
             if lives(entry):
-                self.settle(entry)
+                self.apply(entry)
+
+
+# --- Entries ---
 
 
 class Entry:
-    """Bytes that the store holds. Reads give zeros until something is written.
+    """Bytes that the store keeps. Reads give zeros until something is written.
 
     born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
@@ -116,8 +132,8 @@ class Entry:
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
              handle are that parameter's
-    shown    how it lies in what that parameter shows; None once the .data of that is something else
-    deferred what is still to be done to the bytes; whoever reads finds it done
+    shown    its layout in what that parameter shows; None once the .data of that is something else
+    deferred changes that are still to be applied to the bytes; whoever reads finds them applied
     sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
@@ -163,7 +179,7 @@ class Entry:
     ) -> Tensor:
         """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
         store = self.store
-        store.deferrals.settle(self)  # which takes room in the arena too
+        store.deferrals.apply(self)  # which takes room in the arena too
         memory = store.arena.take(self.nbytes, self.name)
         store.fetch(self, memory, after=(store.device.mark(),)).join_compute()
         store.meter.count("gathers")
@@ -173,10 +189,13 @@ class Entry:
         self.store.on_gradient(self, grad, offset)
 
 
-class Store:
-    """Opens what `config` asks for.
+# --- The store ---
 
-    on_gradient   what becomes of a gradient given to `Entry.reduce_grad`; set from above
+
+class Store:
+    """Opens what `config` asks for, and moves entries.
+
+    on_gradient   takes a gradient given to `Entry.reduce_grad`; set from above
     reaches_host  compute may touch what rests on the host
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
@@ -186,28 +205,28 @@ class Store:
         self.config = config
         self.meter = Meter()
         self.on_gradient: Callable[[Leaf, Tensor, int | None], None] = _nobody_takes_gradients
-        wait_for_the_dead()
+        wait_for_dead_stores()
         with deferred_interrupts():
-            plant = opening(config, self.meter)
-            adder = plant.context.adder
-            self._close = Closing(self, adder.submit_from_c, partial(shut, plant))
-        self.device = plant.context.device
-        self.device_budget = plant.device_budget
-        self.host_budget = plant.host_budget
+            resources = opening(config, self.meter)
+            adder = resources.context.adder
+            self._close = Closing(self, adder.submit_from_c, partial(close_resources, resources))
+        self.device = resources.context.device
+        self.device_budget = resources.device_budget
+        self.host_budget = resources.host_budget
         self.arena = Arena(
-            self.device, self.device_budget, self.meter.device, plant.mover.wait_for_memory
+            self.device, self.device_budget, self.meter.device, resources.mover.wait_for_memory
         )
-        self._context = plant.context
-        self._mover = plant.mover
-        self.durable = plant.durable
-        self.system = plant.system
-        self.homes = Tiers(plant.tiers, DeviceTier(self.arena), self.meter)
-        self._backlog = Backlog(plant.backlog_bytes)
+        self._context = resources.context
+        self._mover = resources.mover
+        self.durable = resources.durable
+        self.system = resources.system
+        self.homes = Tiers(resources.tiers, DeviceTier(self.arena), self.meter)
+        self._backlog = Backlog(resources.backlog_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[Tie | int] = deque()
         self.deferrals: Deferrals[Entry] = Deferrals()
-        self._pid = plant.pid
-        self.reaches_host = plant.context.device.reaches_host
+        self._pid = resources.pid
+        self.reaches_host = resources.context.device.reaches_host
 
     @uninterrupted
     def create(
@@ -221,7 +240,7 @@ class Store:
         tier: str | None = None,
         at: Place | None = None,
     ) -> Entry:
-        """A new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
+        """Create a new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """
@@ -233,18 +252,18 @@ class Store:
         return entry
 
     def handle(self, entry: Entry) -> Tensor:
-        """The handle of a new entry, which is freed when the last use of it has died."""
+        """The handle of a new entry, which is freed when the last use of its handle has died."""
         return handles.handle_of(entry.key, partial(self._watch, entry))
 
     def _watch(self, entry: Entry, memory: object) -> None:
         entry.tie = Tie(memory, self._dead, entry.key)
 
     def free_later(self, key: int) -> None:
-        """The entry is not needed any more; it never had a handle. Takes no lock."""
+        """Free an entry that never had a handle. Takes no lock."""
         self._dead.append(key)
 
     def holds(self, entry: Entry) -> bool:
-        """False once the last use of the entry has died."""
+        """Whether the entry is alive: False once the last use of its handle has died."""
         self.enter(entry.name)
         return entry.key in self._entries
 
@@ -266,7 +285,7 @@ class Store:
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
-        self._settle(entry, ahead)
+        self._prepare_read(entry, ahead)
         fetch = Fetch(
             entry.place,
             begin,
@@ -278,16 +297,18 @@ class Store:
         )
         return self._submit(fetch, after)
 
-    def lendable(self, entry: Entry) -> bool:
-        """Whether compute reaches the bytes of `entry` where they rest, in one piece: on the
-        device, or on the host of the emulated one, unless throttled links must show."""
+    def can_view_in_place(self, entry: Entry) -> bool:
+        """Whether compute reaches the bytes of `entry` where they rest, in one piece.
+
+        That is on the device, or on the host of the emulated one, unless throttled links must show.
+        """
         place, tier = entry.place, entry.place.tier
         if tier.on_device or not (tier.in_memory and self.reaches_host):
             return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     @uninterrupted
-    def borrow(
+    def view_in_place(
         self,
         entry: Entry,
         begin: int,
@@ -296,14 +317,14 @@ class Store:
         overwrites: bool = False,
         ahead: bool = False,
     ) -> Tensor:
-        """Bytes of a lendable entry where they rest: uint8 [nbytes]; waits for what moves them.
+        """Bytes of an entry where they rest: uint8 [nbytes]; waits for transfers on them.
 
         Compute may touch them until the caller uses the entry. `overwrites`: all, before it reads.
-        `ahead`: as in `fetch`.
+        `ahead`: as in `fetch`. The entry is one of those that `can_view_in_place` names.
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
-        self._settle(entry, ahead)
+        self._prepare_read(entry, ahead)
         if writes:
             before_write(entry)
         ((_, memory),) = entry.place.tier.pieces(entry.place.extent, begin, begin + nbytes)
@@ -328,7 +349,7 @@ class Store:
         check_memory(source)
         if source.numel() == entry.nbytes:
             entry.deferred = ()
-        self.deferrals.settle(entry)
+        self.deferrals.apply(entry)
         window = self.arena.window(source)
         put = Put(
             entry.place,
@@ -348,7 +369,7 @@ class Store:
         """As `Tensor.add_`: start adding `source` (1-D; else as in `put`) from byte `begin` on."""
         self.enter(entry.name)
         check_memory(source)
-        self._settle(entry)
+        self._prepare_read(entry)
         raw = source.view(torch.uint8)
         add = Add(
             entry.place,
@@ -363,7 +384,7 @@ class Store:
 
     @uninterrupted
     def zero(self, entry: Entry) -> None:
-        """Make it blank again; moves nothing."""
+        """Make an entry blank again, which moves nothing."""
         self.enter(entry.name)
         before_write(entry)
         self._mover.mark_blank(entry.place)
@@ -380,7 +401,7 @@ class Store:
         """
         self.enter(entry.name)
         check_memory(target)
-        self._settle(entry)
+        self._prepare_read(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._context), ())
 
     def read_all(self, entry: Entry) -> Tensor:
@@ -396,37 +417,39 @@ class Store:
         None of them, if some lie in no file, hold nothing yet, or are under way.
         """
         self.enter(entry.name)
-        self._settle(entry)
+        self._prepare_read(entry)
         place = entry.place
         if place.in_flight or not place.written.covers(begin, end):
             return ()
         return place.tier.file_ranges(place.extent, begin, end)
 
     def drain(self) -> None:
-        """All transfers are done; raises the first error that any had."""
+        """Wait for all transfers; raises the first error that any had."""
         self.enter("the model")
         self._mover.drain()
 
     def is_idle(self) -> bool:
-        """Whether no transfer is under way; as of now, takes no lock."""
+        """Whether no transfer is in flight, as of now; takes no lock."""
         return self._mover.is_idle()
 
     def close(self) -> None:
-        """Stop what is under way, remove the files; idempotent."""
+        """Stop transfers and remove the files; idempotent."""
         with deferred_interrupts():
             self._close()
 
     def enter(self, name: str) -> None:
-        """The door of every verb: the store is this process's, and open; the dead are buried."""
+        """Check at the door of every verb: the store is this process's, and open. Frees dead
+        entries."""
         if os.getpid() != self._pid:
             raise forked_error(name, self._pid)
         if not self._close.alive:
             raise closed_error(name)
         if self._dead:
-            self._bury()
+            self._free_dead()
 
     @uninterrupted
-    def _bury(self) -> None:
+    def _free_dead(self) -> None:
+        """Free the entries whose handles have died."""
         while self._dead:
             try:
                 gone = self._dead.popleft()
@@ -434,18 +457,18 @@ class Store:
                 return
             key = gone if isinstance(gone, int) else gone.mark
             if (entry := self._entries.pop(key, None)) is not None:
-                self.deferrals.forget(entry)
+                self.deferrals.drop(entry)
                 self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
                 self._dead.extend(copy.key for copy, _ in entry.copies.values())
 
-    def _settle(self, entry: Entry, ahead: bool = False) -> None:
-        """Before a read: the entry has a value, and nothing is left to be done to it."""
+    def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
+        """Before a read: check that the entry has a value, and apply what is deferred."""
         if entry.unset:
             raise ValueUnset(entry.name)
         if entry.sources and not ahead:
             check_sources(entry)
-        self.deferrals.settle(entry)
+        self.deferrals.apply(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"

@@ -13,7 +13,7 @@ import re
 import time
 
 from zcompile.errors import DiskOwned, DiskUnusable
-from zcompile.runtime.closing import wait_for_the_dead
+from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.io.files import Directory
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class DirectoryLock:
             self._fd = self._acquire()
         except DiskOwned:
             gc.collect()  # a model of this process that is unreachable may not be collected yet
-            wait_for_the_dead()
+            wait_for_dead_stores()
             self._fd = self._acquire()
         try:
             if (died := _lock_text(directory, self._fd)) is not None:

@@ -1,4 +1,4 @@
-"""What the kernel says of this machine: processor, memory, mounts. Knows nothing of torch."""
+"""This module asks the kernel about the machine: processor, memory, mounts. It needs no torch."""
 
 import os
 import platform
@@ -10,17 +10,19 @@ from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 
 def cpu_model() -> str:
+    """The name of the processor, as the kernel tells it."""
     models = (row[1] for row in _rows(Path("/proc/cpuinfo")) if row[0] == "model name")
     return next(models, platform.machine())
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def available_bytes(total_bytes: int) -> int:
-    """Memory that can be used without swapping; where the kernel does not say, everything."""
+    """Bytes of memory that can be used without swapping; all of it, where the kernel does not
+    say."""
     for row in _rows(Path("/proc/meminfo")):
         if row[0] == "MemAvailable":
             return int(row[1].split()[0]) * KiB
@@ -37,7 +39,7 @@ def free_disk_bytes(directories: Iterable[Path], system: SystemCalls = KERNEL) -
 
 
 def filesystem(path: Path) -> str:
-    """Type of the mount that holds `path`, "ext4"; "unknown" where /proc does not say."""
+    """The type of the mount that holds `path`, as "ext4"; "unknown" where /proc does not say."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -46,7 +48,8 @@ def filesystem(path: Path) -> str:
 
 
 def mount_type(path: Path, mounts: Sequence[str]) -> str:
-    """Filesystem type from lines of /proc/self/mountinfo: the deepest mount, the last on ties."""
+    """The filesystem type from lines of /proc/self/mountinfo: of the deepest mount, the last on
+    ties."""
     found, depth = "unknown", -1
     for line in mounts:
         mount, _, rest = line.partition(" - ")

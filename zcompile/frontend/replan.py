@@ -40,7 +40,7 @@ from zcompile.planner.step_plan import (
 )
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.profile import key_of
-from zcompile.runtime.relocate import rehome, send_away
+from zcompile.runtime.relocate import evict, relocate
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
@@ -308,7 +308,7 @@ class StepController:
         device = session.homes.device
         self._quiet()
         device.window_bytes = plan.arena.window_bytes
-        left = send_away(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
+        left = evict(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
         device.clear()
         wanted = sorted(
             (key for key, home in homes.items() if home == "device"),
@@ -317,7 +317,7 @@ class StepController:
         facts = [plan.step.facts[key] for key in wanted]
         crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
         homes = {key: home for key, home in homes.items() if key not in set(crowded)}
-        astray, rests = rehome(session, homes, self._base)
+        astray, rests = relocate(session, homes, self._base)
         # A gradient that has no berth is no entry yet, so that nothing says where it rests.
         rests = {**dict.fromkeys(crowded, "host"), **rests}
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
@@ -346,7 +346,7 @@ class StepController:
             self.plan, session.depth = None, DEPTH
             session.scratch_use.plan(NO_ROOM)
             session.homes.wanted = {}
-            send_away(session, self._near(), {})
+            evict(session, self._near(), {})
             device.clear()
             device.window_bytes = session.arena.budget_bytes
 
@@ -362,7 +362,7 @@ class StepController:
             return
         with deferred_interrupts():
             self._quiet()
-            send_away(session, held, {})
+            evict(session, held, {})
         again, self._evicted_in = self._seen - self._evicted_in == 1, self._seen
         log.info(
             "%d gradients that stayed go home: a forward needs their room%s",
@@ -394,7 +394,7 @@ class StepController:
     def _is_misplaced(self, entry: Entry, homes: Mapping[int, str]) -> bool:
         """Whether an entry is to leave the device, or its address there."""
         key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
-        stays = homes.get(key) == "device" and device.is_berth(key, extent)
+        stays = homes.get(key) == "device" and device.is_reserved_for(key, extent)
         return not stays or extent.offset < device.window_bytes
 
     def reclaim(self, needed_bytes: int) -> bool:

@@ -1,27 +1,21 @@
-"""What a walk took, instruction by instruction; from which costs are known and predictions checked.
+"""The profile records a training step as it happens, and times it instruction by instruction.
 
-Host time is read around every instruction of the first walks of a schedule, and of one in EVERY
-later on: what a region costs does not change from step to step, and reading it should cost nothing
-either. Where compute runs beside the host (CUDA), events of the device time the regions of the
-first walks, and are read when costs are asked for.
+`Recorder` writes down which schedules ran, on which entries: as pure as what a plan in a dry run
+starts from (`ir/step.py`), without an entry or a tensor. `Clocks` collects the times from which
+costs are known and predictions checked. Host time is read around every instruction of the first
+walks of a schedule, and of one in EVERY later on: what a region costs does not change from step to
+step, and reading it should cost nothing either. Where compute runs beside the host (CUDA), events
+of the device time the regions of the first walks, and are read when costs are asked for.
 
-What stands for many samples of one thing is said in `profile.py`. Of instructions that may wait for
-a transfer (`Wait`, `Borrow`) it is the minimum, which is what they take when they need not; what
-`Reduce` waits for is known, and taken off. Between two calls it is the median: a user may do
-anything there now and then, and a plan is made there once.
-
-Seconds of things that happen again and again, and the one figure that stands for each.
-
-The mean of the last RECENT counts, of which none counts for more than MOST times their median. A
-step is the sum of hundreds of such times and comes near the sum of their means: noise only ever
-adds, so medians or minima would sum up to too little every time. The limit leaves out what a
-machine that sleeps adds. What was *cold*, when kernels are chosen and pages are touched for the
-first time, counts only as long as nothing else is known.
-
-Writes down a training step as it happens: which schedules ran, on which entries.
-
-What is recorded is as pure as what a plan in a dry run starts from (`ir/step.py`): no entry, no
-tensor.
+One figure stands for many samples of one thing (`Samples`): the mean of the last RECENT counts, of
+which none counts for more than MOST times their median. A step is the sum of hundreds of such times
+and comes near the sum of their means: noise only ever adds, so medians or minima would sum up to
+too little every time. The limit leaves out what a machine that sleeps adds. A *cold* sample, when
+kernels are chosen and pages are touched for the first time, counts only as long as nothing else is
+known. Of instructions that may wait for a transfer (`Wait`, `Borrow`) the figure is the minimum,
+which is what they take when they need not wait; what `Reduce` waits for is known, and taken off.
+Between two calls it is the median: a user may do anything there now and then, and a plan is made
+there once.
 """
 
 from collections import deque
@@ -40,17 +34,17 @@ from zcompile.runtime.meter import Stamp
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import TierIO
 
+# --- Recording a step ---
+
 MOST_CALLS = 20_000
-"""Of one step; beyond that, nobody ends it: a loop that updates parameters by itself."""
-
-
+"""Calls of one step; beyond that nobody ends the step: a loop that updates parameters by itself."""
 MOST_KNOWN = 1024
 """Calls of which is remembered what was written down; a step has a few, unless they vary."""
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What was written down of one call, on entries that rested and were what `alike` says."""
+class _RecordedCall:
+    """What was written down of one call, on entries whose tiers and kinds are as `alike` says."""
 
     alike: tuple[list[TierIO], list[EntryKind]]
     call: StepCall
@@ -73,7 +67,7 @@ class Recorder:
         self._calls: list[StepCall] = []
         self._alone: set[tuple[int, tuple[int, ...]]] = set()
         self._facts: dict[int, EntryFact] = {}
-        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Known] = {}
+        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _RecordedCall] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
@@ -98,8 +92,8 @@ class Recorder:
             self._calls[-1] = replace(self._calls[-1], made=tuple(key_of(e) for e in entries))
             self._facts |= facts_of(entries)
 
-    def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_Known":
-        """What there is to write down of a call; as in the last step, while entries are alike."""
+    def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
+        """What is written down of a call; as in the last step, while entries are alike."""
         keys = tuple([e.key if e.of is None else -e.of for e in entries])
         alike = [e.place.tier for e in entries], [e.kind for e in entries]
         passing = EntryKind.ACTIVATION in alike[1]  # these have new keys in every call
@@ -110,14 +104,14 @@ class Recorder:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             call, facts = StepCall(schedule, keys), facts_of(entries)
-            known = _Known(alike, call, facts, _gradients(schedule, entries))
+            known = _RecordedCall(alike, call, facts, _gradients(schedule, entries))
             self._known[same] = known
         if passing and known.call.entries != keys:
             known = replace(known, call=StepCall(schedule, keys), facts=facts_of(entries))
         return known
 
     def stepped(self) -> None:
-        """An optimizer is done. What nothing forward came before is not a step to plan for."""
+        """An optimizer is done. Calls without a forward before them are not a step to plan for."""
         if any(call.phase is Phase.FORWARD for call in self._calls):
             self._stepped = True
         else:
@@ -136,7 +130,7 @@ class Recorder:
 
 
 def _kept(entries: Sequence[Entry], keys: Sequence[int]) -> tuple[int, ...]:
-    """`keys` without those of values that only this call has, whose places stay."""
+    """The entries of a call without values that only this call has, whose places stay."""
     pairs = zip(entries, keys, strict=True)
     return tuple([0 if e.kind is EntryKind.ACTIVATION else key for e, key in pairs])
 
@@ -148,7 +142,7 @@ def _micro_batches(calls: Sequence[StepCall]) -> int:
 
 
 def facts_of(entries: Sequence[Entry]) -> dict[int, EntryFact]:
-    """Of each entry, by its key in a record."""
+    """The facts of each entry, as a record names it."""
     facts = {}
     for entry in entries:
         key = key_of(entry)
@@ -157,7 +151,7 @@ def facts_of(entries: Sequence[Entry]) -> dict[int, EntryFact]:
 
 
 def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryFact]:
-    """Of the gradients that a backward makes, which are entries later on."""
+    """The facts of gradients that a backward makes, which are entries later on."""
     facts = {}
     for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
         if isinstance(x, Reduce):
@@ -174,21 +168,23 @@ def key_of(entry: Entry) -> int:
     return -entry.of if entry.of is not None else entry.key
 
 
+# --- One figure for many samples ---
+
 RECENT = 64
 """Samples kept of each thing that is timed."""
 MOST = 16.0
-"""Times the median."""
+"""A sample counts for at most this many medians."""
 
 
 class Samples:
-    """Seconds by key."""
+    """Seconds of things that happen again and again, by key."""
 
     def __init__(self) -> None:
         self._times: dict[object, deque[float]] = {}
         self._cold: set[object] = set()
 
     def note(self, key: object, seconds: float, cold: bool = False) -> None:
-        """`cold`: it was the first of its kind."""
+        """Note a sample; `cold`: it was the first of its kind."""
         known = key in self._times
         if cold and known and key not in self._cold:
             return
@@ -200,6 +196,7 @@ class Samples:
         self._times.setdefault(key, deque(maxlen=RECENT)).append(seconds)
 
     def least(self, key: object) -> float:
+        """The least of the last samples."""
         return min(self._times[key])
 
     def means(self) -> dict[object, float]:
@@ -213,24 +210,27 @@ class Samples:
 
 
 def _mean(times: deque[float]) -> float:
+    """The mean of samples, none counted for more than MOST times their median."""
     most = MOST * median(times)
     return fmean(min(seconds, most) for seconds in times)
 
 
+# --- Timing walks ---
+
 FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
-"""Of later walks one in so many is."""
+"""Of later walks one in so many is timed."""
 STEPS = 16
-"""Of which the links are measured: with a quarter for each, those before count for a hundredth."""
-
+"""Steps over which the links are measured: with a quarter for each, those before count for a
+hundredth."""
 Traffic = Mapping[str, tuple[int, float]]
 IDLE = (0, 0.0)
 
 
 @dataclass(frozen=True)
 class Walked:
-    """One walk as it was: when each instruction began and ended, in seconds of one clock.
+    """The times of one walk: when each instruction began and ended, in seconds of one clock.
 
     stalls  index of an instruction -> seconds that compute, or the host, waited there
     """
@@ -244,11 +244,11 @@ class Walked:
 class Clocks:
     """The times of one session. Used by one thread at a time, as the executor is.
 
-    waited  seconds that gradients have waited until others had left, in all
-    traffic bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
-    idle    whether no transfer is under way
-    record  whether to keep the timeline of the last step
-    on_step called when a step is known to be over, since the next begins; only if `record` is set
+    waited   seconds that gradients have waited until others were sent, in all
+    traffic  bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
+    idle     whether no transfer is in flight
+    record   whether to keep the timeline of the last step
+    on_step  called when a step is known to be over, since the next begins; only if `record` is set
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Clocks:
         self._whole: tuple[Walked, ...] = ()
 
     def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Timer":
-        """A walk begins."""
+        """A walk begins: returns its timer."""
         now = perf_counter()
         if self._last is not None:
             before, ended = self._last
@@ -359,7 +359,8 @@ class Clocks:
         return self._whole
 
     def step_s(self) -> float | None:
-        """From the first call of a step to that of the next, of late; None before the second."""
+        """Median seconds of the last steps, from first call to first call; None before the
+        second."""
         return median(self._steps) if self._steps else None
 
     def last_step_s(self) -> float | None:
@@ -367,7 +368,7 @@ class Clocks:
         return self._steps[-1] if self._steps else None
 
     def forget(self) -> None:
-        """Something else was done meanwhile: what follows is no gap between two calls."""
+        """Something else was done meanwhile: the time until the next call is no gap."""
         self._last = self._step_began = None
 
     def made(self, entries: Sequence[Entry]) -> None:
@@ -388,8 +389,12 @@ class Clocks:
         given: frozenset[int],
         idle: Container[int] = (),
     ) -> None:
-        """A walk was timed; `waits` are those of gradients, by instruction; beside the instructions
-        in `idle` no transfer was under way."""
+        """A walk was timed.
+
+        waits  seconds that gradients waited, by instruction
+        given  tickets of fetches that were in flight before the walk began
+        idle   instructions beside which no transfer was in flight
+        """
         stalls, cold = dict(waits), self._is_cold(schedule)
         for index, x in enumerate(schedule.instructions):
             seconds = ends[index] - begins[index]
@@ -414,19 +419,19 @@ class Clocks:
             self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
 
     def timed(self, schedule: Schedule, stamps: list[tuple[Region, Stamp, Stamp]]) -> None:
-        """Regions were timed on the device; they are read later."""
+        """Regions were timed on the device; their stamps are read later."""
         cold = self._is_cold(schedule)
         self._unread.extend((region, begin, end, cold) for region, begin, end in stamps)
 
     def _is_cold(self, schedule: Schedule) -> bool:
-        """Whether this was the first walk of it."""
+        """Whether this was the first walk of a schedule."""
         return self._walks.get(schedule.serial) == 1
 
 
 class Timer:
     """One walk that is not timed.
 
-    given  tickets of the fetches that were under way before it began
+    given  tickets of the fetches that were in flight before it began
     timed  whether it wants to hear of each instruction
     """
 
@@ -441,7 +446,7 @@ class Timer:
         """Instruction `index` is next."""
 
     def ends(self, index: int) -> None:
-        """It is done, as far as the host is concerned."""
+        """Instruction `index` is done, as far as the host is concerned."""
 
     def over(self) -> None:
         """The walk ended well."""
@@ -449,7 +454,7 @@ class Timer:
 
 
 class HostTimer(Timer):
-    """Reads the host's clock around every instruction."""
+    """Reads the host's clock around every instruction of a walk."""
 
     timed = True
 

@@ -1,4 +1,4 @@
-"""Entries change their home, between two steps, when a placement says so."""
+"""Relocation moves entries to another tier, between two steps, when a placement says so."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -17,15 +17,17 @@ from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts
 log = logging.getLogger(__name__)
 
 
-def rehome(
+def relocate(
     session: Session, homes: Mapping[int, str], step: StepTrace
 ) -> tuple[list[Entry], dict[int, str]]:
-    """Every entry goes where `homes` says. Where holes of the host are too small for what is to
-    rest there, what rests there already moves together.
+    """Move every entry to where `homes` says.
 
-    Returns  the entries that found no room, and where each one rests, as `resting` says
+    Where holes of the host are too small for what is to rest there, what rests there already moves
+    together first.
+
+    returns  the entries that found no room, and where each one rests, as `expected_homes` says
     """
-    left, rests = resettle(session, homes), resting(session, step, homes)
+    left, rests = relocate_once(session, homes), expected_homes(session, step, homes)
     free = session.homes.free()["host"]
     astray = [key for key, home in rests.items() if homes.get(key) == "host" != home]
     if any(step.facts[key].nbytes <= free for key in astray):
@@ -33,15 +35,15 @@ def rehome(
             places = [entry.place for entry in session.entries()]
             moved = session.homes.compact(places)
         if moved:
-            left, rests = resettle(session, homes), resting(session, step, homes)
+            left, rests = relocate_once(session, homes), expected_homes(session, step, homes)
     return left, rests
 
 
-def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
-    """Every entry that `homes` knows goes where it says; returns those that found no room there.
+def relocate_once(session: Session, homes: Mapping[int, str]) -> list[Entry]:
+    """Move every entry that `homes` knows to where it says; returns those that found no room there.
 
-    What makes room moves first: to the device, then to disk, then from disk to the host. Berths for
-    what goes to the device are planned already (`DeviceTier.plan`).
+    What makes room moves first: to the device, then to disk, then from disk to the host. Addresses
+    for what goes to the device are reserved already (`DeviceTier.plan`).
     """
     wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes}
     left: list[Entry] = []
@@ -52,24 +54,24 @@ def resettle(session: Session, homes: Mapping[int, str]) -> list[Entry]:
     return left
 
 
-def resting(session: Session, step: StepTrace, homes: Mapping[int, str]) -> dict[int, str]:
-    """Where each entry rests by now; what a step like this one will make, where it will find room,
-    if `homes` does not say that it stays where it is made.
+def expected_homes(session: Session, step: StepTrace, homes: Mapping[int, str]) -> dict[int, str]:
+    """Where each entry rests by now, and where those will find room that a step like this one will
+    make.
 
-    Values that leave the device for backward come in forward and stay for the whole call that
-    takes them, beside the gradients that it makes. Room is looked for in that order, as it will be
-    then, and given back.
+    Unless `homes` says that an entry stays where it is made. Values that are offloaded for backward
+    are made in forward and stay for the whole call that takes them, beside the gradients that it
+    makes. Room is looked for in that order, as it will be then, and given back.
     """
     stay = {key: home for key, home in homes.items() if home == HELD}
     rests = stay | {key_of(entry): entry.home for entry in session.entries()}
     tried: dict[int, tuple[Place, EntryKind]] = {}
 
-    def settle(key: int, kind: EntryKind, nbytes: int, **wish: Any) -> None:
+    def place(key: int, kind: EntryKind, nbytes: int, **wish: Any) -> None:
         if key not in rests:
-            place = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
-            rests[key], tried[key] = place.tier.name, (place, kind)
+            found = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
+            rests[key], tried[key] = found.tier.name, (found, kind)
 
-    def leave(key: int) -> None:
+    def give_back(key: int) -> None:
         if key in tried:
             place, kind = tried.pop(key)
             session.homes.left(place, kind)
@@ -79,24 +81,26 @@ def resting(session: Session, step: StepTrace, homes: Mapping[int, str]) -> dict
         for call in step.calls:
             for x in call.schedule.instructions:
                 if isinstance(x, Offload):
-                    settle(call.made[x.made], EntryKind.ACTIVATION, x.nbytes, tier=x.tier)
+                    place(call.made[x.made], EntryKind.ACTIVATION, x.nbytes, tier=x.tier)
                 elif isinstance(x, Reduce):
                     fact = step.facts[-call.entries[x.entry]]
-                    settle(fact.key, EntryKind.GRAD, fact.nbytes, of=-fact.key)
+                    place(fact.key, EntryKind.GRAD, fact.nbytes, of=-fact.key)
             for key in call.entries:
                 if key in step.facts and step.facts[key].kind is EntryKind.ACTIVATION:
-                    leave(key)
+                    give_back(key)
     except TierFull:
         log.info("the next step will not find room for all that it makes")  # and will say so
     finally:
         for key in list(tried):
-            leave(key)
+            give_back(key)
     return rests
 
 
-def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:
-    """Each of `entries` leaves the device, for where `homes` has it, else for where there is room;
-    returns those for which there is none."""
+def evict(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:
+    """Move each of `entries` off the device: to where `homes` has it, else to where there is room.
+
+    returns  the entries for which there is none
+    """
     left = []
     for entry in entries:
         first = homes.get(key_of(entry), "host")
@@ -108,7 +112,7 @@ def send_away(session: Session, entries: Iterable[Entry], homes: Mapping[int, st
 
 @cleanup
 def move(session: Session, entry: Entry, home: str) -> bool:
-    """`entry` rests on `home` from here on; False if there is no room. Nothing is under way.
+    """Let `entry` rest on `home` from here on; False if there is no room. Nothing is in flight.
 
     raises  what a transfer raises; then the entry is where it was
     """

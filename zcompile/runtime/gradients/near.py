@@ -84,7 +84,7 @@ class DeviceGradients:
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:
             leaf, stays = leaves[index], index in staying
-            if not (stays or device.has_berth(-leaf.key, leaf.nbytes)):
+            if not (stays or device.has_reserved(-leaf.key, leaf.nbytes)):
                 continue
             param = self._sole(leaf)
             if param is None or not (layout := Layout.of(param)).dense:
@@ -94,7 +94,7 @@ class DeviceGradients:
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
-            assert is_on_device(made), "a berth that was free is not any more"
+            assert is_on_device(made), "a reserved address that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
 

@@ -1,4 +1,4 @@
-"""Where a new entry will rest: on the host while there is room, else on disk.
+"""`Tiers` decides where a new entry will rest: on the host while there is room, else on disk.
 
 Where there is a disk, room on the host is kept for gradients: a gradient that rests there is
 neither written to disk nor read back, and it comes anew in every step. Once a whole step has been
@@ -26,7 +26,8 @@ class Tiers:
         self._kept_bytes = self._gradient_bytes = 0
 
     def keep_for_gradients(self, nbytes: int) -> None:
-        """So many bytes more of the host are for gradients, as far as there is a disk instead."""
+        """Keep so many bytes more of the host for gradients, as far as there is a disk for the
+        rest."""
         self._kept_bytes += nbytes
 
     def reserve(
@@ -41,8 +42,8 @@ class Tiers:
 
         raises  TierFull
         """
-        if of is not None and self.device.has_berth(-of, nbytes):
-            return Place(nbytes, self.device, self.device.berth(-of))
+        if of is not None and self.device.has_reserved(-of, nbytes):
+            return Place(nbytes, self.device, self.device.take_reserved(-of))
         if kind is EntryKind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
         wanted = tier if of is None else self.wanted.get(of)
@@ -56,11 +57,12 @@ class Tiers:
         raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
 
     def plan_device(self, nbytes: int) -> None:
-        """A schedule will take so much of the arena at once, beside what rests there."""
+        """Note that a schedule will take so much of the arena at once, beside what rests there."""
         self._meter.plan_device(nbytes + self.device.planned_bytes)
 
     def plan_together(self, nbytes: int) -> None:
-        """So much at once of the arena and of values beside it, and what rests there besides."""
+        """Note how much of the arena and of values outside it is used at once, beside what rests
+        there."""
         self._meter.planned_together.at_least(nbytes + self.device.planned_bytes)
 
     def capacities(self) -> dict[str, int]:
@@ -68,7 +70,7 @@ class Tiers:
         return {tier.name: tier.usage()[2] for tier in self._tiers}
 
     def free(self) -> dict[str, int]:
-        """Bytes of each tier but the device that nothing rests on."""
+        """Free bytes of each tier but the device."""
         rows = (tier.usage() for tier in self._tiers)
         return {name: capacity - used for name, used, capacity in rows}
 
@@ -77,14 +79,16 @@ class Tiers:
         self._account(place.tier, kind, place.extent, -1)
 
     def move(self, place: Place, key: int, kind: EntryKind, home: str) -> TierIO | None:
-        """`place` is to be on the tier `home` from here on, blank; its old tier, or None if `home`
-        has no room. Its old extent is for the caller to release."""
+        """Let `place` be on the tier `home` from here on, blank; returns its old tier.
+
+        None if `home` has no room. The old extent is for the caller to release.
+        """
         old, before = place.tier, place.extent
         tiers = {tier.name: tier for tier in self._tiers}
         if home == "device":
-            if not self.device.has_berth(key, place.nbytes):
+            if not self.device.has_reserved(key, place.nbytes):
                 return None
-            place.tier, place.extent = self.device, self.device.berth(key)
+            place.tier, place.extent = self.device, self.device.take_reserved(key)
         else:
             try:
                 extent = tiers[home].reserve(place.nbytes, place.name)
@@ -96,8 +100,11 @@ class Tiers:
         return old
 
     def compact(self, places: Sequence[Place]) -> bool:
-        """What rests on the host moves together, so that what is free there is one hole; `places`
-        are all entries', and nothing is under way. False, if the host has others' too."""
+        """Move what rests on the host together, so that what is free there is one hole.
+
+        places   all entries', and nothing is in flight
+        returns  False, if the host has others' too
+        """
         host = self._tiers[0]
         mine = [place for place in places if place.tier is host]
         made = host.compact([p.extent for p in mine]) if isinstance(host, Compacting) else None
@@ -117,6 +124,7 @@ class Tiers:
         return (*others, host)
 
     def _account(self, tier: TierIO, kind: EntryKind, extent: Extent, sign: int) -> None:
+        """Count an extent that was reserved (sign 1) or released (-1)."""
         if tier.on_device:
             return
         on_host = tier.name == "host"

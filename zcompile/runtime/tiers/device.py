@@ -1,14 +1,13 @@
-"""The device tier: entries rest in the arena, at addresses that a placement has planned.
+"""The device tiers keep entries in the device's own memory, where compute itself moves their bytes.
 
-A *berth* is a range of the arena that one entry will have. It counts as used from its planning on,
-whether or not its entry exists: a gradient comes anew in every step and finds its berth free.
-What a step makes for itself may rest in room that is *spare*, between the window and the berths.
+`DeviceTier` keeps entries in the arena, at addresses that a placement has reserved. A *reserved
+address* is a range of the arena that one entry will have. It counts as used from its planning on,
+whether or not its entry exists: a gradient comes anew in every step and finds its address free.
+Temporaries of a step may rest in *spare* room, between the streaming buffer and the reserved
+addresses.
 
-What the tiers of the device have in common: compute itself moves the bytes that rest there.
-
-Gradients that stay in the memory that compute made them in, beside the arena.
-
-Nothing is reserved for them: they lie where they were made, and their memory is free once they die.
+`HeldTier` keeps gradients that stay in the memory that compute made them in, outside the arena.
+Nothing is reserved for them: their memory is free once they die.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,9 @@ from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
 from zcompile.runtime.transfer.ticket import Promise
 
 
-class NearTier:
-    """Entries that are borrowed where they lie: nothing reads or writes them for compute."""
+class OnDeviceTier:
+    """A tier whose entries compute uses where they rest: nothing reads or writes them for
+    compute."""
 
     alignment = ALIGNMENT
     granule = 1
@@ -33,56 +33,58 @@ class NearTier:
     on_device = True
 
     def read(self, extent: Extent, begin: int, into: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
+        raise AssertionError("entries on the device are moved by compute itself")
 
     def write(self, extent: Extent, begin: int, source: Buffer) -> Promise:
-        raise AssertionError("what rests on the device is borrowed")
+        raise AssertionError("entries on the device are moved by compute itself")
 
     def file_ranges(self, extent: Extent, begin: int, end: int) -> Sequence[FileRange]:
         return ()
 
 
-class DeviceTier(NearTier):
-    """Berths of one arena. Bytes are moved by compute itself, so nothing here moves any.
+class DeviceTier(OnDeviceTier):
+    """Entries at reserved addresses of one arena.
 
-    window_bytes  of the arena, from its bottom, that stay free of berths and spare room
+    window_bytes  of the arena, from its bottom, that stay free for streaming
     """
 
     name = "device"
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._berths: dict[int, Extent] = {}
-        self._taken: set[int] = set()
+        self._reserved: dict[int, Extent] = {}
+        self._occupied: set[int] = set()
         self._spare: set[int] = set()
         self.window_bytes = arena.budget_bytes
         self._floor = arena.budget_bytes
 
     @property
     def planned_bytes(self) -> int:
-        """Of all berths."""
-        return sum(extent.nbytes for extent in self._berths.values())
+        """Bytes of all reserved addresses."""
+        return sum(extent.nbytes for extent in self._reserved.values())
 
     @property
     def streamed_bytes(self) -> int:
-        """Of the arena, from its bottom, for what streams through: nothing else lies there."""
+        """Bytes of the arena, from its bottom, for what streams through: nothing else lies
+        there."""
         return min(self.window_bytes, self._floor)
 
     def plan(self, key: int, name: str, nbytes: int) -> bool:
-        """The entry `key` will have a berth, above the window; False if there is no room for it.
+        """Reserve an address for an entry, above the streaming buffer; False if there is no room
+        for it.
 
-        One that has a berth large enough above the window keeps it.
+        An entry that has one, large enough and above the buffer, keeps it.
         """
         size = aligned(nbytes)
-        old = self._berths.get(key)
+        old = self._reserved.get(key)
         if old is not None and old.nbytes >= size and old.offset >= self.window_bytes:
             return True
         if old is not None:
-            return False  # somebody is in it, else it were cleared
+            return False  # an entry occupies it, else it were cleared
         begin = self._arena.reserve(size, self.window_bytes, name)
         if begin is None:
             return False
-        self._berths[key] = Extent(0, begin, size, name)
+        self._reserved[key] = Extent(0, begin, size, name)
         self._floor = min(self._floor, begin)
         return True
 
@@ -91,33 +93,38 @@ class DeviceTier(NearTier):
         self.window_bytes = self._floor = self._arena.budget_bytes
 
     def clear(self) -> None:
-        """Give back the berths that no entry is in."""
-        for key, extent in list(self._berths.items()):
-            if extent.offset not in self._taken:
-                self._arena.unreserve(self._berths.pop(key).offset)
-        left = (extent.offset for extent in self._berths.values())
+        """Give back the reserved addresses that no entry occupies."""
+        for key, extent in list(self._reserved.items()):
+            if extent.offset not in self._occupied:
+                self._arena.unreserve(self._reserved.pop(key).offset)
+        left = (extent.offset for extent in self._reserved.values())
         self._floor = min(left, default=self._arena.budget_bytes)
 
-    def has_berth(self, key: int, nbytes: int) -> bool:
-        """Whether entry `key` has a berth of its size that nothing is in."""
-        extent = self._berths.get(key)
-        return extent is not None and nbytes <= extent.nbytes and extent.offset not in self._taken
+    def has_reserved(self, key: int, nbytes: int) -> bool:
+        """Whether an entry has a reserved address of its size that nothing occupies."""
+        extent = self._reserved.get(key)
+        return (
+            extent is not None and nbytes <= extent.nbytes and extent.offset not in self._occupied
+        )
 
-    def berth(self, key: int) -> Extent:
-        """Take the berth planned for `key`."""
-        extent = self._berths[key]
-        assert extent.offset not in self._taken, f"two entries in the berth of {extent.name!r}"
-        self._taken.add(extent.offset)
+    def take_reserved(self, key: int) -> Extent:
+        """Occupy the address reserved for an entry."""
+        extent = self._reserved[key]
+        assert extent.offset not in self._occupied, (
+            f"two entries at the reserved address of {extent.name!r}"
+        )
+        self._occupied.add(extent.offset)
         return extent
 
-    def is_berth(self, key: int, extent: Extent) -> bool:
-        """Whether `extent` is the berth of `key`."""
-        own = self._berths.get(key)
+    def is_reserved_for(self, key: int, extent: Extent) -> bool:
+        """Whether `extent` is the address reserved for an entry."""
+        own = self._reserved.get(key)
         return own is not None and own.offset == extent.offset
 
     def spare(self, nbytes: int, name: str) -> Extent | None:
-        """Room between window and berths for what a step makes for itself, if there is any."""
-        if not self._berths:
+        """Room between streaming buffer and reserved addresses for a temporary of a step, if there
+        is any."""
+        if not self._reserved:
             return None
         size = aligned(nbytes)
         begin = self._arena.reserve(size, self.window_bytes, name)
@@ -127,14 +134,14 @@ class DeviceTier(NearTier):
         return Extent(0, begin, size, name)
 
     def reserve(self, nbytes: int, name: str) -> Extent:
-        """There is room for what was planned only. raises TierFull"""
+        """There is room only for what was planned. raises TierFull"""
         raise TierFull(name, nbytes, [self.usage()])
 
     def release(self, extent: Extent) -> None:
         if extent.offset in self._spare:
             self._spare.discard(extent.offset)
             self._arena.unreserve(extent.offset)
-        self._taken.discard(extent.offset)
+        self._occupied.discard(extent.offset)
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
         """A tensor over the bytes from `begin` on: the same object each time."""
@@ -147,13 +154,13 @@ class DeviceTier(NearTier):
         return self.name, self.planned_bytes, self._arena.budget_bytes
 
     def close(self) -> None:
-        self._berths.clear()
-        self._taken.clear()
+        self._reserved.clear()
+        self._occupied.clear()
         self._spare.clear()
 
 
-class HeldTier(NearTier):
-    """Tensors of the device, by the entries that they are. Compute alone moves their bytes."""
+class HeldTier(OnDeviceTier):
+    """Entries in memory that compute made, outside the arena."""
 
     name = HELD
 
@@ -162,7 +169,7 @@ class HeldTier(NearTier):
         self._numbers = count()
 
     def take(self, value: Tensor, name: str) -> Extent:
-        """Here `value` stays: 1-D, contiguous, and a storage of its own."""
+        """Let `value` stay: 1-D, contiguous, and a storage of its own."""
         number = next(self._numbers)
         self._bytes[number] = value.view(torch.uint8)
         return Extent(number, 0, value.nbytes, name)
@@ -175,7 +182,7 @@ class HeldTier(NearTier):
         yield begin, self._bytes[extent.file][begin:end]
 
     def reserve(self, nbytes: int, name: str) -> Extent:
-        """What is here was made here. raises  TierFull"""
+        """Entries here were made here. raises  TierFull"""
         raise TierFull(name, nbytes, [self.usage()])
 
     def release(self, extent: Extent) -> None:

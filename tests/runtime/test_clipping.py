@@ -211,7 +211,7 @@ def test_an_interrupt_while_a_gradient_is_scaled_does_not_scale_it_twice(tmp_pat
 
     def change(grads):
         if hasattr(grads[0], "entry"):
-            monkeypatch.setattr(streaming, "_ease_chunk", interrupted)
+            monkeypatch.setattr(streaming, "_apply_changes", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 grads[0].sum()
             monkeypatch.undo()

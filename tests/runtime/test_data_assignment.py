@@ -776,7 +776,7 @@ def test_memory_that_nobody_touched_is_not_read_at_each_use(tmp_path, monkeypatc
     on_disk(model, tmp_path)
     vector = parameters_to_vector(model.parameters()).detach().cpu().clone()
     vector_to_parameters(vector, model.parameters())
-    monkeypatch.setattr(sources, "_sum_of", lambda value: sums.append(value) or summed(value))
+    monkeypatch.setattr(sources, "_checksum_of", lambda value: sums.append(value) or summed(value))
     for _ in range(3):
         model(torch.ones(2, 192))
     assert {value.numel() for value in sums} == {192}, "what is small, and only that"

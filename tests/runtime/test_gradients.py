@@ -168,7 +168,7 @@ def test_who_waits_is_told_whether_or_not_autograd_does_it(param, monkeypatch):
     received(param, rows(1))
     once = len(told)
     monkeypatch.setattr(
-        "zcompile.runtime.gradients.gradients.tells_without_gradient",
+        "zcompile.runtime.gradients.gradients.autograd_always_calls_post_hooks",
         lambda: not autograd_always_calls_post_hooks(),
     )
     received(param, rows(1))

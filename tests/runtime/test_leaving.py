@@ -42,7 +42,7 @@ def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow
     leaving.expect(NBYTES, 2 * NBYTES)
     transfer = session.put(entry, gradient.view(torch.uint8))
     leaving.sent(NBYTES, NO_STORAGES)
-    leaving.join()
+    leaving.wait_down_to()
     assert transfer.memory_free.done()
     assert not transfer.done()
     gradient.zero_()

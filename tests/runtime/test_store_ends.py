@@ -94,7 +94,7 @@ def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_pa
 
 
 def test_when_the_process_ends_one_that_fails_holds_no_other_back(monkeypatch):
-    monkeypatch.setattr(closing, "_ALL", set())
+    monkeypatch.setattr(closing, "_OPEN", set())
     owners, shut = [type("Owner", (), {})() for _ in range(3)], []
 
     def failing(number):

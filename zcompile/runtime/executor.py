@@ -337,7 +337,7 @@ class _Call:
         self.values = values
         self.entries = entries
         self.leaves = leaves
-        """Of each entry, whom its gradient is for."""
+        """For each entry, the leaf that its gradient is for."""
         self.tickets: dict[int, Ticket] = {}
         self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight

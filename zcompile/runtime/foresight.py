@@ -31,7 +31,7 @@ MOST_REMEMBERED = 4096
 MOST_TURNS = 256
 """Calls of one kind in a step that are told apart, as those of so many micro-batches."""
 LATEST = -1
-"""In place of a turn: whichever call came last."""
+"""Stands for a turn: whichever call came last."""
 
 Identity = tuple[int, tuple[int, ...]]
 

@@ -124,11 +124,13 @@ class DeviceSplit:
                 "reset() and begin with the largest batch: what is compiled first for small ones "
                 "may keep what it would else make again",
             )
+        # What was held once or is expected stays aside, unless the call needs that for the arena.
         aside = max(nbytes, self.expected_bytes, self.held_bytes)
         if aside + least_arena > store.device_budget:
             aside = nbytes
         if aside == self.held_bytes:
             return
+        # The arena changes its size: entries leave it, and what eager code gathered must fit.
         if resident := self._empty():
             raise self._refusal(
                 store.device_budget + aside - self.held_bytes,
@@ -356,7 +358,7 @@ class Session(Store):
         self.executor.clocks.stepped()
 
     def plan_with(self, planner: Planner) -> None:
-        """From here on `planner` hears of every step, and decides what rests on the device."""
+        """Let `planner` hear of every step, and decide what rests on the device."""
         self.planner = planner
         self.executor.on_step, self.executor.fit = planner.step_ended, planner.fit
         self.arena.reclaim = planner.reclaim

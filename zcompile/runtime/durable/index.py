@@ -237,6 +237,7 @@ def parse(path: Path, content: bytes) -> tuple[Index, bytes]:
         raise DurableDamaged(
             path, "the index", f"has checksums of kind {words[4]}, which needs the package xxhash"
         )
+    # The first line gives length and checksum of the body; then the text must make sense.
     body = content[len(header) + 1 :]
     if not _NUMBERS.fullmatch(" ".join((*words[2:4], words[5]))):
         raise DurableDamaged(path, "the index", "has a first line that is not one")

@@ -477,6 +477,7 @@ def list_call(
     counts = tuple(len(v) if type(v) is list else -1 for v in values)
     if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
         return None
+    # What the rows depend on, operand by operand; with a deferred change or a copy that varies.
     leaves = leaves_of(args, kwargs)
     entries: dict[int, Entry] = {}
     known: list[object] = []
@@ -493,6 +494,7 @@ def list_call(
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
         else:
             known.append(type(leaf))
+    # All entries are different, and of one store.
     keys = {entry.key for entry in entries.values()}
     stores = {entry.store.key: entry for entry in entries.values()}
     if len(keys) < len(entries) or len(stores) != 1:

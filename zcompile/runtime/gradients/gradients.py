@@ -75,7 +75,7 @@ class Gradients:
         self._norms = norms
         self._expected: tuple[int, ...] = ()
         self._calls: dict[int, tuple[Tie, tuple[int, ...]]] = {}
-        """Of a call that was made: to its node, and the parameter's id of each contribution."""
+        """Calls that were made: tie to the node, and the parameter's id of each contribution."""
         self._unknown_pass: set[int] = set()
         """Ids of parameters to which a call contributes whose node was not found."""
         self._numbers = count()
@@ -86,7 +86,7 @@ class Gradients:
         self._sums: dict[tuple[int, int], _PassSum] = {}
         self._tiled: dict[tuple[int, int], TiledContribution] = {}
         self.returned: dict[int, Tensor] = {}
-        """Of the call that runs: tiered gradients that it gives to autograd instead of making them
+        """Tiered gradients that the running call gives to autograd instead of making them
         `.grad` itself, by the parameter's id."""
         self._after_call: list[Callable[[], None]] | None = None
         """Sums of what is at home, which are calls of their own and wait for the end of the call

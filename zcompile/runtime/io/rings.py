@@ -62,7 +62,7 @@ class Ring(Protocol):
         """Block, without the interpreter lock, until some request is over."""
 
     def close(self) -> None:
-        """Give everything back; nothing is under way any more. Idempotent."""
+        """Give everything back; nothing is in flight any more. Idempotent."""
 
 
 # --- Kernel AIO ---

@@ -33,7 +33,7 @@ HOW_TO_GO_ON = (
     "from before); for what was written, assign that (p.data = x); or write to a copy (x.clone())"
 )
 SMALL = 64 * KiB
-"""So many bytes of the host are compared each time: that takes less than to ask who holds them."""
+"""Host memory of at most this size is compared each time: faster than asking who holds it."""
 
 
 class SourcedEntry(Protocol):
@@ -133,7 +133,7 @@ class MemorySource:
             _NEW.append(weakref.ref(self))
         self._entry, self._version = weakref.ref(entry), entry.version
         self._told = False
-        """Of a write, which is told once even if who wrote has let go of the memory."""
+        """Whether a write was reported: once, even if who wrote has dropped the memory."""
         memory, others = memory_of(self._value), _sources_of(self._value)
         for tie in list(others):
             other: MemorySource | None = tie()

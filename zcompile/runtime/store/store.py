@@ -159,7 +159,7 @@ class Entry:
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self.tie: Tie | None = None
-        """To the storage of its handle."""
+        """Tells that the storage of the handle has died."""
 
     @property
     def name(self) -> str:
@@ -414,7 +414,7 @@ class Store:
     def file_ranges(self, entry: Entry, begin: int, end: int) -> Sequence[FileRange]:
         """Where in files bytes [begin, end) of `entry` lie, end to end; true until the next write.
 
-        None of them, if some lie in no file, hold nothing yet, or are under way.
+        None of them, if some lie in no file, hold nothing yet, or are in flight.
         """
         self.enter(entry.name)
         self._prepare_read(entry)

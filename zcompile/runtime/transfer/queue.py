@@ -93,7 +93,7 @@ class TransferQueue:
                 place.written.add(begin, end)
 
     def are_ready(self, places: Iterable[Place]) -> list[bool]:
-        """Of each place, whether nothing is in flight on the entry, and all of it holds a value.
+        """For each place, whether nothing is in flight on the entry, and all of it holds a value.
 
         raises  as `check`
         """

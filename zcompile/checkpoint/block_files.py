@@ -79,7 +79,7 @@ class BlockWriter:
             raise _fault(error, "write", self.path, self.path.name, 0, 0, nbytes) from error
 
     def share(self, begin: int, stretches: Sequence[FileRange]) -> bool:
-        """From `begin` on the file has the bytes of other files, without a copy.
+        """Give the file the bytes of other files from `begin` on, without a copy.
 
         False where the filesystem cannot, or they are on another one; then nothing is promised of
         these bytes.

@@ -273,7 +273,7 @@ def _clear(left: Path, system: SystemCalls, lock: int | None = None) -> None:
 
 
 def _make(directory: Path, system: SystemCalls) -> None:
-    """Also what it lies in; each name is on the disk before anything is below it."""
+    """Make a directory and its parents; each name is on the disk before anything is below it."""
     lacking = [p for p in (directory, *directory.parents) if stat_through_links(system, p) is None]
     for missing in reversed(lacking):
         with suppress(FileExistsError):  # another process was quicker
@@ -282,7 +282,7 @@ def _make(directory: Path, system: SystemCalls) -> None:
 
 
 def _bring_along_others(old: Path, new: Made, system: SystemCalls) -> None:
-    """What others keep in the directory, such as a config.json, is not for us to lose."""
+    """Copy the files that others keep in the directory, such as a config.json."""
     if is_directory(stat_through_links(system, old)):
         with directory_fd(system, old) as source:
             _bring_along(system, source, new.fd, old, _OURS)
@@ -361,6 +361,7 @@ def _if_kept(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Non
 
 
 def _check_replaceable(path: Path, system: SystemCalls) -> None:
+    """Refuse to replace anything but a checkpoint or an empty directory."""
     there = stat_through_links(system, path)
     if there is None:
         return
@@ -415,7 +416,7 @@ def _uncopied(path: Path, name: str, found: os.stat_result) -> CheckpointUnwrita
 
 
 def _sweep(path: Path, system: SystemCalls) -> None:
-    """Remove what saves to `path` left that were killed."""
+    """Remove the leftovers of killed saves to `path`."""
     with directory_fd(system, path.parent) as fd:
         names = [name for name in system.names(fd) if name.startswith(f"{path.name}{_PARTIAL}")]
     if names:

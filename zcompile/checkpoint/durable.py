@@ -237,7 +237,10 @@ def _warn_of_age(directory: Path, extra: Mapping[str, Any], found: Index) -> Non
 
 
 def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
-    """Whether a commit lies in the directory `path`. raises OSError"""
+    """Whether a commit lies in the directory `path`.
+
+    raises  OSError
+    """
     return is_regular(stat_through_links(system, Path(path) / INDEX_NAME))
 
 
@@ -271,7 +274,7 @@ def resume_copy(
 def _claimed(
     stack: ExitStack, path: Path, system: SystemCalls
 ) -> tuple[Sequence[Directory], Index, bytes]:
-    """The directories of the commit in `path`, ours until `stack` ends, and what its index holds.
+    """The directories of the commit in `path`, locked until `stack` ends, and the index there.
 
     raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
     """

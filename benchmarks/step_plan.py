@@ -32,6 +32,7 @@ from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.step import StepTrace
+from zcompile.ir.types import EntryRef
 from zcompile.ir.units import GiB, MiB, show_rate, show_size
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
@@ -182,18 +183,18 @@ def measured(args: argparse.Namespace, device: int, **fields: Any) -> tuple[Run,
 def lru_bytes(step: StepTrace, device: int) -> int:
     """Bytes over the bus if the device were a cache of entries that forgets the least recently
     used: counted over the second of two steps, in which it is warm."""
-    held: OrderedDict[int, bool] = OrderedDict()  # key -> whether it must be written back
+    held: OrderedDict[EntryRef, bool] = OrderedDict()  # entry -> whether it must be written back
     moved = used = 0
     for _ in range(2):
         moved = 0
         for call in step.calls:
             for use in call.uses():
-                nbytes = step.facts[use.key].nbytes
-                if use.key not in held:
+                nbytes = step.facts[use.ref].nbytes
+                if use.ref not in held:
                     moved += nbytes if use.read_bytes else 0
                     used += nbytes
-                held[use.key] = held.get(use.key, False) or use.written_bytes > 0
-                held.move_to_end(use.key)
+                held[use.ref] = held.get(use.ref, False) or use.written_bytes > 0
+                held.move_to_end(use.ref)
                 while used > device and len(held) > 1:
                     gone, dirty = held.popitem(last=False)
                     used -= step.facts[gone].nbytes

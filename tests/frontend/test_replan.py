@@ -206,8 +206,8 @@ def test_states_loaded_later_are_planned_anew():
     states = [v.entry for s in optimizer.state.values() for v in s.values() if hasattr(v, "entry")]
     assert {entry.home for entry in states} == {"device"}
     plan = session_behind(model).planner.plan
-    alive = {entry.key for entry in session_behind(model).entries()}
-    assert {abs(key) for key in plan.placement.homes} <= alive, "the dead have no berths"
+    alive = {entry.ref for entry in session_behind(model).entries()}
+    assert {ref.owner for ref in plan.placement.homes} <= alive, "the dead have no berths"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import move as move_entry
 from zcompile.runtime.session import session_of
 
@@ -133,7 +132,7 @@ def move(tensor: Tensor | None, home: str) -> None:
     if home == "device":
         device = session.homes.device
         device.window_bytes = min(device.window_bytes, session.arena.budget_bytes * 3 // 4)
-        device.plan(key_of(entry), entry.name, entry.nbytes)
+        device.plan(entry.ref, entry.name, entry.nbytes)
     move_entry(session, entry, home)
 
 

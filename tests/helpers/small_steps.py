@@ -14,7 +14,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, Phase, Region, Work
+from zcompile.ir.types import EntryKind, EntryRef, Phase, Region, Work
 from zcompile.machine.model import Compute, Link, Machine
 
 ONE = 1000
@@ -57,13 +57,17 @@ def freeing(slot=LOW):
     return Free(slot, Register(1))
 
 
-def a_call(*rows, phase=Phase.FORWARD, entries=(1, 2, 3, 4)):
-    return StepCall(schedule(*rows, phase=phase), entries)
+ENTRIES = tuple(map(EntryRef, (1, 2, 3, 4)))
+GRADIENTS = tuple(ref.gradient for ref in ENTRIES)
+
+
+def a_call(*rows, phase=Phase.FORWARD):
+    return StepCall(schedule(*rows, phase=phase), ENTRIES)
 
 
 def step_of(*calls, home="host", kinds=(EntryKind.PARAM,) * 4):
     facts = {
-        key: EntryFact(key, f"w{key}", kind, 4096, home)
-        for key, kind in zip((1, 2, 3, 4), kinds, strict=True)
+        ref: EntryFact(ref, f"w{ref.number}", kind, 4096, home)
+        for ref, kind in zip(ENTRIES, kinds, strict=True)
     }
     return StepTrace(calls, facts)

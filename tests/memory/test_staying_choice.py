@@ -7,7 +7,7 @@ from written import NOTHING, schedule
 
 from zcompile.ir.schedule import EntryIndex, Reduce, Register, Run
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, LiveBytes, MemoryProfile, Phase
+from zcompile.ir.types import EntryKind, EntryRef, LiveBytes, MemoryProfile, Phase
 from zcompile.memory.step_footprint import StepFootprint, held_peak, staying
 
 HELD_BESIDE = (9, 8, 6, 4, 2)
@@ -43,10 +43,15 @@ def in_two():
 
 def step_of(*calls):
     """Calls on parameters 1 to 5."""
-    keys = tuple(range(1, 6))
+    params = tuple(map(EntryRef, range(1, 6)))
     made = [schedule(phase=call) if isinstance(call, Phase) else call for call in calls]
-    facts = {-key: EntryFact(-key, "w.grad", EntryKind.GRAD, 2, "host") for key in keys}
-    return StepTrace(tuple(StepCall(one, keys) for one in made), facts)
+    facts = {g: EntryFact(g, "w.grad", EntryKind.GRAD, 2, "host") for g in gradients(*range(1, 6))}
+    return StepTrace(tuple(StepCall(one, params) for one in made), facts)
+
+
+def gradients(*numbers):
+    """Of the parameters with these numbers."""
+    return {EntryRef(n).gradient for n in numbers}
 
 
 USUAL = Phase.FORWARD, backward(), Phase.STEP
@@ -67,7 +72,7 @@ USUAL = Phase.FORWARD, backward(), Phase.STEP
 )
 def test_the_last_gradients_stay_as_many_as_find_room(beside, room, how_many):
     step = step_of(Phase.FORWARD, backward(beside), Phase.STEP)
-    assert staying(step, room) == {-1, -2, -3, -4, -5} - set(range(-1, how_many - 6, -1))
+    assert staying(step, room) == gradients(*range(6 - how_many, 6))
 
 
 @pytest.mark.parametrize(
@@ -86,14 +91,14 @@ def test_gradients_that_are_added_to_go_home(calls):
 
 def test_a_gradient_that_comes_twice_goes_home():
     both = staying(step_of(Phase.FORWARD, backward(), backward((9,)), Phase.STEP), 1000)
-    assert both == {-2, -3, -4, -5}
+    assert both == gradients(2, 3, 4, 5)
 
 
-@pytest.mark.parametrize(("room", "stay"), [(14, {-2, -3}), (15, {-2, -3}), (16, {-1, -2, -3, -4})])
+@pytest.mark.parametrize(("room", "stay"), [(14, (2, 3)), (15, (2, 3)), (16, (1, 2, 3, 4))])
 def test_what_another_graph_left_under_way_counts_beside_all_of_the_next(room, stay):
     """A run looks once, before a call, at what others hold then and at the peak of the call."""
     step = step_of(Phase.FORWARD, *in_two(), Phase.STEP)
-    assert staying(step, room) == stay
+    assert staying(step, room) == gradients(*stay)
     walk = StepFootprint()
     for call in step.calls:
         made = call.with_staying(staying(step, room)).schedule
@@ -104,7 +109,8 @@ def test_what_another_graph_left_under_way_counts_beside_all_of_the_next(room, s
 
 
 def test_what_is_kept_into_the_next_forward_goes_home():
-    assert staying(step_of(*USUAL), 1000, kept=frozenset({-2})) == {-1, -3, -4, -5}
+    kept = frozenset(gradients(2))
+    assert staying(step_of(*USUAL), 1000, kept=kept) == gradients(1, 3, 4, 5)
 
 
 def test_an_step_scratch_has_its_room_while_the_optimizer_goes_on():
@@ -120,7 +126,7 @@ def test_what_shares_its_memory_or_comes_in_tiles_goes_home():
     rows = list(made.instructions)
     rows[3] = replace(rows[3], of_nbytes=4)
     made = replace(made, instructions=tuple(rows), holds=MemoryProfile(tuple(shared)))
-    assert staying(step_of(Phase.FORWARD, made, Phase.STEP), 1000) == {-1, -4, -5}
+    assert staying(step_of(Phase.FORWARD, made, Phase.STEP), 1000) == gradients(1, 4, 5)
 
 
 def test_what_stays_is_held_until_the_next_forward():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zcompile.ir.schedule import Fetch, Reduce, Run, Slot, Store
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, Region
+from zcompile.ir.types import EntryKind, EntryRef, Region
 from zcompile.machine.model import Link
 from zcompile.planner import bounds
 from zcompile.planner.bounds import Demand, Segment, bound, demand_of
@@ -166,13 +166,14 @@ def fetch(entry, begin, nbytes):
     return Fetch(entry, begin, nbytes, Slot(0, nbytes), 0)
 
 
+W = EntryRef(7)
 RUN = Run(Region("r", "", lambda: ()), (), ())
 
 
 def test_a_demand_counts_distinct_bytes_once_however_often_they_are_fetched():
     forward = schedule(F, fetch(0, 0, 64), fetch(0, 32, 64), fetch(0, 0, 64), RUN)
-    facts = {7: EntryFact(7, "w", EntryKind.PARAM, 96, "host")}
-    step = StepTrace((StepCall(forward, (7,)), StepCall(forward, (7,))), facts)
+    facts = {W: EntryFact(W, "w", EntryKind.PARAM, 96, "host")}
+    step = StepTrace((StepCall(forward, (W,)), StepCall(forward, (W,))), facts)
     found = demand_of(step, lambda region: 0.5)
     assert found.groups == (96,)
     assert found.segments == (Segment(F, 1.0, (96,), (0,), (True,)),)
@@ -181,13 +182,13 @@ def test_a_demand_counts_distinct_bytes_once_however_often_they_are_fetched():
 def test_what_a_segment_makes_for_itself_costs_nothing():
     write = schedule(S, Store(0, 0, 64, Slot(0, 64), 0))
     read = schedule(S, fetch(0, 0, 64))
-    assert demand_of(StepTrace((StepCall(write, (1,)), StepCall(read, (1,)))), len).groups == ()
+    assert demand_of(StepTrace((StepCall(write, (W,)), StepCall(read, (W,)))), len).groups == ()
 
 
 def test_a_gradient_is_wanted_until_the_step_has_read_it():
     backward = schedule(B, Reduce(0, 0, nbytes=64))
     read = schedule(S, fetch(0, 0, 64))
-    found = demand_of(StepTrace((StepCall(backward, (5,)), StepCall(read, (-5,)))), len)
+    found = demand_of(StepTrace((StepCall(backward, (W,)), StepCall(read, (W.gradient,)))), len)
     assert found.groups == (64,)
     assert [(x.reads, x.writes, x.lives) for x in found.segments] == [
         ((0,), (64,), (True,)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zcompile.ir.schedule import EntryIndex, Fetch, Reduce, Register, Schedule, Slot, Store, Ticket
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, Phase
+from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.placement import Placement, Room, evaluate, group, place
@@ -30,22 +30,27 @@ def machine(disk: float = 1e9, bus: float = 10e9, shares: str | None = None) -> 
     return Machine("small", {}, links, Compute({"float32": 1e12}, 1e11))
 
 
-def call(phase: Phase, reads: dict[int, int], writes: dict[int, int], grads: dict[int, int]):
+Sizes = dict[EntryRef, int]
+
+
+def call(phase: Phase, reads: Sizes, writes: Sizes, grads: Sizes):
     """A schedule of `phase` that reads, writes and makes gradients of so many bytes."""
-    keys = tuple(dict.fromkeys((*reads, *writes, *grads)))
-    at = {key: EntryIndex(n) for n, key in enumerate(keys)}
+    refs = tuple(dict.fromkeys((*reads, *writes, *grads)))
+    at = {ref: EntryIndex(n) for n, ref in enumerate(refs)}
     rows = [Fetch(at[k], 0, n, Slot(0, n), Ticket(0)) for k, n in reads.items()]
     rows += [Store(at[k], 0, n, Slot(0, n), Ticket(0)) for k, n in writes.items()]
     rows += [Reduce(Register(0), at[k], (), True, "", n) for k, n in grads.items()]
     schedule = Schedule(phase, "g", tuple(rows), (), 0, (), (), 0, (), 0, 0, 0, 1, {})
-    return StepCall(schedule, keys)
+    return StepCall(schedule, refs)
 
 
 def step(sizes: list[int], micro_batches: int = 1, states: int = 2) -> StepTrace:
-    """Adam over parameters of these sizes; key of a state: 100 and more."""
-    params = {n + 1: size for n, size in enumerate(sizes)}
-    moments = {100 * (s + 1) + k: n for s in range(states) for k, n in params.items()}
-    grads = {-k: n for k, n in params.items()}
+    """Adam over parameters of these sizes; number of a state: 100 and more."""
+    params = {EntryRef(n + 1): size for n, size in enumerate(sizes)}
+    moments = {
+        EntryRef(100 * (s + 1) + ref.number): n for s in range(states) for ref, n in params.items()
+    }
+    grads = {ref.gradient: n for ref, n in params.items()}
     batch = [
         call(Phase.FORWARD, params, {}, {}),
         call(Phase.BACKWARD, dict(reversed(params.items())), {}, params),
@@ -173,7 +178,8 @@ def test_no_placement_of_whole_entries_is_below_the_least(device):
 def test_shares_are_spread_over_the_layers():
     made = step([MiB] * 16)
     placement = place(made, machine(), room(8 * MiB), NOTHING)
-    at = [k for k in sorted(made.facts) if 0 < k < 100 and placement.homes[k] == "device"]
+    params = [ref for ref in made.facts if ref.number < 100 and not ref.is_gradient]
+    at = sorted(ref.number for ref in params if placement.homes[ref] == "device")
     assert len(at) == 8
     assert all(b - a <= 3 for a, b in itertools.pairwise(at))
 
@@ -192,16 +198,16 @@ def test_where_the_tiers_have_no_room_for_all_the_nearest_are_filled_and_the_res
 def test_a_placement_does_not_depend_on_how_entries_are_numbered(device):
     """Ranks number theirs by themselves; one that made another model before counts on from it."""
     made = step([n * MiB for n in range(1, 9)] * 2)
-    keys = sorted(key for key in made.facts if key > 0)
-    other = {key: 1000 + 7 * n % len(keys) for n, key in enumerate(keys)}
-    other |= {-key: -other[key] for key in keys}
+    refs = sorted(ref for ref in made.facts if not ref.is_gradient)
+    other = {ref: EntryRef(1000 + 7 * n % len(refs)) for n, ref in enumerate(refs)}
+    other |= {ref.gradient: other[ref].gradient for ref in refs}
     renumbered = StepTrace(
-        tuple(replace(c, entries=tuple(other[key] for key in c.entries)) for c in made.calls),
-        {other[key]: replace(fact, key=other[key]) for key, fact in made.facts.items()},
+        tuple(replace(c, entries=tuple(other[ref] for ref in c.entries)) for c in made.calls),
+        {other[ref]: replace(fact, ref=other[ref]) for ref, fact in made.facts.items()},
     )
     first = place(made, machine(), room(device * MiB, 64 * MiB, GiB), NOTHING)
     again = place(renumbered, machine(), room(device * MiB, 64 * MiB, GiB), NOTHING)
-    assert again.homes == {other[key]: home for key, home in first.homes.items()}
+    assert again.homes == {other[ref]: home for ref, home in first.homes.items()}
     assert again.seconds == first.seconds
 
 

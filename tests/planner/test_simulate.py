@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from small_steps import (
+    ENTRIES,
+    GRADIENTS,
     ONE,
     a_call,
     computing,
@@ -115,7 +117,7 @@ def test_straight_from_the_disk_they_take_its_link_only():
 
 
 def test_what_rests_on_the_device_is_there():
-    found = simulate(step_of(LOADED), Costs(machine()), {1: "device"})
+    found = simulate(step_of(LOADED), Costs(machine()), {ENTRIES[0]: "device"})
     assert (found.step_s, found.nbytes["h2d"]) == (3.0, 0)
 
 
@@ -157,7 +159,7 @@ def test_a_gradient_leaves_while_backward_goes_on():
 
 
 def test_a_second_gradient_on_disk_is_added_to_the_first():
-    grads = {-1: "disk"}
+    grads = {GRADIENTS[0]: "disk"}
     once = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
     found = simulate(step_of(once, once), Costs(machine()), grads, repeats=1)
     assert (found.nbytes["disk_read"], found.nbytes["disk_write"]) == (1024, 2048)
@@ -172,9 +174,8 @@ def test_what_is_added_takes_its_bytes_twice_of_the_ring(home, begun):
     ways = Ways(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
     rows = (computing(1, 0), *(reducing(n, BLOCK, (0,)) for n in range(2)))
     once = a_call(*rows, phase=Phase.BACKWARD)
-    found = first(
-        step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways), {-1: home, -2: home}
-    )
+    homes = dict.fromkeys(GRADIENTS[:2], home)
+    found = first(step_of(once, once), Costs(machine(latency_s=1.0, **rates), ways), homes)
     assert [sent for sent, _ in travelled(found)] == begun
 
 
@@ -190,7 +191,7 @@ def test_a_gradient_at_home_where_it_is_made_waits_for_none_that_leaves(home):
     rows = computing(1, 0), reducing(0, after=(0,)), reducing(1, after=(0,)), computing(1)
     step = step_of(a_call(*rows, phase=Phase.BACKWARD))
     assert first(step, backlog_bytes=ONE).stall_s == 1.0
-    assert first(step, homes={-2: home}, backlog_bytes=ONE).stall_s == 0.0
+    assert first(step, homes={GRADIENTS[1]: home}, backlog_bytes=ONE).stall_s == 0.0
 
 
 def test_compute_on_an_entry_waits_for_what_moves_it():
@@ -208,7 +209,7 @@ def test_what_a_step_makes_anew_is_not_brought():
 
 
 def test_the_peak_is_what_is_taken_at_once_and_what_stays():
-    found = simulate(step_of(LOADED), Costs(machine()), {2: "device"})
+    found = simulate(step_of(LOADED), Costs(machine()), {ENTRIES[1]: "device"})
     assert found.peak_bytes == LOW.nbytes + 4096
 
 

@@ -7,6 +7,8 @@ from math import isclose
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_steps import (
+    ENTRIES,
+    GRADIENTS,
     a_call,
     computing,
     fetching,
@@ -36,7 +38,7 @@ rows = st.lists(
 )
 """(entry, bytes, seconds of compute, whether the result goes home)."""
 homes = st.fixed_dictionaries(
-    {key: st.sampled_from(["device", "host", "disk"]) for key in (1, 2, 3, 4, -1, -2, -3, -4)}
+    {ref: st.sampled_from(["device", "host", "disk"]) for ref in (*ENTRIES, *GRADIENTS)}
 )
 ways = st.builds(
     Ways,
@@ -55,7 +57,7 @@ rates = st.fixed_dictionaries(
 )
 
 
-HOST = {key: "host" for key in (1, 2, 3, 4, -1, -2, -3, -4)}
+HOST = dict.fromkeys((*ENTRIES, *GRADIENTS), "host")
 
 
 def streamed(chunks, phase=Phase.STEP):

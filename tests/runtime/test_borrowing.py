@@ -5,7 +5,7 @@ import torch
 
 from zcompile.errors import ValueUnset
 from zcompile.ir.schedule import Borrow, EntryIndex, Register
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import EntryKind, EntryRef, Layout
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.store import Deferred
@@ -119,7 +119,7 @@ def test_a_change_that_was_put_off_is_made_before_an_entry_is_lent(open_store):
 def near_entry(store, value):
     """An entry of 64 floats with a berth of its own on the device."""
     count = len(store._entries)
-    assert store.homes.device.plan(-1000 - count, "w", 256)
+    assert store.homes.device.plan(EntryRef(1000 + count).gradient, "w", 256)
     entry = store.create("w.grad", EntryKind.GRAD, 256, of=1000 + count)
     resident.put(store, entry, torch.full((64,), value).view(torch.uint8), 0, ())
     return entry

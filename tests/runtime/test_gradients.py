@@ -11,7 +11,7 @@ from torch import nn
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.torch_compat import current_pass
-from zcompile.ir.types import EntryKind
+from zcompile.ir.types import EntryKind, EntryRef
 from zcompile.runtime.gradients.leaves import autograd_always_calls_post_hooks, in_layout_of
 
 
@@ -42,6 +42,26 @@ def test_a_gradient_becomes_a_tiered_tensor_of_its_own(param):
     assert_equal(rows(1), param.grad)
     assert param.grad.entry.kind is EntryKind.GRAD
     assert param.grad.entry.name == "w.grad"
+
+
+def test_a_gradient_has_another_key_in_every_step_and_the_same_name(param):
+    received(param, rows(1))
+    first = param.grad.entry
+    param.grad = None
+    received(param, rows(2))
+    then = param.grad.entry
+    assert then.key != first.key
+    assert then.ref == first.ref == param.entry.ref.gradient
+    assert then.ref.owner == param.entry.ref == param.entry.ref.owner
+
+
+def test_what_was_a_gradient_is_named_by_its_own_key_once_a_parameter_shows_it(tmp_path):
+    model = on_disk(Holder(torch.zeros(4, 6)), tmp_path)
+    received(model.w, rows(1))
+    shown, model.w.grad = model.w.grad, None
+    model.w.data = shown
+    assert_equal(rows(1), model.w)
+    assert (model.w.entry.ref, model.w.entry.of) == (EntryRef(model.w.entry.key), None)
 
 
 def test_what_was_there_is_added_to_in_place(param):

@@ -20,7 +20,7 @@ def call(request, open_store):
     param = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.complex64))
     param._name_in_store = lambda: "w"
     entry = store.create("w", EntryKind.PARAM, param.nbytes)
-    assert store.homes.device.plan(-entry.key, "w.grad", param.nbytes)
+    assert store.homes.device.plan(entry.ref.gradient, "w.grad", param.nbytes)
     norms = SimpleNamespace(note=lambda entry, grad: None)
     near = DeviceGradients(
         store,

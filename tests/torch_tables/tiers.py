@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import zcompile
 from zcompile.frontend.offload import _become_tiered, session_behind
 from zcompile.ir.units import MiB
-from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import move
 from zcompile.runtime.session import Session
 
@@ -74,8 +73,8 @@ def rest_on_device(session: Session, param: Any) -> None:
     """`param` and the gradients that it will get have berths on the device; it moves there."""
     entry = param.entry
     if entry.nbytes:
-        for key in (key_of(entry), -entry.key):
-            assert session.homes.device.plan(key, entry.name, entry.nbytes), "the device is full"
+        for ref in (entry.ref, entry.ref.gradient):
+            assert session.homes.device.plan(ref, entry.name, entry.nbytes), "the device is full"
         assert move(session, entry, "device")
 
 

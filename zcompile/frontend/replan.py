@@ -21,7 +21,7 @@ from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
-from zcompile.ir.types import ALIGNMENT, HELD, Phase
+from zcompile.ir.types import ALIGNMENT, HELD, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
 from zcompile.memory.step_footprint import held_peak
@@ -39,7 +39,6 @@ from zcompile.planner.step_plan import (
     stay_and_scratch,
 )
 from zcompile.runtime.probe import machine_for
-from zcompile.runtime.profile import key_of
 from zcompile.runtime.relocate import evict, relocate
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
@@ -121,7 +120,7 @@ def seconds_at(costs: Costs) -> Seconds:
 
 
 def plan_of(
-    session: Session, step: StepTrace, costs: Costs, least_window: int, kept: frozenset[int]
+    session: Session, step: StepTrace, costs: Costs, least_window: int, kept: frozenset[EntryRef]
 ) -> StepPlan:
     """The plan for a step like this one.
 
@@ -173,7 +172,7 @@ def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:
     berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
     nbytes = {"device": berths, **session.homes.capacities()}
     for entry in session.entries():
-        if key_of(entry) not in step.facts and entry.home in nbytes:
+        if entry.ref not in step.facts and entry.home in nbytes:
             nbytes[entry.home] -= entry.place.extent.nbytes
     if holes:  # between entries of different sizes; what finds none goes to disk
         nbytes["host"] -= nbytes["host"] // HOLES
@@ -231,7 +230,7 @@ class StepController:
         if self._tried and lasting(step) <= self._base.facts.keys():
             self._review()
             return
-        alive = {key_of(entry) for entry in self.session.entries()}
+        alive = {entry.ref for entry in self.session.entries()}
         self._base, self._tried = joined(without_dead_entries(self._base, alive), step), True
         if (plan := self._try()) is not None:
             self.apply(plan)
@@ -290,7 +289,7 @@ class StepController:
 
         raises  BudgetExceeded
         """
-        alive = (key_of(entry) for entry in self.session.entries() if entry.of is not None)
+        alive = (e.ref for e in self.session.entries() if e.ref.is_gradient)
         kept = frozenset(step.facts if self._barred else alive)
         return plan_of(self.session, step, self.costs(), self._least_window, kept)
 
@@ -311,12 +310,12 @@ class StepController:
         left = evict(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
         device.clear()
         wanted = sorted(
-            (key for key, home in homes.items() if home == "device"),
-            key=lambda key: -plan.step.facts[key].nbytes,
+            (ref for ref, home in homes.items() if home == "device"),
+            key=lambda ref: -plan.step.facts[ref].nbytes,
         )
-        facts = [plan.step.facts[key] for key in wanted]
-        crowded = [f.key for f in facts if not device.plan(f.key, f.name, f.nbytes)]
-        homes = {key: home for key, home in homes.items() if key not in set(crowded)}
+        facts = [plan.step.facts[ref] for ref in wanted]
+        crowded = [f.ref for f in facts if not device.plan(f.ref, f.name, f.nbytes)]
+        homes = {ref: home for ref, home in homes.items() if ref not in set(crowded)}
         astray, rests = relocate(session, homes, self._base)
         # A gradient that has no berth is no entry yet, so that nothing says where it rests.
         rests = {**dict.fromkeys(crowded, "host"), **rests}
@@ -391,10 +390,10 @@ class StepController:
         """Entries that rest on the device."""
         return [entry for entry in self.session.entries() if entry.place.tier.on_device]
 
-    def _is_misplaced(self, entry: Entry, homes: Mapping[int, str]) -> bool:
+    def _is_misplaced(self, entry: Entry, homes: Mapping[EntryRef, str]) -> bool:
         """Whether an entry is to leave the device, or its address there."""
-        key, extent, device = key_of(entry), entry.place.extent, self.session.homes.device
-        stays = homes.get(key) == "device" and device.is_reserved_for(key, extent)
+        ref, extent, device = entry.ref, entry.place.extent, self.session.homes.device
+        stays = homes.get(ref) == "device" and device.is_reserved_for(ref, extent)
         return not stays or extent.offset < device.window_bytes
 
     def reclaim(self, needed_bytes: int) -> bool:
@@ -446,7 +445,7 @@ class StepController:
         """Entries whose gradients stay where this call makes them."""
         if self.plan is None or schedule.serial not in self._base.serials:
             return frozenset()
-        call = StepCall(schedule, tuple(entry.key for entry in entries))
+        call = StepCall(schedule, tuple(entry.ref for entry in entries))
         return call.making(self.plan.placement.stay)
 
     def _refitted(

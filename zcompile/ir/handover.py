@@ -7,9 +7,13 @@ walks them, the verifier proves them.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
 from zcompile.ir.types import EntryKind, Phase
+
+N = TypeVar("N")
+"""What names an entry: its key in the store, or its `EntryRef`."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +94,18 @@ def _opening(schedule: Schedule) -> Sequence[Fetch]:
     return opening
 
 
-def last_writes(schedule: Schedule, key_of: Callable[[EntryIndex], int]) -> Mapping[int, int]:
-    """Key of each entry that `schedule` writes -> the instruction after which it is written.
+def last_writes(schedule: Schedule, name_of: Callable[[EntryIndex], N]) -> Mapping[N, int]:
+    """Name of each entry that `schedule` writes -> the instruction after which it is written.
 
     Only a step writes entries.
     """
+    last_run, written = 0, dict[N, int]()
     if schedule.phase is not Phase.STEP:
-        return NOTHING_WRITTEN
-    last_run, written = 0, dict[int, int]()
+        return written
     for index, x in reversed(list(enumerate(schedule.instructions))):
         if isinstance(x, Run):
             last_run = index
         elif isinstance(x, Store) or (isinstance(x, Borrow) and x.writes):
             at = index if isinstance(x, Store) else last_run
-            written.setdefault(key_of(x.entry), at)
+            written.setdefault(name_of(x.entry), at)
     return written

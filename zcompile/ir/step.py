@@ -5,26 +5,26 @@ Pure data. A trace is recorded in a real step or in one of a dry run, and all pl
 step starts from it. A timeline is what the simulator predicts and the executor records.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Instruction, Reduce, Run, Schedule
 from zcompile.ir.schedule import Store as StoreHome
-from zcompile.ir.types import EntryKind, Phase
+from zcompile.ir.types import EntryKind, EntryRef, Phase
 
 
 @dataclass(frozen=True)
 class EntryFact:
     """One entry of the store, in the step that was recorded.
 
-    key     stands for the same entry in every call; a gradient's is that of its parameter, negated
+    ref     names the same entry in every call
     nbytes  of the whole entry
     home    tier it rested on: "device", "held", "host" or "disk"
     """
 
-    key: int
+    ref: EntryRef
     name: str
     kind: EntryKind
     nbytes: int
@@ -35,7 +35,7 @@ class EntryFact:
 class Use:
     """How one call uses one entry: bytes its compute reads and writes."""
 
-    key: int
+    ref: EntryRef
     read_bytes: int
     written_bytes: int
 
@@ -44,50 +44,58 @@ class Use:
 class StepCall:
     """One walk of a schedule.
 
-    entries  key of the entry behind each of its entry indices
-    made     keys of those that it made, new in every call
+    entries  the entry behind each of its entry indices
+    made     the entries that it made, new in every call
     """
 
     schedule: Schedule
-    entries: tuple[int, ...]
-    made: tuple[int, ...] = ()
+    entries: tuple[EntryRef, ...]
+    made: tuple[EntryRef, ...] = ()
 
     @property
     def phase(self) -> Phase:
         return self.schedule.phase
 
-    def making(self, gradients: Container[int]) -> frozenset[EntryIndex]:
-        """Of a backward, the entries whose gradients have one of these keys."""
-        if self.phase is not Phase.BACKWARD:
-            return frozenset()
-        found = (n for n, key in enumerate(self.entries) if -key in gradients)
-        return frozenset(map(EntryIndex, found))
+    @cached_property
+    def gradients(self) -> tuple[EntryRef, ...]:
+        """Of the entry behind each of its entry indices, the gradient."""
+        return tuple([ref.gradient for ref in self.entries])
 
-    def with_staying(self, gradients: Container[int]) -> "StepCall":
-        """As it is if the gradients with these keys stay where compute makes them."""
+    def making(self, gradients: Collection[EntryRef]) -> frozenset[EntryIndex]:
+        """Of a backward, the entries whose gradients are among these."""
+        if self.phase is not Phase.BACKWARD or not gradients:
+            return frozenset()
+        return frozenset(
+            EntryIndex(n)
+            for n, (ref, gradient) in enumerate(zip(self.entries, self.gradients, strict=True))
+            if gradient in gradients and not ref.is_gradient
+        )
+
+    def with_staying(self, gradients: Collection[EntryRef]) -> "StepCall":
+        """As it is if these gradients stay where compute makes them."""
         return replace(self, schedule=self.schedule.with_staying(self.making(gradients)))
 
     def uses(self) -> Iterator[Use]:
         """What compute needs of each entry, however the schedule at hand brings it."""
-        read: dict[int, int] = {}
-        written: dict[int, int] = {}
+        read: dict[EntryRef, int] = {}
+        written: dict[EntryRef, int] = {}
         for x in self.schedule.instructions:
             if isinstance(x, Fetch):
-                key = self.entries[x.entry]
-                read[key] = read.get(key, 0) + x.nbytes
+                ref = self.entries[x.entry]
+                read[ref] = read.get(ref, 0) + x.nbytes
             elif isinstance(x, Borrow):
-                key = self.entries[x.entry]
-                read[key] = read.get(key, 0) + x.layout.nbytes
+                ref = self.entries[x.entry]
+                read[ref] = read.get(ref, 0) + x.layout.nbytes
                 if x.writes:
-                    written[key] = written.get(key, 0) + x.layout.nbytes
+                    written[ref] = written.get(ref, 0) + x.layout.nbytes
             elif isinstance(x, StoreHome):
-                key = self.entries[x.entry]
-                written[key] = written.get(key, 0) + x.nbytes
+                ref = self.entries[x.entry]
+                written[ref] = written.get(ref, 0) + x.nbytes
             elif isinstance(x, Reduce):
-                key = -self.entries[x.entry]
-                written[key] = written.get(key, 0) + x.nbytes
-        for key in dict.fromkeys((*read, *written)):
-            yield Use(key, read.get(key, 0), written.get(key, 0))
+                ref = self.gradients[x.entry]
+                written[ref] = written.get(ref, 0) + x.nbytes
+        for ref in dict.fromkeys((*read, *written)):
+            yield Use(ref, read.get(ref, 0), written.get(ref, 0))
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class StepTrace:
     """
 
     calls: tuple[StepCall, ...]
-    facts: Mapping[int, EntryFact] = field(default_factory=dict)
+    facts: Mapping[EntryRef, EntryFact] = field(default_factory=dict)
     micro_batches: int = 1
 
     @cached_property
@@ -120,18 +128,18 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
     )
 
 
-def without_dead_entries(step: StepTrace, alive: set[int]) -> StepTrace:
+def without_dead_entries(step: StepTrace, alive: set[EntryRef]) -> StepTrace:
     """The step without the calls that use entries which are gone, such as states of an optimizer
     made anew."""
-    gone = {k for k, f in step.facts.items() if f.kind.lasting and k not in alive}
+    gone = lasting(step) - alive
     calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
-    facts = {k: f for k, f in step.facts.items() if k not in gone and -k not in gone}
+    facts = {r: f for r, f in step.facts.items() if gone.isdisjoint((r, r.owner))}
     return replace(step, calls=calls, facts=facts)
 
 
-def lasting(step: StepTrace) -> set[int]:
-    """Keys of the entries that outlive the step."""
-    return {key for key, fact in step.facts.items() if fact.kind.lasting}
+def lasting(step: StepTrace) -> set[EntryRef]:
+    """The entries that outlive the step."""
+    return {ref for ref, fact in step.facts.items() if fact.kind.lasting}
 
 
 class Moment(NamedTuple):

@@ -58,6 +58,42 @@ class EntryKind(enum.Enum):
         return self in (EntryKind.PARAM, EntryKind.STATE, EntryKind.COPY)
 
 
+class EntryRole(enum.IntEnum):
+    """Which of the entries that go by one number is meant. A number, since its hash is cheap."""
+
+    VALUE = 0
+    GRADIENT = 1
+
+
+class EntryRef(NamedTuple):
+    """Names an entry in the record of a step and in its plan; the same entry in every step.
+
+    The store knows an entry by its key, which its handle carries. A gradient is a new entry, with
+    a new key, in every step: so it is named by its parameter. The kind of an entry is no part of
+    its name, for an optimizer makes a state of a result (`EntryFact` says the kind).
+
+    number  key of the entry in the store; of a gradient, the key of its parameter there
+    role    whether the entry with that key is meant, or the gradient of it
+    """
+
+    number: int
+    role: EntryRole = EntryRole.VALUE
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.role is EntryRole.GRADIENT
+
+    @property
+    def gradient(self) -> "EntryRef":
+        """The gradient of this parameter."""
+        return EntryRef(self.number, EntryRole.GRADIENT)
+
+    @property
+    def owner(self) -> "EntryRef":
+        """The parameter that this is the gradient of; what is no gradient owns itself."""
+        return EntryRef(self.number)
+
+
 class CheckpointPolicy(enum.Enum):
     """What a user asks of a value that backward needs; torch.utils.checkpoint has the same names.
 

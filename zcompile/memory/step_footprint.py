@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from zcompile.ir.schedule import CHANGE_HOLDING, Fetch, Free, Instruction, Reduce, Schedule
 from zcompile.ir.step import StepCall, StepTrace
-from zcompile.ir.types import LiveBytes, Phase
+from zcompile.ir.types import EntryRef, LiveBytes, Phase
 
 
 def most_inherited(schedule: Schedule) -> int:
@@ -187,9 +187,12 @@ to."""
 
 
 def staying(
-    step: StepTrace, room_bytes: int, scratch_bytes: int = 0, kept: frozenset[int] = frozenset()
-) -> frozenset[int]:
-    """Keys of the gradients that stay on the device until the optimizer has read them.
+    step: StepTrace,
+    room_bytes: int,
+    scratch_bytes: int = 0,
+    kept: frozenset[EntryRef] = frozenset(),
+) -> frozenset[EntryRef]:
+    """The gradients that stay on the device until the optimizer has read them.
 
     Candidates come once, whole, and in memory of their own. Of them as many of the last stay as
     leave at most `room_bytes` live at any time, and `scratch_bytes` less while the optimizer goes
@@ -199,7 +202,7 @@ def staying(
     """
     if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
         return frozenset()
-    may = [key for key in _candidates(step) if key not in kept]
+    may = [ref for ref in _candidates(step) if ref not in kept]
     anyway, anyway_in_steps = _held(step, frozenset())
     room, in_steps = max(room_bytes, anyway), max(room_bytes - scratch_bytes, anyway_in_steps)
     fewest, most = 0, len(may)
@@ -213,36 +216,36 @@ def staying(
     return frozenset(may[len(may) - fewest :])
 
 
-def staying_bytes(step: StepTrace, keys: frozenset[int]) -> int:
+def staying_bytes(step: StepTrace, gradients: frozenset[EntryRef]) -> int:
     """Bytes of these gradients."""
-    return sum(step.facts[key].nbytes for key in keys)
+    return sum(step.facts[ref].nbytes for ref in gradients)
 
 
-def _candidates(step: StepTrace) -> Iterator[int]:
-    """Keys of the gradients that could stay, in the order in which they are made."""
+def _candidates(step: StepTrace) -> Iterator[EntryRef]:
+    """The gradients that could stay, in the order in which they are made."""
     made = [
-        (call.entries[x.entry], _whole_and_alone(call.schedule, index, x))
+        (call.gradients[x.entry], _whole_and_alone(call.schedule, index, x))
         for call in step.calls
         if call.phase is Phase.BACKWARD
         for index, x in enumerate(call.schedule.instructions)
         if isinstance(x, Reduce)
     ]
-    times = Counter(key for key, _ in made)
-    return (-key for key, may in made if may and times[key] == 1)
+    times = Counter(ref for ref, _ in made)
+    return (ref for ref, may in made if may and times[ref] == 1)
 
 
 def _whole_and_alone(schedule: Schedule, index: int, reduce: Reduce) -> bool:
     return not reduce.of_nbytes and schedule.level_at.get(index, LiveBytes()).alone
 
 
-def _held(step: StepTrace, keys: frozenset[int]) -> tuple[int, int]:
+def _held(step: StepTrace, gradients: frozenset[EntryRef]) -> tuple[int, int]:
     """Peak of live bytes from backward on, and while the optimizer goes on, if these gradients
     stay.
 
     When a call begins, all live bytes of others are counted beside its own peak, as a run does.
     """
     walk, most, in_steps = StepFootprint(), 0, 0
-    calls = [call.with_staying(keys) for call in step.calls]
+    calls = [call.with_staying(gradients) for call in step.calls]
     for call, after in zip(calls, [*calls[1:], calls[0]], strict=True):
         walk.begin(call.schedule)
         if call.phase is Phase.BACKWARD:

@@ -49,7 +49,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import HELD, ON_DEVICE, Layout, NodeName, ParamSpec, Phase, aligned
+from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Layout, NodeName, ParamSpec, Phase, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.memory.footprint import departing_bytes
 from zcompile.memory.step_footprint import peak_of
@@ -421,23 +421,23 @@ class ArenaShare:
         return self.scratch if self.scratch.nbytes > window.nbytes else window
 
 
-def arranged(step: StepTrace, homes: Mapping[int, str], arena: ArenaShare) -> StepTrace:
+def arranged(step: StepTrace, homes: Mapping[EntryRef, str], arena: ArenaShare) -> StepTrace:
     """A whole step under a placement, as the runtime will walk it.
 
     homes   key of an entry -> the tier that it rests on
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
     made: dict[tuple[object, ...], Schedule] = {}
-    calls, held = [], {key for key, home in homes.items() if home == HELD}
+    calls, held = [], {ref for ref, home in homes.items() if home == HELD}
     for call in step.calls:
-        at = tuple(homes.get(key, step.facts[key].home) for key in call.entries)
+        at = tuple(homes.get(ref, step.facts[ref].home) for ref in call.entries)
         stay = call.making(held)
         known = call.schedule.serial, at, stay
         if known not in made:
             made[known] = _arranged(call.schedule, at, stay, arena)
         as_held = replace(made[known], holds=call.schedule.holds)
         calls.append(replace(call, schedule=as_held))
-    facts = {key: replace(f, home=homes.get(key, f.home)) for key, f in step.facts.items()}
+    facts = {ref: replace(f, home=homes.get(ref, f.home)) for ref, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
 
 

@@ -81,7 +81,7 @@ from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import StepCall, StepTrace
-from zcompile.ir.types import Phase
+from zcompile.ir.types import EntryRef, Phase
 from zcompile.machine.model import TIER_LINKS, Link
 from zcompile.memory.linear_program import Column, LinearProgram, Term
 from zcompile.planner.placement import Room
@@ -172,7 +172,7 @@ def _alike(
     groups: dict[object, tuple[int, bool, list[_Use]]] = {}
     for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
         plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
-        is_gradient, is_copy = key[0] < 0, key[1] is not None
+        is_gradient, is_copy = key[0].is_gradient, key[1] is not None
         if is_copy or not any(use.read for use in plain):
             continue  # or it is made and used up within a segment
         most = max(max(use.read, use.written) for use in plain)
@@ -262,14 +262,14 @@ class _Touched:
         made = writes.keys()
         for mine, all_ in ((self.reads, reads), (self.writes, writes)):
             for at, begin, end in mine.items():
-                key = call.entries[at.entry]
-                names = -key if at.is_gradient else key, at.copy
+                of = call.gradients if at.is_gradient else call.entries
+                names = of[at.entry], at.copy
                 if all_ is writes or names not in made:
                     all_.add(names, begin, end)
 
 
-_Object = tuple[int, object]
-"""(key of an entry, dtype of its copy or None); a gradient's key is negative."""
+_Object = tuple[EntryRef, object]
+"""(an entry, dtype of its copy or None)."""
 _Sizes = Mapping[_Object, int]
 _Distinct = _Ranges[_Object]
 

@@ -17,7 +17,7 @@ from zcompile.errors import Unsupported
 from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Offload, Reduce, Store
 from zcompile.ir.step import StepCall, StepTrace
-from zcompile.ir.types import EntryKind, Phase
+from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.ir.units import KiB
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import Link
@@ -367,17 +367,17 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
 class LinkPaths:
     """The links of each transfer of one step on one machine.
 
-    homes  key of an entry -> tier; where it is silent, as the step was recorded
+    homes  entry -> tier; where it is silent, as the step was recorded
     """
 
-    def __init__(self, step: StepTrace, costs: Costs, homes: Mapping[int, str]) -> None:
+    def __init__(self, step: StepTrace, costs: Costs, homes: Mapping[EntryRef, str]) -> None:
         self._facts = step.facts
         self._ways = costs.ways
         self._machine = costs.machine
-        self._homes = {**{key: fact.home for key, fact in step.facts.items()}, **homes}
-        self._copies = {f.name: f.key for f in step.facts.values() if f.kind is EntryKind.COPY}
-        self._written: set[int] = set()
-        self._came: set[tuple[int, int]] = set()
+        self._homes = {**{ref: fact.home for ref, fact in step.facts.items()}, **homes}
+        self._copies = {f.name: f.ref for f in step.facts.values() if f.kind is EntryKind.COPY}
+        self._written: set[EntryRef] = set()
+        self._came: set[tuple[EntryRef, int]] = set()
         """Of which gradients, and from which byte of them on, a part went home in this step."""
         self._links: dict[tuple[str, ...], tuple[Link, ...]] = {}
 
@@ -386,20 +386,20 @@ class LinkPaths:
         self._written.clear()
         self._came.clear()
 
-    def home(self, key: int) -> str:
-        return self._homes.get(key, HOST)
+    def home(self, ref: EntryRef) -> str:
+        return self._homes.get(ref, HOST)
 
     def resident(self, tier: str) -> Iterable[int]:
         """Bytes of each entry that rests on `tier`."""
-        return (fact.nbytes for key, fact in self._facts.items() if self.home(key) == tier)
+        return (fact.nbytes for ref, fact in self._facts.items() if self.home(ref) == tier)
 
-    def source(self, call: StepCall, fetch: Fetch) -> int:
-        """Key of the entry that a fetch brings: the low-precision copy, if it asks for that."""
-        key = call.entries[fetch.entry]
-        if fetch.cast is None or key not in self._facts:
-            return key
+    def source(self, call: StepCall, fetch: Fetch) -> EntryRef:
+        """The entry that a fetch brings: the low-precision copy, if it asks for that."""
+        ref = call.entries[fetch.entry]
+        if fetch.cast is None or ref not in self._facts:
+            return ref
         dtype = str(fetch.cast.narrow).removeprefix("torch.")
-        return self._copies.get(f"{self._facts[key].name} in {dtype}", key)
+        return self._copies.get(f"{self._facts[ref].name} in {dtype}", ref)
 
     def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
         """For each call, the fetches that start in it for a later call.
@@ -415,22 +415,22 @@ class LinkPaths:
                 continue
             then = next(calls[n] for n in after if heeded[n])
             writes = last_writes(now.schedule, now.entries.__getitem__)
-            keys = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
-            written: dict[int, int] = {t: writes[key] for t, key in keys.items() if key in writes}
+            brings = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
+            written: dict[int, int] = {t: writes[r] for t, r in brings.items() if r in writes}
             found.append((then, handover(now.schedule, then.schedule, written).starts))
         return found
 
     def _passes_by(self, call: StepCall) -> bool:
         kinds = [
-            self._facts[k].kind if k in self._facts else EntryKind.RESULT for k in call.entries
+            self._facts[r].kind if r in self._facts else EntryKind.RESULT for r in call.entries
         ]
         return passes_by(call.schedule, kinds.__getitem__)
 
     def fetch(self, call: StepCall, fetch: Fetch) -> SimTransfer:
         """The transfer of a fetch, to the arena."""
-        key = self.source(call, fetch)
-        home = self.home(key)
-        if self._blank(call, key):
+        ref = self.source(call, fetch)
+        home = self.home(ref)
+        if self._blank(call, ref):
             return self._journey(0, 0, 0)
         if home == DISK and self._ways.straight_read:
             journey = self._journey(fetch.begin, fetch.nbytes, 1, "disk_read")
@@ -442,9 +442,9 @@ class LinkPaths:
 
     def store(self, call: StepCall, store: Store) -> SimTransfer:
         """The transfer of a store, from the arena home."""
-        key = call.entries[store.entry]
-        self._written.add(key)
-        home = self.home(key)
+        ref = call.entries[store.entry]
+        self._written.add(ref)
+        home = self.home(ref)
         if home == DISK and self._ways.straight_write:
             journey = self._journey(store.begin, store.nbytes, 1, "disk_write")
             journey.unseen = "d2h"
@@ -453,10 +453,10 @@ class LinkPaths:
 
     def reduce(self, call: StepCall, reduce: Reduce) -> SimTransfer:
         """The transfer of a gradient home, where it is added to earlier parts."""
-        key = -call.entries[reduce.entry]
-        begin, home = reduce.begin, self.home(key)
-        more = (key, begin) in self._came
-        self._came.add((key, begin))
+        ref = call.gradients[reduce.entry]
+        begin, home = reduce.begin, self.home(ref)
+        more = (ref, begin) in self._came
+        self._came.add((ref, begin))
         if more and home == DISK:
             journey = self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
         else:
@@ -486,14 +486,13 @@ class LinkPaths:
             return self._journey(begin, nbytes, 1, "d2h", "disk_write")
         return self._journey(begin, nbytes, 1, *(("d2h",) if home == HOST else ()))
 
-    def _blank(self, call: StepCall, key: int) -> bool:
+    def _blank(self, call: StepCall, ref: EntryRef) -> bool:
         """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
         link."""
-        fact = self._facts.get(key)
-        if fact is None or call.phase is not Phase.STEP:
+        if call.phase is not Phase.STEP or (fact := self._facts.get(ref)) is None:
             return False
         return fact.kind is EntryKind.COPY or (
-            fact.kind is EntryKind.RESULT and key not in self._written
+            fact.kind is EntryKind.RESULT and ref not in self._written
         )
 
     def _journey(self, begin: int, nbytes: int, over_after: int, *links: str) -> SimTransfer:

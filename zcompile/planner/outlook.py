@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zcompile.ir.step import StepTrace, Timeline
-from zcompile.ir.types import HELD, Phase, aligned
+from zcompile.ir.types import HELD, EntryRef, Phase, aligned
 from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import TIERS, Machine
@@ -146,7 +146,7 @@ def evaluated(
     stay, scratch = stay_and_scratch(step, terms.machine, arena_bytes, beside, chunk_bytes)
     arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch)
 
-    def seconds(made: StepTrace, homes: Mapping[int, str]) -> float:
+    def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
     # The plan, near the bound if it can be; then all numbers of it.
@@ -212,11 +212,11 @@ def _missing(terms: Terms, room: Room, used: Mapping[str, int], beside: int) -> 
     return {tier: n for tier, n in missing.items() if n > 0}
 
 
-def _used(step: StepTrace, homes: Mapping[int, str]) -> dict[str, int]:
+def _used(step: StepTrace, homes: Mapping[EntryRef, str]) -> dict[str, int]:
     used: dict[str, int] = {}
-    for key, home in homes.items():
+    for ref, home in homes.items():
         if home != HELD:  # which is where graphs hold values
-            used[home] = used.get(home, 0) + aligned(step.facts[key].nbytes)
+            used[home] = used.get(home, 0) + aligned(step.facts[ref].nbytes)
     return used
 
 
@@ -262,8 +262,8 @@ def _lanes(
     counts = []
     for g in groups:
         count: dict[str, float] = {}
-        for key in g.keys:
-            count[homes[key]] = count.get(homes[key], 0) + 1
+        for ref in g.refs:
+            count[homes[ref]] = count.get(homes[ref], 0) + 1
         counts.append(count)
     lanes: dict[Phase, dict[str, float]] = {}
     for (phase, link), seconds in totals(groups, counts).items():

@@ -26,7 +26,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from zcompile.ir.step import EntryFact, StepTrace
-from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, Phase, aligned
+from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, EntryRef, Phase, aligned
 from zcompile.machine.model import Link, Machine
 from zcompile.machine.staging import lane_bytes
 from zcompile.memory.linear_program import LinearProgram, Term
@@ -64,23 +64,23 @@ class Group:
     """
 
     nbytes: int
-    keys: tuple[int, ...]
+    refs: tuple[EntryRef, ...]
     loads: Mapping[str, Loads]
 
 
 def group(
-    step: StepTrace, machine: Machine, room: Room, stay: frozenset[int] = frozenset()
+    step: StepTrace, machine: Machine, room: Room, stay: frozenset[EntryRef] = frozenset()
 ) -> list[Group]:
     """The entries of a step that are placed, in groups, in the order of first use.
 
     stay  gradients that stay where compute makes them, which take nothing of a tier or a link
     """
-    uses: dict[int, dict[Phase, tuple[int, int, int, int]]] = {}
+    uses: dict[EntryRef, dict[Phase, tuple[int, int, int, int]]] = {}
     for call in step.calls:
         for use in call.uses():
-            if use.key in stay:
+            if use.ref in stay:
                 continue
-            phases = uses.setdefault(use.key, {})
+            phases = uses.setdefault(use.ref, {})
             r, rn, w, wn = phases.get(call.phase, (0, 0, 0, 0))
             phases[call.phase] = (
                 r + use.read_bytes,
@@ -88,24 +88,24 @@ def group(
                 w + use.written_bytes,
                 wn + (use.written_bytes > 0),
             )
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for key, phases in uses.items():
-        fact = step.facts.get(key)
+    alike: dict[tuple[object, ...], list[EntryRef]] = {}
+    for ref, phases in uses.items():
+        fact = step.facts.get(ref)
         if fact is not None and fact.kind in PLACED:
             alike.setdefault(
                 (fact.nbytes, fact.kind, *sorted((p.value, u) for p, u in phases.items())), []
-            ).append(key)
+            ).append(ref)
     return [
         Group(
-            step.facts[keys[0]].nbytes,
-            tuple(keys),
+            step.facts[refs[0]].nbytes,
+            tuple(refs),
             {
-                tier: _loads(step.facts[keys[0]], uses[keys[0]], tier, machine.links, room)
+                tier: _loads(step.facts[refs[0]], uses[refs[0]], tier, machine.links, room)
                 for tier in TIERS
                 if tier in room.nbytes
             },
         )
-        for keys in alike.values()
+        for refs in alike.values()
     ]
 
 
@@ -164,7 +164,7 @@ def lanes_of(
 
 def evaluate(
     groups: Sequence[Group],
-    homes: Mapping[int, str],
+    homes: Mapping[EntryRef, str],
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
 ) -> tuple[float, Mapping[Phase, str]]:
@@ -172,8 +172,8 @@ def evaluate(
     counts = []
     for g in groups:
         count: dict[str, float] = {}
-        for key in g.keys:
-            count[homes[key]] = count.get(homes[key], 0) + 1
+        for ref in g.refs:
+            count[homes[ref]] = count.get(homes[ref], 0) + 1
         counts.append(count)
     busy = totals(groups, counts)
     seconds, binding = 0.0, {}
@@ -224,7 +224,7 @@ def fractions(
     _lanes_fit(program, groups, phases, links)
     program.at_most(late_s, *((("L", phase), 1.0) for phase in phases))
     for n, g in enumerate(groups):
-        program.exactly(float(len(g.keys)), *(((n, tier), 1.0) for tier in g.loads))
+        program.exactly(float(len(g.refs)), *(((n, tier), 1.0) for tier in g.loads))
     scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
     found = program.minimised(
         *(
@@ -254,7 +254,7 @@ def _moving(loads: Loads) -> float:
 
 def _most(groups: Sequence[Group]) -> float:
     """Seconds of all links together, if every entry rests as far away as it can."""
-    return sum(len(g.keys) * max(sum(at.values()) for at in g.loads.values()) for g in groups)
+    return sum(len(g.refs) * max(sum(at.values()) for at in g.loads.values()) for g in groups)
 
 
 def _phases(groups: Sequence[Group], compute_seconds: Mapping[Phase, float]) -> list[Phase]:
@@ -316,27 +316,27 @@ SMALL_SHARE = 8
 class Placement:
     """The tier of each entry of a step.
 
-    homes          key -> tier
+    homes          entry -> tier
     seconds        of a step, by the busiest resource of each phase, if each waited for its writes
     least_seconds  lower bound in this model: if entries could be split, and the ring wrote late
                    what the step writes to disk
     binding        phase -> the link that takes longest, or "compute"
     """
 
-    homes: Mapping[int, str]
+    homes: Mapping[EntryRef, str]
     seconds: float
     least_seconds: float
     binding: Mapping[Phase, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property
-    def stay(self) -> frozenset[int]:
+    def stay(self) -> frozenset[EntryRef]:
         """Gradients that stay where compute makes them."""
-        return frozenset(key for key, home in self.homes.items() if home == HELD)
+        return frozenset(ref for ref, home in self.homes.items() if home == HELD)
 
     def resident_bytes(self, step: StepTrace) -> int:
         """Bytes of the arena for entries that rest on the device."""
         return sum(
-            aligned(step.facts[key].nbytes) for key, home in self.homes.items() if home == "device"
+            aligned(step.facts[ref].nbytes) for ref, home in self.homes.items() if home == "device"
         )
 
 
@@ -345,7 +345,7 @@ def place(
     machine: Machine,
     room: Room,
     compute_seconds: Mapping[Phase, float],
-    stay: frozenset[int] = frozenset(),
+    stay: frozenset[EntryRef] = frozenset(),
 ) -> Placement:
     """The placement of every weight, gradient and state in `step`. Pure.
 
@@ -353,16 +353,16 @@ def place(
     stay             the gradients that stay where compute makes them
     """
     groups = group(step, machine, room, stay)
-    room = _spared(room, sum(aligned(step.facts[key].nbytes) for key in stay))
+    room = _spared(room, sum(aligned(step.facts[ref].nbytes) for ref in stay))
     small, groups = _small(groups, room.nbytes.get("device", 0))
-    taken = sum(len(g.keys) * aligned(g.nbytes) for g in small)
+    taken = sum(len(g.refs) * aligned(g.nbytes) for g in small)
     nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
     room = replace(room, nbytes=nbytes)
     late = lane_bytes(room.ring_bytes)
     best = fractions(groups, room.nbytes, compute_seconds, machine.links, late) if groups else None
     counts = [{} for _ in groups] if best is None else best.counts
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
-    homes |= {key: "device" for g in small for key in g.keys}
+    homes |= {ref: "device" for g in small for ref in g.refs}
     homes |= dict.fromkeys(stay, HELD)
     seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
     least = best.seconds if best is not None else seconds
@@ -384,7 +384,7 @@ def _small(groups: Sequence[Group], device_bytes: int) -> tuple[list[Group], lis
     The first rest on the device before anything else, if all of them take little of it.
     """
     small = [g for g in groups if g.nbytes <= SMALL_BYTES]
-    if sum(len(g.keys) * aligned(g.nbytes) for g in small) * SMALL_SHARE > device_bytes:
+    if sum(len(g.refs) * aligned(g.nbytes) for g in small) * SMALL_SHARE > device_bytes:
         return [], list(groups)
     return small, [g for g in groups if g.nbytes > SMALL_BYTES]
 
@@ -406,7 +406,7 @@ def _rounded(
         key=lambda n: -sum(groups[n].loads[tiers[-1]].values()) / max(groups[n].nbytes, 1),
     )
     for n, g in ((n, groups[n]) for n in by_value):
-        made[n][tiers[-1]] += len(g.keys) - sum(made[n].values())
+        made[n][tiers[-1]] += len(g.refs) - sum(made[n].values())
     for near, tier in enumerate(tiers):
         for n, g in ((n, groups[n]) for n in by_value):
             for far in tiers[:near:-1]:
@@ -418,16 +418,16 @@ def _rounded(
     return made
 
 
-def _homes(groups: Sequence[Group], counts: Sequence[Mapping[str, int]]) -> dict[int, str]:
+def _homes(groups: Sequence[Group], counts: Sequence[Mapping[str, int]]) -> dict[EntryRef, str]:
     """The tier of each entry: each share of a group is spread evenly over the order of use."""
-    homes: dict[int, str] = {}
+    homes: dict[EntryRef, str] = {}
     for g, count in zip(groups, counts, strict=True):
         owed = dict.fromkeys(count, 0.0)
         given = dict.fromkeys(count, 0)
-        for key in g.keys:
+        for ref in g.refs:
             for tier in owed:
-                owed[tier] += count[tier] / len(g.keys)
+                owed[tier] += count[tier] / len(g.refs)
             tier = max(owed, key=lambda t: (given[t] < count[t], owed[t] - given[t]))
-            homes[key] = tier
+            homes[ref] = tier
             given[tier] += 1
     return homes

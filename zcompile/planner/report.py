@@ -71,8 +71,8 @@ class LinkRow:
 def tier_rows(found: Evaluation, terms: Terms) -> tuple[TierRow, ...]:
     rows = {tier: dict.fromkeys(COLUMNS, 0) for tier in found.room.nbytes}
     homes = found.plan.placement.homes
-    for key, fact in found.plan.step.facts.items():
-        home = homes.get(key)
+    for ref, fact in found.plan.step.facts.items():
+        home = homes.get(ref)
         if home in rows:
             rows[home][_COLUMN_OF[fact.kind]] += aligned(fact.nbytes)
     rows["device"]["streaming"] = found.plan.peak_bytes - found.plan.resident_bytes

@@ -28,7 +28,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
-from zcompile.ir.types import Phase, aligned
+from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
 from zcompile.memory.step_footprint import StepFootprint
 from zcompile.planner.links import LinkPaths, LinkSimulator, SimTransfer
@@ -107,21 +107,23 @@ _Row = tuple[int, int, bool, SimTransfer]
 
 
 class Flying:
-    """Transfers in flight, by the key of their entry: which of them another one must wait for."""
+    """Transfers in flight, by the entry: which of them another one must wait for."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, list[_Row]] = {}
+        self._rows: dict[EntryRef, list[_Row]] = {}
 
-    def start(self, key: int, begin: int, end: int, writes: bool, journey: SimTransfer) -> None:
+    def start(
+        self, ref: EntryRef, begin: int, end: int, writes: bool, journey: SimTransfer
+    ) -> None:
         """Add a transfer that starts."""
-        self._rows.setdefault(key, []).append((begin, end, writes, journey))
+        self._rows.setdefault(ref, []).append((begin, end, writes, journey))
 
-    def blockers(self, key: int, begin: int, end: int, writes: bool) -> list[SimTransfer]:
+    def blockers(self, ref: EntryRef, begin: int, end: int, writes: bool) -> list[SimTransfer]:
         """Transfers in flight over those bytes of the entry, if either side writes."""
-        rows = self._rows.get(key)
+        rows = self._rows.get(ref)
         if not rows:
             return []
-        self._rows[key] = rows = [row for row in rows if row[3].home_s is None]
+        self._rows[ref] = rows = [row for row in rows if row[3].home_s is None]
         return [
             journey
             for first, last, wrote, journey in rows
@@ -157,7 +159,7 @@ class SimulatedSteps:
     """
 
     def __init__(
-        self, step: StepTrace, costs: Costs, homes: Mapping[int, str], tells: bool = True
+        self, step: StepTrace, costs: Costs, homes: Mapping[EntryRef, str], tells: bool = True
     ) -> None:
         self._calls = step.calls
         self._tells = tells
@@ -299,8 +301,8 @@ class SimulatedSteps:
         self._issue(fetch, fetch.nbytes)
         journey = self._routes.fetch(call, fetch)
         under = self._leaving.under(fetch.slot)
-        key = self._routes.source(call, fetch)
-        self._start(journey, key, fetch.begin, fetch.nbytes, False, after, (mark, *under))
+        ref = self._routes.source(call, fetch)
+        self._start(journey, ref, fetch.begin, fetch.nbytes, False, after, (mark, *under))
         self._taken += fetch.slot.nbytes
         self._peak = max(self._peak, self._taken)
         self._together = max(self._together, self._taken + self._held.now)
@@ -330,13 +332,12 @@ class SimulatedSteps:
         self._together = max(self._together, self._taken + held)
 
     def _reduce(self, reduce: Reduce) -> Done:
-        key = -self._call.entries[reduce.entry]
         self._rise()
         before = self._host
         self._join(self._held.leave(reduce))
         self._waited = self._host - before
         self._departing.append(self._routes.reduce(self._call, reduce))
-        return self._leaves(reduce, key, self._departing[-1])
+        return self._leaves(reduce, self._call.gradients[reduce.entry], self._departing[-1])
 
     def _told_between(self, wait: Callable[[], object]) -> None:
         """Let the host wait between instructions, and remember for how long."""
@@ -354,12 +355,12 @@ class SimulatedSteps:
             self._host = max(self._host, self._traffic.until(journey, "over_s"))
 
     def _offload(self, offload: Offload) -> Done:
-        key = self._call.made[offload.made]
+        ref = self._call.made[offload.made]
         journey = self._routes.offload(self._call, offload)
         self._done[offload.ticket] = journey
-        return self._leaves(offload, key, journey)
+        return self._leaves(offload, ref, journey)
 
-    def _leaves(self, x: Reduce | Offload, key: int, journey: SimTransfer) -> Done:
+    def _leaves(self, x: Reduce | Offload, ref: EntryRef, journey: SimTransfer) -> Done:
         """Start the transfer of a gradient or an offload."""
         before = self._host
         if journey.route:  # else it is at home where it is
@@ -368,7 +369,7 @@ class SimulatedSteps:
         self._waited += self._host - before
         mark = () if x.after else (self._compute,)
         begin = x.begin if isinstance(x, Reduce) else 0
-        self._start(journey, key, begin, x.nbytes, True, x.after, mark)
+        self._start(journey, ref, begin, x.nbytes, True, x.after, mark)
         self._issue(x, x.nbytes)
         return None, journey
 
@@ -381,16 +382,16 @@ class SimulatedSteps:
 
     def _store(self, store: Store) -> Done:
         self._issue(store, store.nbytes)
-        key, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
-        self._start(journey, key, store.begin, store.nbytes, True, store.after)
+        ref, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
+        self._start(journey, ref, store.begin, store.nbytes, True, store.after)
         self._done[store.ticket] = journey
         self._leaving.leave(self._call.schedule, store.slot, journey)
         return None, journey
 
     def _borrow(self, borrow: Borrow) -> Done:
         end = borrow.begin + borrow.layout.nbytes
-        before, key = self._host, self._call.entries[borrow.entry]
-        for journey in self._flying.blockers(key, borrow.begin, end, borrow.writes):
+        before, ref = self._host, self._call.entries[borrow.entry]
+        for journey in self._flying.blockers(ref, borrow.begin, end, borrow.writes):
             self._host = max(self._host, self._traffic.until(journey, "home_s"))
         self._waited = self._host - before
         self._issue(borrow, 0)
@@ -399,7 +400,7 @@ class SimulatedSteps:
     def _start(
         self,
         journey: SimTransfer,
-        key: int,
+        ref: EntryRef,
         begin: int,
         nbytes: int,
         writes: bool,
@@ -409,8 +410,8 @@ class SimulatedSteps:
         """Start a transfer once its memory is its own (`after`, `follows`) and no transfer of its
         entry blocks it."""
         self._traffic.advance(self._host)
-        blockers = self._flying.blockers(key, begin, begin + nbytes, writes)
-        self._flying.start(key, begin, begin + nbytes, writes, journey)
+        blockers = self._flying.blockers(ref, begin, begin + nbytes, writes)
+        self._flying.start(ref, begin, begin + nbytes, writes, journey)
         self._traffic.start(
             journey, self._host, (*follows, *(self._done[t] for t in after)), blockers
         )
@@ -440,11 +441,14 @@ to the next what it was left itself."""
 
 
 def simulate(
-    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+    step: StepTrace,
+    costs: Costs,
+    homes: Mapping[EntryRef, str] | None = None,
+    repeats: int = REPEATS,
 ) -> Timeline:
     """The times and bytes of a step in the middle of a long run of equal ones.
 
-    homes   key of an entry -> "device", "held", "host" or "disk"; where it is silent, as it was
+    homes   entry -> "device", "held", "host" or "disk"; where it is silent, as it was
             recorded
     raises  Unsupported, if a transfer needs a link that the machine does not have
     """
@@ -455,7 +459,10 @@ def simulate(
 
 
 def step_seconds(
-    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None, repeats: int = REPEATS
+    step: StepTrace,
+    costs: Costs,
+    homes: Mapping[EntryRef, str] | None = None,
+    repeats: int = REPEATS,
 ) -> float:
     """`step_s` of what `simulate` returns, sooner: for one of many that are compared."""
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)
@@ -465,7 +472,7 @@ def step_seconds(
 
 
 def predicted(
-    step: StepTrace, costs: Costs, homes: Mapping[int, str] | None = None
+    step: StepTrace, costs: Costs, homes: Mapping[EntryRef, str] | None = None
 ) -> dict[str, Any]:
     """The times and bytes of one step of many alike, simulated; under the names of
     `zcompile.stats`.

@@ -15,7 +15,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.ir.schedule import EntryIndex, Fetch, Offload, Store
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import ALIGNMENT, ON_DEVICE, Phase, aligned
+from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
 from zcompile.memory.step_footprint import held_in_steps, staying, staying_bytes
@@ -56,7 +56,7 @@ SCRATCH_SHARE = 8
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
-Seconds = Callable[[StepTrace, Mapping[int, str]], float]
+Seconds = Callable[[StepTrace, Mapping[EntryRef, str]], float]
 """(arranged step, homes of its entries) -> seconds of the step."""
 
 
@@ -112,7 +112,7 @@ def plan_step(
     compute_seconds: Mapping[Phase, float],
     seconds: Seconds,
     least_s: float = 0.0,
-    stay: frozenset[int] = frozenset(),
+    stay: frozenset[EntryRef] = frozenset(),
 ) -> StepPlan:
     """The fastest of the plans tried, or the first that is near the bound.
 
@@ -178,7 +178,7 @@ def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Ite
 def at_rest(
     plan: StepPlan,
     step: StepTrace,
-    rests: Mapping[int, str],
+    rests: Mapping[EntryRef, str],
     window_bytes: int,
     seconds: Seconds,
 ) -> StepPlan:
@@ -187,12 +187,12 @@ def at_rest(
     Some may have found no room on their tier, or are still where they should not be.
 
     step          that the plan was made for, as it was recorded
-    rests         key of an entry -> the tier that it is on
+    rests         entry -> the tier that it is on
     window_bytes  that are left to stream through
     """
     planned = plan.placement.homes
-    homes = {key: rests.get(key, planned.get(key, fact.home)) for key, fact in step.facts.items()}
-    if all(planned.get(key, step.facts[key].home) == home for key, home in homes.items()):
+    homes = {ref: rests.get(ref, planned.get(ref, fact.home)) for ref, fact in step.facts.items()}
+    if all(planned.get(ref, step.facts[ref].home) == home for ref, home in homes.items()):
         return plan
     placement = replace(plan.placement, homes={**planned, **homes})
     try:
@@ -215,8 +215,8 @@ def stay_and_scratch(
     arena_bytes: int,
     beside_bytes: int,
     chunk_bytes: int,
-    kept: frozenset[int] = frozenset(),
-) -> tuple[frozenset[int], StepRoom]:
+    kept: frozenset[EntryRef] = frozenset(),
+) -> tuple[frozenset[EntryRef], StepRoom]:
     """The gradients that stay outside the arena, and the step scratch in the memory that is free
     there.
 
@@ -238,7 +238,7 @@ def _windows(
     room: Room,
     arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
-    stay: frozenset[int],
+    stay: frozenset[EntryRef],
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
@@ -279,7 +279,7 @@ def _windows(
             yield window, beside(window)
 
 
-def _needed(step: StepTrace, homes: Mapping[int, str], lead: int) -> int:
+def _needed(step: StepTrace, homes: Mapping[EntryRef, str], lead: int) -> int:
     """Bytes of arena in which every fetch of forward and backward starts `lead` runs ahead."""
     most = 0
     seen: set[tuple[int, frozenset[EntryIndex]]] = set()
@@ -287,7 +287,7 @@ def _needed(step: StepTrace, homes: Mapping[int, str], lead: int) -> int:
         if call.phase is Phase.STEP or call.schedule.budget_bytes is None:
             continue
         resident = frozenset(
-            EntryIndex(n) for n, key in enumerate(call.entries) if homes.get(key) in ON_DEVICE
+            EntryIndex(n) for n, ref in enumerate(call.entries) if homes.get(ref) in ON_DEVICE
         )
         if (call.schedule.serial, resident) not in seen:
             seen.add((call.schedule.serial, resident))

@@ -26,7 +26,7 @@ from time import perf_counter
 
 from zcompile.ir.schedule import Borrow, Fetch, Left, Reduce, Run, Schedule, Wait
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, Phase, Region
+from zcompile.ir.types import EntryKind, EntryRef, Phase, Region
 from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.device.base import Device
@@ -48,8 +48,8 @@ class _RecordedCall:
 
     alike: tuple[list[TierIO], list[EntryKind]]
     call: StepCall
-    facts: Mapping[int, EntryFact]
-    gradients: Mapping[int, EntryFact]
+    facts: Mapping[EntryRef, EntryFact]
+    gradients: Mapping[EntryRef, EntryFact]
 
 
 class Recorder:
@@ -65,9 +65,9 @@ class Recorder:
         self._stepped = False
         self._noted = False
         self._calls: list[StepCall] = []
-        self._alone: set[tuple[int, tuple[int, ...]]] = set()
-        self._facts: dict[int, EntryFact] = {}
-        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _RecordedCall] = {}
+        self._alone: set[tuple[int, tuple[EntryRef, ...]]] = set()
+        self._facts: dict[EntryRef, EntryFact] = {}
+        self._known: dict[tuple[int, tuple[int, ...], tuple[EntryRef, ...]], _RecordedCall] = {}
 
     def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A schedule is about to run."""
@@ -89,25 +89,25 @@ class Recorder:
     def made(self, entries: Sequence[Entry]) -> None:
         """The schedule that was noted last has run, and made these entries."""
         if self._noted:
-            self._calls[-1] = replace(self._calls[-1], made=tuple(key_of(e) for e in entries))
+            self._calls[-1] = replace(self._calls[-1], made=tuple(e.ref for e in entries))
             self._facts |= facts_of(entries)
 
     def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
         """What is written down of a call; as in the last step, while entries are alike."""
-        keys = tuple([e.key if e.of is None else -e.of for e in entries])
+        refs = tuple([e.ref for e in entries])
         alike = [e.place.tier for e in entries], [e.kind for e in entries]
-        passing = EntryKind.ACTIVATION in alike[1]  # these have new keys in every call
+        passing = EntryKind.ACTIVATION in alike[1]  # these are new in every call
         sizes = schedule.holds.sizes
-        same = schedule.serial, sizes, _kept(entries, keys) if passing else keys
+        same = schedule.serial, sizes, _kept(entries) if passing else refs
         known = self._known.get(same)
         if known is None or known.alike != alike:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            call, facts = StepCall(schedule, keys), facts_of(entries)
+            call, facts = StepCall(schedule, refs), facts_of(entries)
             known = _RecordedCall(alike, call, facts, _gradients(schedule, entries))
             self._known[same] = known
-        if passing and known.call.entries != keys:
-            known = replace(known, call=StepCall(schedule, keys), facts=facts_of(entries))
+        if passing and known.call.entries != refs:
+            known = replace(known, call=StepCall(schedule, refs), facts=facts_of(entries))
         return known
 
     def stepped(self) -> None:
@@ -129,10 +129,13 @@ class Recorder:
         return StepTrace(calls, facts, _micro_batches(calls)) if calls else None
 
 
-def _kept(entries: Sequence[Entry], keys: Sequence[int]) -> tuple[int, ...]:
+NOBODY = EntryRef(0)
+"""Stands for a value that only one call has; keys of entries begin at 1."""
+
+
+def _kept(entries: Sequence[Entry]) -> tuple[EntryRef, ...]:
     """The entries of a call without values that only this call has, whose places stay."""
-    pairs = zip(entries, keys, strict=True)
-    return tuple([0 if e.kind is EntryKind.ACTIVATION else key for e, key in pairs])
+    return tuple([NOBODY if e.kind is EntryKind.ACTIVATION else e.ref for e in entries])
 
 
 def _micro_batches(calls: Sequence[StepCall]) -> int:
@@ -141,31 +144,20 @@ def _micro_batches(calls: Sequence[StepCall]) -> int:
     return max((serials.count(serial) for serial in set(serials)), default=1)
 
 
-def facts_of(entries: Sequence[Entry]) -> dict[int, EntryFact]:
-    """The facts of each entry, as a record names it."""
-    facts = {}
-    for entry in entries:
-        key = key_of(entry)
-        facts[key] = EntryFact(key, entry.name, entry.kind, entry.nbytes, entry.home)
-    return facts
+def facts_of(entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
+    """The facts of each entry."""
+    return {e.ref: EntryFact(e.ref, e.name, e.kind, e.nbytes, e.home) for e in entries}
 
 
-def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[int, EntryFact]:
+def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
     """The facts of gradients that a backward makes, which are entries later on."""
     facts = {}
     for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
         if isinstance(x, Reduce):
             param = entries[x.entry]
-            fact = EntryFact(
-                -param.key, f"{param.name}.grad", EntryKind.GRAD, x.of_nbytes or x.nbytes, "host"
-            )
-            facts[fact.key] = fact
+            ref, nbytes = param.ref.gradient, x.of_nbytes or x.nbytes
+            facts[ref] = EntryFact(ref, f"{param.name}.grad", EntryKind.GRAD, nbytes, "host")
     return facts
-
-
-def key_of(entry: Entry) -> int:
-    """Of the entry in a record: a gradient goes by its parameter, since it is new in each step."""
-    return -entry.of if entry.of is not None else entry.key
 
 
 # --- One figure for many samples ---

@@ -7,8 +7,7 @@ from typing import Any
 from zcompile.errors import TierFull
 from zcompile.ir.schedule import Offload, Reduce
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import HELD, ON_DEVICE, EntryKind
-from zcompile.runtime.profile import key_of
+from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import Place
@@ -18,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def relocate(
-    session: Session, homes: Mapping[int, str], step: StepTrace
-) -> tuple[list[Entry], dict[int, str]]:
+    session: Session, homes: Mapping[EntryRef, str], step: StepTrace
+) -> tuple[list[Entry], dict[EntryRef, str]]:
     """Move every entry to where `homes` says.
 
     Where holes of the host are too small for what is to rest there, what rests there already moves
@@ -29,8 +28,8 @@ def relocate(
     """
     left, rests = relocate_once(session, homes), expected_homes(session, step, homes)
     free = session.homes.free()["host"]
-    astray = [key for key, home in rests.items() if homes.get(key) == "host" != home]
-    if any(step.facts[key].nbytes <= free for key in astray):
+    astray = [ref for ref, home in rests.items() if homes.get(ref) == "host" != home]
+    if any(step.facts[ref].nbytes <= free for ref in astray):
         with deferred_interrupts():
             places = [entry.place for entry in session.entries()]
             moved = session.homes.compact(places)
@@ -39,22 +38,24 @@ def relocate(
     return left, rests
 
 
-def relocate_once(session: Session, homes: Mapping[int, str]) -> list[Entry]:
+def relocate_once(session: Session, homes: Mapping[EntryRef, str]) -> list[Entry]:
     """Move every entry that `homes` knows to where it says; returns those that found no room there.
 
     What makes room moves first: to the device, then to disk, then from disk to the host. Addresses
     for what goes to the device are reserved already (`DeviceTier.plan`).
     """
-    wanted = {e: homes[key_of(e)] for e in session.entries() if key_of(e) in homes}
+    wanted = {e: homes[e.ref] for e in session.entries() if e.ref in homes}
     left: list[Entry] = []
     for home in ("device", "disk", "host"):
         due = [e for e, to in wanted.items() if to == home and e.home != home]
         left += [entry for entry in due if not move(session, entry, home)]
-    session.homes.wanted = {-key: home for key, home in homes.items() if key < 0}
+    session.homes.wanted = {ref: home for ref, home in homes.items() if ref.is_gradient}
     return left
 
 
-def expected_homes(session: Session, step: StepTrace, homes: Mapping[int, str]) -> dict[int, str]:
+def expected_homes(
+    session: Session, step: StepTrace, homes: Mapping[EntryRef, str]
+) -> dict[EntryRef, str]:
     """Where each entry rests by now, and where those will find room that a step like this one will
     make.
 
@@ -62,18 +63,18 @@ def expected_homes(session: Session, step: StepTrace, homes: Mapping[int, str]) 
     are made in forward and stay for the whole call that takes them, beside the gradients that it
     makes. Room is looked for in that order, as it will be then, and given back.
     """
-    stay = {key: home for key, home in homes.items() if home == HELD}
-    rests = stay | {key_of(entry): entry.home for entry in session.entries()}
-    tried: dict[int, tuple[Place, EntryKind]] = {}
+    stay = {ref: home for ref, home in homes.items() if home == HELD}
+    rests = stay | {entry.ref: entry.home for entry in session.entries()}
+    tried: dict[EntryRef, tuple[Place, EntryKind]] = {}
 
-    def place(key: int, kind: EntryKind, nbytes: int, **wish: Any) -> None:
-        if key not in rests:
-            found = session.homes.reserve(step.facts[key].name, kind, nbytes, **wish)
-            rests[key], tried[key] = found.tier.name, (found, kind)
+    def place(ref: EntryRef, kind: EntryKind, nbytes: int, **wish: Any) -> None:
+        if ref not in rests:
+            found = session.homes.reserve(step.facts[ref].name, kind, nbytes, **wish)
+            rests[ref], tried[ref] = found.tier.name, (found, kind)
 
-    def give_back(key: int) -> None:
-        if key in tried:
-            place, kind = tried.pop(key)
+    def give_back(ref: EntryRef) -> None:
+        if ref in tried:
+            place, kind = tried.pop(ref)
             session.homes.left(place, kind)
             place.tier.release(place.extent)
 
@@ -83,27 +84,28 @@ def expected_homes(session: Session, step: StepTrace, homes: Mapping[int, str]) 
                 if isinstance(x, Offload):
                     place(call.made[x.made], EntryKind.ACTIVATION, x.nbytes, tier=x.tier)
                 elif isinstance(x, Reduce):
-                    fact = step.facts[-call.entries[x.entry]]
-                    place(fact.key, EntryKind.GRAD, fact.nbytes, of=-fact.key)
-            for key in call.entries:
-                if key in step.facts and step.facts[key].kind is EntryKind.ACTIVATION:
-                    give_back(key)
+                    gradient = call.gradients[x.entry]
+                    nbytes = step.facts[gradient].nbytes
+                    place(gradient, EntryKind.GRAD, nbytes, gradient=gradient)
+            for ref in call.entries:
+                if ref in step.facts and step.facts[ref].kind is EntryKind.ACTIVATION:
+                    give_back(ref)
     except TierFull:
         log.info("the next step will not find room for all that it makes")  # and will say so
     finally:
-        for key in list(tried):
-            give_back(key)
+        for ref in list(tried):
+            give_back(ref)
     return rests
 
 
-def evict(session: Session, entries: Iterable[Entry], homes: Mapping[int, str]) -> list[Entry]:
+def evict(session: Session, entries: Iterable[Entry], homes: Mapping[EntryRef, str]) -> list[Entry]:
     """Move each of `entries` off the device: to where `homes` has it, else to where there is room.
 
     returns  the entries for which there is none
     """
     left = []
     for entry in entries:
-        first = homes.get(key_of(entry), "host")
+        first = homes.get(entry.ref, "host")
         ways = dict.fromkeys((first if first not in ON_DEVICE else "host", "host", "disk"))
         if not any(move(session, entry, home) for home in ways):
             left.append(entry)
@@ -123,7 +125,7 @@ def move(session: Session, entry: Entry, home: str) -> bool:
     with deferred_interrupts():
         value = session.read_all(entry) if held else None
         version, old_extent = entry.version, place.extent
-        old = session.homes.move(place, key_of(entry), entry.born, home)
+        old = session.homes.move(place, entry.ref, entry.born, home)
         if old is None:
             return False
         new, new_extent = place.tier, place.extent

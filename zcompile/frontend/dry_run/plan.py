@@ -340,10 +340,10 @@ def _input(value: Any) -> Any:
 def _settled(step: StepTrace, session: DryRunSession) -> StepTrace:
     """The step with facts as they are after it, since an optimizer makes its states in the first
     step."""
-    alive = {entry.key: entry for entry in session.entries()}
+    alive = {entry.ref: entry for entry in session.entries()}
     facts = {
-        key: replace(fact, name=alive[key].name, kind=alive[key].kind) if key in alive else fact
-        for key, fact in step.facts.items()
+        ref: replace(fact, name=alive[ref].name, kind=alive[ref].kind) if ref in alive else fact
+        for ref, fact in step.facts.items()
     }
     return replace(step, facts=facts)
 

@@ -103,7 +103,7 @@ def _point_to(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
     if is_param:
         shows(tiered, layout)
         if not entry.kind.lasting:
-            entry.kind, entry.of = EntryKind.PARAM, None
+            entry.become_parameter()
         _rename(left)
         _rename(entry)
 

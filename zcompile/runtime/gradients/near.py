@@ -17,7 +17,7 @@ from torch import Tensor
 from zcompile.ir.handles import Leaf
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import hooks_of, is_lazy
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import LiveStorage
 from zcompile.runtime.norms import Norms
@@ -84,7 +84,9 @@ class DeviceGradients:
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:
             leaf, stays = leaves[index], index in staying
-            if not (stays or device.has_reserved(-leaf.key, leaf.nbytes)):
+            if not (
+                stays or device.has_reserved(EntryRef(leaf.key, EntryRole.GRADIENT), leaf.nbytes)
+            ):
                 continue
             param = self._sole(leaf)
             if param is None or not (layout := Layout.of(param)).dense:

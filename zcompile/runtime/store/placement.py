@@ -8,7 +8,7 @@ planned, a gradient goes where that plan wants it.
 from collections.abc import Mapping, Sequence
 
 from zcompile.errors import TierFull
-from zcompile.ir.types import SMALL_BYTES, EntryKind
+from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.tiers.base import Compacting, Extent, Place, TierIO
 from zcompile.runtime.tiers.device import DeviceTier, HeldTier
@@ -21,8 +21,8 @@ class Tiers:
         self._tiers = tiers
         self.device, self.held = device, HeldTier()
         self._meter = meter
-        self.wanted: Mapping[int, str] = {}
-        """Parameter -> the tier its gradient is to rest on, by their keys."""
+        self.wanted: Mapping[EntryRef, str] = {}
+        """Gradient -> the tier that it is to rest on."""
         self._kept_bytes = self._gradient_bytes = 0
 
     def keep_for_gradients(self, nbytes: int) -> None:
@@ -35,18 +35,18 @@ class Tiers:
         name: str,
         kind: EntryKind,
         nbytes: int,
-        of: int | None = None,
+        gradient: EntryRef | None = None,
         tier: str | None = None,
     ) -> Place:
-        """`of`: key of the parameter that it is the gradient of; `tier`: where it would best rest.
+        """`gradient`: which it is, if it is one; `tier`: where it would best rest.
 
         raises  TierFull
         """
-        if of is not None and self.device.has_reserved(-of, nbytes):
-            return Place(nbytes, self.device, self.device.take_reserved(-of))
+        if gradient is not None and self.device.has_reserved(gradient, nbytes):
+            return Place(nbytes, self.device, self.device.take_reserved(gradient))
         if kind is EntryKind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
-        wanted = tier if of is None else self.wanted.get(of)
+        wanted = tier if gradient is None else self.wanted.get(gradient)
         for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
             try:
                 extent = home.reserve(nbytes, name)
@@ -78,17 +78,19 @@ class Tiers:
         """The entry that has `place` is dead."""
         self._account(place.tier, kind, place.extent, -1)
 
-    def move(self, place: Place, key: int, kind: EntryKind, home: str) -> TierIO | None:
-        """Let `place` be on the tier `home` from here on, blank; returns its old tier.
+    def move(self, place: Place, ref: EntryRef, kind: EntryKind, home: str) -> TierIO | None:
+        """Let `place`, of the entry `ref`, be on the tier `home` from here on, blank.
+
+        Returns its old tier.
 
         None if `home` has no room. The old extent is for the caller to release.
         """
         old, before = place.tier, place.extent
         tiers = {tier.name: tier for tier in self._tiers}
         if home == "device":
-            if not self.device.has_reserved(key, place.nbytes):
+            if not self.device.has_reserved(ref, place.nbytes):
                 return None
-            place.tier, place.extent = self.device, self.device.take_reserved(key)
+            place.tier, place.extent = self.device, self.device.take_reserved(ref)
         else:
             try:
                 extent = tiers[home].reserve(place.nbytes, place.name)

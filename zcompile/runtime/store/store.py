@@ -27,7 +27,7 @@ from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
 from zcompile.ir.ties import Tie
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.pages import check_memory
@@ -125,10 +125,13 @@ class Deferrals(Generic[E]):
 class Entry:
     """Bytes that the store keeps. Reads give zeros until something is written.
 
+    key      the number by which the store knows it, and which its handle carries; no two entries
+             have the same, and a gradient has a new one in every step
+    ref      names it in records and plans of a step: as its key does, or, of a gradient, as the
+             gradient of its parameter
     born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
     home     name of the tier it rests on: "device", "held", "host" or "disk"
-    of       key of the parameter that it is the gradient of
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
              handle are that parameter's
@@ -149,7 +152,7 @@ class Entry:
         self.store = store
         self.place = place
         self.unset = unset
-        self.of = of
+        self.ref = EntryRef(self.key) if of is None else EntryRef(of, EntryRole.GRADIENT)
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.shown: object = None
@@ -172,6 +175,15 @@ class Entry:
     @property
     def home(self) -> str:
         return self.place.tier.name
+
+    @property
+    def of(self) -> int | None:
+        """Key of the parameter that it is the gradient of."""
+        return self.ref.number if self.ref.is_gradient else None
+
+    def become_parameter(self) -> None:
+        """It is what a parameter shows, from here on, and nobody's gradient."""
+        self.kind, self.ref = EntryKind.PARAM, EntryRef(self.key)
 
     @uninterrupted
     def gather(
@@ -242,10 +254,12 @@ class Store:
     ) -> Entry:
         """Create a new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
+        `of`: key of the parameter that it is the gradient of, or of its own handle (`Share`).
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """
         self.enter(name)
-        place = at or self.homes.reserve(name, kind, nbytes, of, tier)
+        gradient = None if of is None else EntryRef(of, EntryRole.GRADIENT)
+        place = at or self.homes.reserve(name, kind, nbytes, gradient, tier)
         entry = Entry(self, kind, place, unset, of)
         self._entries[entry.key] = entry
         handles.bind(entry)

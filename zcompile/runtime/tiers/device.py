@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.ir.types import ALIGNMENT, HELD, Layout, aligned
+from zcompile.ir.types import ALIGNMENT, HELD, EntryRef, Layout, aligned
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
 from zcompile.runtime.transfer.ticket import Promise
@@ -52,7 +52,7 @@ class DeviceTier(OnDeviceTier):
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._reserved: dict[int, Extent] = {}
+        self._reserved: dict[EntryRef, Extent] = {}
         self._occupied: set[int] = set()
         self._spare: set[int] = set()
         self.window_bytes = arena.budget_bytes
@@ -69,14 +69,14 @@ class DeviceTier(OnDeviceTier):
         there."""
         return min(self.window_bytes, self._floor)
 
-    def plan(self, key: int, name: str, nbytes: int) -> bool:
+    def plan(self, ref: EntryRef, name: str, nbytes: int) -> bool:
         """Reserve an address for an entry, above the streaming buffer; False if there is no room
         for it.
 
         An entry that has one, large enough and above the buffer, keeps it.
         """
         size = aligned(nbytes)
-        old = self._reserved.get(key)
+        old = self._reserved.get(ref)
         if old is not None and old.nbytes >= size and old.offset >= self.window_bytes:
             return True
         if old is not None:
@@ -84,7 +84,7 @@ class DeviceTier(OnDeviceTier):
         begin = self._arena.reserve(size, self.window_bytes, name)
         if begin is None:
             return False
-        self._reserved[key] = Extent(0, begin, size, name)
+        self._reserved[ref] = Extent(0, begin, size, name)
         self._floor = min(self._floor, begin)
         return True
 
@@ -94,31 +94,31 @@ class DeviceTier(OnDeviceTier):
 
     def clear(self) -> None:
         """Give back the reserved addresses that no entry occupies."""
-        for key, extent in list(self._reserved.items()):
+        for ref, extent in list(self._reserved.items()):
             if extent.offset not in self._occupied:
-                self._arena.unreserve(self._reserved.pop(key).offset)
+                self._arena.unreserve(self._reserved.pop(ref).offset)
         left = (extent.offset for extent in self._reserved.values())
         self._floor = min(left, default=self._arena.budget_bytes)
 
-    def has_reserved(self, key: int, nbytes: int) -> bool:
+    def has_reserved(self, ref: EntryRef, nbytes: int) -> bool:
         """Whether an entry has a reserved address of its size that nothing occupies."""
-        extent = self._reserved.get(key)
+        extent = self._reserved.get(ref)
         return (
             extent is not None and nbytes <= extent.nbytes and extent.offset not in self._occupied
         )
 
-    def take_reserved(self, key: int) -> Extent:
+    def take_reserved(self, ref: EntryRef) -> Extent:
         """Occupy the address reserved for an entry."""
-        extent = self._reserved[key]
+        extent = self._reserved[ref]
         assert extent.offset not in self._occupied, (
             f"two entries at the reserved address of {extent.name!r}"
         )
         self._occupied.add(extent.offset)
         return extent
 
-    def is_reserved_for(self, key: int, extent: Extent) -> bool:
+    def is_reserved_for(self, ref: EntryRef, extent: Extent) -> bool:
         """Whether `extent` is the address reserved for an entry."""
-        own = self._reserved.get(key)
+        own = self._reserved.get(ref)
         return own is not None and own.offset == extent.offset
 
     def spare(self, nbytes: int, name: str) -> Extent | None:

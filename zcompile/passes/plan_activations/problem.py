@@ -170,7 +170,13 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     held = [a + b for a, b in zip(held, problem.other, strict=True)]
     again_s = sum((problem.makers[number].seconds for number in repeats), 0.0)
     return Answer(
-        held, slots, wanted, repeats, again_s, moved, starts + _exposed(problem, moved, again_s)
+        held,
+        slots,
+        wanted,
+        repeats,
+        again_s,
+        moved,
+        starts + exposed_seconds(problem, moved, again_s),
     )
 
 
@@ -217,7 +223,7 @@ def _weights(problem: Problem, repeats: Mapping[int, int], slots: list[int]) -> 
                 _add(slots, min(read), max(read), weight.nbytes)
 
 
-def _exposed(problem: Problem, moved: Mapping[str, int], again_s: float) -> float:
+def exposed_seconds(problem: Problem, moved: Mapping[str, int], again_s: float) -> float:
     """Seconds that the links take longer than compute, which recomputing makes longer."""
     leave = sum(n * problem.tiers[tier].leave_s for tier, n in moved.items())
     back = sum(n * problem.tiers[tier].back_s for tier, n in moved.items())

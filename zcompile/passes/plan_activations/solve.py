@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.ir.types import NEVER_RECOMPUTED, CheckpointPolicy
 from zcompile.memory.linear_program import Column, LinearProgram, Term
+from zcompile.passes.plan_activations.evaluation import Evaluation
 from zcompile.passes.plan_activations.problem import (
     BUSY,
     KEEP,
@@ -206,7 +207,7 @@ class Search:
     """A greedy search that gives up values until the others fit.
 
     begin    actions it falls back to, one per value
-    actions  current actions; at first `begin`, unless others are given
+    now      current actions and what they take; at first of `begin`, unless others are given
     frugal   the value that frees most bytes goes first, whatever it costs
     wholly   a value is recomputed with all operands that this wants, not only with those that are
              no smaller; and bytes freed beyond the missing ones do not count
@@ -228,15 +229,18 @@ class Search:
         self.problem = problem
         self.ways = ways
         self.begin = begin
-        self.actions = list(begin if actions is None else actions)
-        self.answer = answer(problem, self.actions)
+        self.now = Evaluation(problem, begin if actions is None else actions)
         self._refused: set[tuple[int, str]] = set()
         self._stays = stays
 
     @property
+    def actions(self) -> list[str]:
+        return self.now.actions
+
+    @property
     def over(self) -> int:
         """Bytes that are missing; not more than zero, if it fits."""
-        return self.answer.over(self.problem)
+        return self.now.over
 
     def without(self, number: int, ways: Sequence[str], wished: Sequence[str]) -> "Search":
         """A search from here on that gives `number` its wished action, and gives up others for
@@ -264,7 +268,7 @@ class Search:
         Where many bytes are missing, several values are given up at once, for a part of the bytes:
         a value too many is saved again at the end.
         """
-        now = self._measure()
+        now = self.now.measure()
         rows = sorted(self._candidates(), key=lambda row: row[:3])
         several: list[tuple[int, str]] = []
         given, gone = set[int](), 0
@@ -289,7 +293,7 @@ class Search:
         A value that is read back needs room to come back to, and one that is recomputed its
         operands.
         """
-        now, at = self._measure(), self._peak_time()
+        now, at = self.now.measure(), self.now.peak_time()
         given = [n for n in self.given_up(self.begin) if self.actions[n] != KEEP]
         given.sort(key=lambda n: -self.problem.values[n].nbytes)
         for number, way in ((n, way) for n in given[:MOST_RETRIED] for way in self.ways):
@@ -300,33 +304,19 @@ class Search:
                     return True
         return False
 
-    def _peak_time(self) -> int:
-        """The time of the peak."""
-        return self.answer.held.index(max(self.answer.held))
-
     def _improves(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
         """Make these changes, if the measure becomes less than `now`; returns whether."""
-        before, was = list(self.actions), self.answer
-        for changed, to in changes:
-            self.actions[changed] = to
-        self.answer = answer(self.problem, self.actions)
-        if self._measure() < now:
+        undo = self.now.change(changes)
+        if self.now.measure() < now:
             return True
-        self.actions, self.answer = before, was
+        self.now.change(undo)
         return False
-
-    def _measure(self) -> tuple[int, int, int]:
-        """The missing bytes, the peak, and the number of times at the peak; each step makes it
-        less."""
-        held = self.answer.held
-        most = max(held)
-        return self.over, most, held.count(most)
 
     def _candidates(self) -> Iterator[tuple[float, int, str, list[tuple[int, str]]]]:
         """(seconds per byte, value, action, changes) of values that only wait for backward at the
         peak."""
-        found = self.answer
-        at = self._peak_time()
+        found = self.now
+        at = found.peak_time()
         for number, value in enumerate(self.problem.values):
             want = found.wanted[number]
             if want is None or self.actions[number] != KEEP:
@@ -356,7 +346,7 @@ class Search:
         away = self.problem.tiers.get(way)
         if away is None or not value.may_move or value.wish is CheckpointPolicy.MUST_RECOMPUTE:
             return False
-        return self.answer.moved.get(way, 0) + value.nbytes <= away.nbytes
+        return self.now.moved.get(way, 0) + value.nbytes <= away.nbytes
 
     def _changes(
         self, number: int, way: str, at: int
@@ -365,7 +355,7 @@ class Search:
         makes."""
         value = self.problem.values[number]
         if way != RECOMPUTE:
-            moved = dict(self.answer.moved)
+            moved = dict(self.now.curves().moved)
             moved[way] = moved.get(way, 0) + value.nbytes
             away = self.problem.tiers[way]
             return self._moved_s(moved) + 2 * away.start_s, value.nbytes, [(number, way)]
@@ -373,15 +363,15 @@ class Search:
 
     def _moved_s(self, moved: dict[str, int]) -> float:
         """Seconds that transfers add if these bytes are offloaded."""
-        tiers = self.problem.tiers
+        tiers, before = self.problem.tiers, self.now.curves().moved
         added = 0.0
         for rate, slack in (
             ("leave_s", self.problem.slack_s[0]),
-            ("back_s", self.problem.slack_s[1] + self.answer.again_s),
+            ("back_s", self.problem.slack_s[1] + self.now.curves().again_s),
         ):
             now, then = (
                 sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
-                for each in (self.answer.moved, moved)
+                for each in (before, moved)
             )
             slack = max(0.0, slack)
             added += max(0.0, then - slack) - max(0.0, now - slack) + BUSY * (then - now)
@@ -389,7 +379,7 @@ class Search:
 
     def _recompute(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
         """The same for recomputing `number`, with operands that are no smaller, or all."""
-        problem, found = self.problem, self.answer
+        problem, found = self.problem, self.now
         seconds, gain = 0.0, problem.values[number].nbytes
         changes = [(number, RECOMPUTE)]
         queue, seen = [number], {number}
@@ -421,15 +411,14 @@ class Search:
             key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
         )
         for number in by_cost:
-            before, was = self.actions[number], self.answer
-            self.actions[number] = self.begin[number]
-            self.answer = answer(self.problem, self.actions)
-            if self.over > 0 or self.answer.seconds > was.seconds:
-                self.actions[number], self.answer = before, was
+            was = self.now.seconds
+            undo = self.now.change([(number, self.begin[number])])
+            if self.over > 0 or self.now.seconds > was:
+                self.now.change(undo)
 
     def given_up(self, wished: Sequence[str]) -> list[int]:
         """Values that backward wants and whose action is not as it was wished."""
-        wanted = self.answer.wanted
+        wanted = self.now.wanted
         return [n for n, a in enumerate(self.actions) if a != wished[n] and wanted[n] is not None]
 
     def seconds_of(self, number: int) -> float:
@@ -489,10 +478,10 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
     wished = wishes(problem, ways)
     first = Search(problem, ways, wished)
     if first.over <= 0:
-        return Choice(tuple(wished), first.answer, None, True)
+        return Choice(tuple(wished), answer(problem, wished), None, True)
     if quickly:
         best = _nearest([first.run()], problem, ways, wished)
-        return Choice(tuple(best.actions), best.answer, None, best.over <= 0)
+        return Choice(tuple(best.actions), answer(problem, best.actions), None, best.over <= 0)
     bound = relaxed(problem, ways, wished)
     tried = [first.run()]
     if len(ways) > 1:
@@ -502,9 +491,9 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
         tried.append(Search(problem, ways, bound.actions).run())
     best = _nearest(tried, problem, ways, wished)
     least = None if bound is None else bound.seconds
-    if best.over <= 0 and (least is None or best.answer.seconds > NEAR * least):
+    if best.over <= 0 and (least is None or best.now.seconds > NEAR * least):
         best = _exchanged(best, ways, wished)
-    return Choice(tuple(best.actions), best.answer, least, best.over <= 0)
+    return Choice(tuple(best.actions), answer(problem, best.actions), least, best.over <= 0)
 
 
 def _nearest(
@@ -517,7 +506,7 @@ def _nearest(
     """
     if all(search.over > 0 for search in tried):
         tried = [*tried, Search(problem, ways, wished, frugal=True).run()]
-    return min(tried, key=lambda search: (max(0, search.over), search.answer.seconds))
+    return min(tried, key=lambda search: (max(0, search.over), search.now.seconds))
 
 
 def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Search:
@@ -534,7 +523,7 @@ def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Sear
         number = max(given, key=best.seconds_of)
         seen.add(number)
         other = best.without(number, ways, wished).run()
-        if other.over <= 0 and other.answer.seconds < best.answer.seconds:
+        if other.over <= 0 and other.now.seconds < best.now.seconds:
             best = other
     return best
 

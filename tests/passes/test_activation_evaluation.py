@@ -1,0 +1,95 @@
+"""An evaluation that is kept up to date says what `answer` says from nothing, to the bit."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zcompile.passes.plan_activations.evaluation import Evaluation
+from zcompile.passes.plan_activations.problem import (
+    KEEP,
+    RECOMPUTE,
+    Maker,
+    OffloadTier,
+    Problem,
+    Value,
+    Weight,
+    answer,
+)
+
+ACTIONS = (KEEP, RECOMPUTE, "host", "disk")
+
+
+@st.composite
+def problems(draw):
+    """Ops that read several values made before, and make several; weights that several ops read."""
+    makers, values, weights = [], [], draw(st.integers(0, 2))
+    count = draw(st.integers(1, 6))
+    boundary, times = count, 3 * count + 2
+    for number in range(count):
+        there = range(len(values))
+        reads = draw(st.lists(st.sampled_from(there), unique=True, max_size=3)) if values else []
+        used = draw(st.lists(st.integers(0, weights - 1), unique=True)) if weights else []
+        made = range(len(values), len(values) + draw(st.integers(1, 2)))
+        makers.append(Maker(draw(st.floats(0.1, 9)), tuple(reads), tuple(made), tuple(used)))
+        for _ in made:
+            readers = draw(st.lists(st.integers(boundary, times - 1), unique=True, max_size=3))
+            last = draw(st.integers(number, boundary - 1))
+            size = draw(st.integers(0, 9))
+            values.append(Value("v", size, number, last, tuple(sorted(readers)), number))
+    late = st.lists(st.integers(boundary, times - 1), max_size=2)
+    problem = Problem(
+        tuple(values),
+        tuple(makers),
+        tuple(
+            Weight(draw(st.integers(1, 9)), (0, boundary - 1), tuple(draw(late)))
+            for _ in range(weights)
+        ),
+        tuple(draw(st.lists(st.integers(0, 5), min_size=times, max_size=times))),
+        boundary,
+        {"host": OffloadTier(0.5, 0.25, 9, 0.1), "disk": OffloadTier(1.5, 1.25, 20, 0.3)},
+        (draw(st.floats(-1, 5)), draw(st.floats(-1, 5))),
+        draw(st.integers(1, 40)),
+        draw(st.integers(0, 9)),
+    )
+    change = st.tuples(st.integers(0, len(values) - 1), st.sampled_from(ACTIONS))
+    return problem, draw(st.lists(st.lists(change, max_size=3), min_size=1, max_size=8))
+
+
+def same(kept: Evaluation) -> bool:
+    """Whether it equals what is found from nothing."""
+    fresh = answer(kept.problem, kept.actions)
+    held, slots = kept.curves().held.tolist(), kept.slots.tolist()
+    assert (held, slots) == (fresh.held, fresh.slots)
+    assert (kept.wanted, kept.repeats) == (fresh.wanted, fresh.repeats)
+    assert kept.curves().moved == fresh.moved
+    assert list(kept.curves().moved) == list(fresh.moved)
+    assert (kept.curves().again_s, kept.seconds) == (fresh.again_s, fresh.seconds)
+    assert kept.over == fresh.over(kept.problem)
+    most = max(fresh.held)
+    assert kept.measure() == (fresh.over(kept.problem), most, fresh.held.count(most))
+    assert kept.peak_time() == fresh.held.index(most)
+    return True
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems())
+def test_it_follows_every_change_and_every_way_back(case):
+    problem, turns = case
+    kept = Evaluation(problem, [KEEP] * len(problem.values))
+    assert same(kept)
+    for changes in turns:
+        before = list(kept.actions)
+        undo = kept.change(changes)
+        assert same(kept)
+        kept.change(undo)
+        assert kept.actions == before
+        assert same(kept)
+        kept.change(changes)
+    assert same(kept)
+
+
+@settings(deadline=None, max_examples=50)
+@given(problems(), st.data())
+def test_it_begins_wherever_it_is_told_to(case, data):
+    problem, _ = case
+    actions = [data.draw(st.sampled_from(ACTIONS)) for _ in problem.values]
+    assert same(Evaluation(problem, actions))

@@ -1,0 +1,252 @@
+"""Evaluates changes of an answer step by step: what a search asks thousands of times.
+
+`problem.answer` says what a list of actions takes, from nothing: its time grows with the number of
+values, ops and times. A search changes a few values at a time, so `Evaluation` keeps the curves and
+takes out and puts in only what those change: the values themselves, the ops that make them, and
+what those ops read, from the last op to the first. Both give the same numbers, to the bit.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE, Problem, exposed_seconds
+
+Wanted = tuple[int, int] | None
+Curve = NDArray[np.int64]
+
+
+@dataclass
+class Curves:
+    """Bytes over time.
+
+    held        of values, at each time: int64 [times]
+    most_held   the largest of them
+    most_slots  the most bytes that slots take, of weights and of values that are read back
+    moved       tier -> bytes, in the order of the first value that is moved to each
+    again_s     seconds of compute that is done again
+    over        as `Answer.over`, once somebody has asked
+    """
+
+    held: Curve
+    most_held: int
+    most_slots: int
+    moved: Mapping[str, int]
+    again_s: float
+    over: int | None = None
+
+
+class Evaluation:
+    """What a list of actions takes, kept up to date while actions change.
+
+    actions  one per value; change them by `change`
+    wanted   per value: first and last time at which backward needs it; None: it does not
+    repeats  op -> time at which backward runs it again
+    moved    tier -> bytes that are moved there
+    """
+
+    def __init__(self, problem: Problem, actions: Sequence[str]) -> None:
+        self.problem = problem
+        self.actions = list(actions)
+        self.wanted: list[Wanted] = [
+            (v.readers[0], v.readers[-1]) if v.readers else None for v in problem.values
+        ]
+        self.repeats: dict[int, int] = {}
+        self.moved: dict[str, int] = {}
+        self._readers: list[list[int]] = [[] for _ in problem.values]
+        """Per value: the ops that read it."""
+        for number, op in enumerate(problem.makers):
+            for read in op.reads:
+                self._readers[read].append(number)
+        self._users: list[list[int]] = [[] for _ in problem.weights]
+        """Per weight: the ops that read it."""
+        for number, op in enumerate(problem.makers):
+            for weight in op.weights:
+                self._users[weight].append(number)
+        times = len(problem.other)
+        self._held: Curve = np.zeros(times + 1, np.int64)
+        self._slots: Curve = np.zeros(times + 1, np.int64)
+        """Bytes that begin to be held at a time, less those that end to be."""
+        self._other: Curve = np.array(problem.other, np.int64)
+        self._repeated: list[int] = []
+        """Negated numbers of the ops in `repeats`, ascending: the last op comes first."""
+        self._away: list[int] = []
+        """Values that are moved, ascending."""
+        self._curves: Curves | None = None
+        for number in range(len(problem.values)):
+            self._put_value(number, 1)
+        for number in range(len(problem.weights)):
+            self._put_weight(number, 1)
+        self._update(range(len(problem.makers)))
+
+    def change(self, changes: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Change the actions of some values. Returns  the changes that undo it"""
+        undo: list[tuple[int, str]] = []
+        for number, action in changes:
+            if self.actions[number] != action:
+                undo.append((number, self.actions[number]))
+                self._take_out(number)
+                self.actions[number] = action
+                self._put_in(number)
+        self._update({self.problem.values[number].maker for number, _ in undo})
+        self._curves = None
+        return undo[::-1]
+
+    def _take_out(self, number: int) -> None:
+        """Take value `number` out of the curves as it is, to put it in again when it has changed.
+        What its op holds for a moment when it runs again depends on it, and goes with it."""
+        self._put_maker(self.problem.values[number].maker, -1)
+        self._put_value(number, -1)
+
+    def _put_in(self, number: int) -> None:
+        self._put_value(number, 1)
+        self._put_maker(self.problem.values[number].maker, 1)
+
+    def _update(self, makers: Iterable[int]) -> None:
+        """Bring `repeats` and `wanted` up to date, from the last op of `makers` to the first; what
+        an op reads was made before it.
+        """
+        queue = [-number for number in makers]
+        heapq.heapify(queue)
+        queued = set(queue)
+        while queue:
+            number = heapq.heappop(queue)
+            queued.discard(number)
+            for read in self._rerun(-number):
+                maker = -self.problem.values[read].maker
+                if maker not in queued:
+                    queued.add(maker)
+                    heapq.heappush(queue, maker)
+
+    def _rerun(self, number: int) -> list[int]:
+        """When op `number` runs again, by now. Returns  the values whose `wanted` that changes"""
+        op = self.problem.makers[number]
+        firsts = [
+            want[0]
+            for made in op.makes
+            if self.actions[made] == RECOMPUTE and (want := self.wanted[made]) is not None
+        ]
+        at = min(firsts) if firsts else None
+        if at == self.repeats.get(number):
+            return []
+        self._put_maker(number, -1)
+        for weight in op.weights:
+            self._put_weight(weight, -1)
+        if number in self.repeats:
+            del self.repeats[number]
+            del self._repeated[bisect_left(self._repeated, -number)]
+        if at is not None:
+            self.repeats[number] = at
+            insort(self._repeated, -number)
+        for weight in op.weights:
+            self._put_weight(weight, 1)
+        self._put_maker(number, 1)
+        changed = []
+        for read in op.reads:
+            want = self._wanted_of(read)
+            if want != self.wanted[read]:
+                self._take_out(read)
+                self.wanted[read] = want
+                self._put_in(read)
+                changed.append(read)
+        return changed
+
+    def _wanted_of(self, number: int) -> Wanted:
+        readers = self.problem.values[number].readers
+        times = [self.repeats[op] for op in self._readers[number] if op in self.repeats]
+        if readers:
+            times += (readers[0], readers[-1])
+        return (min(times), max(times)) if times else None
+
+    def _put_value(self, number: int, sign: int) -> None:
+        value, action, want = self.problem.values[number], self.actions[number], self.wanted[number]
+        nbytes = sign * value.nbytes
+        if want is None or action != KEEP:
+            _add(self._held, value.made, value.read, nbytes)
+        if want is None:
+            return
+        if action == KEEP:
+            _add(self._held, value.made, max(value.read, want[1]), nbytes)
+        elif action == RECOMPUTE:
+            _add(self._held, *want, nbytes)
+        else:
+            _add(self._slots, *want, nbytes)
+            left = self.moved.get(action, 0) + nbytes
+            if sign > 0:
+                insort(self._away, number)
+            else:
+                del self._away[bisect_left(self._away, number)]
+            self.moved[action] = left
+            if not left and not any(self.actions[n] == action for n in self._away):
+                del self.moved[action]
+
+    def _put_maker(self, number: int, sign: int) -> None:
+        if (at := self.repeats.get(number)) is None:
+            return
+        for made in self.problem.makers[number].makes:
+            if self.wanted[made] is None or self.actions[made] != RECOMPUTE:
+                _add(self._held, at, at, sign * self.problem.values[made].nbytes)
+
+    def _put_weight(self, number: int, sign: int) -> None:
+        weight = self.problem.weights[number]
+        late = [self.repeats[op] for op in self._users[number] if op in self.repeats]
+        late += weight.backward
+        for read in (weight.forward, late):
+            if read:
+                _add(self._slots, min(read), max(read), sign * weight.nbytes)
+
+    def curves(self) -> Curves:
+        """The curves of bytes, and their highest points; kept until something changes."""
+        if self._curves is None:
+            held = np.cumsum(self._held[:-1]) + self._other
+            most_slots = int(self.slots.max(initial=0))
+            order = dict.fromkeys(self.actions[number] for number in self._away)
+            moved = {tier: self.moved[tier] for tier in order}
+            makers = self.problem.makers
+            again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
+            most_held = int(held.max(initial=0))
+            self._curves = Curves(held, most_held, most_slots, moved, again_s)
+        return self._curves
+
+    @property
+    def slots(self) -> Curve:
+        """Bytes that slots take at each time: int64 [times]."""
+        return np.cumsum(self._slots[:-1])
+
+    @property
+    def over(self) -> int:
+        """As `Answer.over`: bytes that are missing; not more than zero, if it fits."""
+        if (found := self.curves().over) is None:
+            problem, curves = self.problem, self.curves()
+            lacking = curves.most_held + max(problem.window, curves.most_slots) - problem.budget
+            rooms = (n - problem.tiers[tier].nbytes for tier, n in self.moved.items())
+            found = curves.over = max(lacking, *rooms, -problem.budget)
+        return found
+
+    def measure(self) -> tuple[int, int, int]:
+        """Falls with each step of a search: what is missing, the most bytes that are held, and at
+        how many times as many are."""
+        curves = self.curves()
+        return self.over, curves.most_held, int((curves.held == curves.most_held).sum())
+
+    def peak_time(self) -> int:
+        """The first time at which the most bytes are held."""
+        return int(self.curves().held.argmax())
+
+    @property
+    def seconds(self) -> float:
+        """As `Answer.seconds`."""
+        curves, starts = self.curves(), 0.0
+        for number in self._away:
+            starts += 2 * self.problem.tiers[self.actions[number]].start_s
+        exposed_s = starts + exposed_seconds(self.problem, curves.moved, curves.again_s)
+        return curves.again_s + exposed_s
+
+
+def _add(curve: Curve, first: int, last: int, nbytes: int) -> None:
+    curve[first] += nbytes
+    curve[last + 1] -= nbytes

@@ -64,7 +64,6 @@ def models(layers: int) -> Iterator[tuple[str, nn.Module, Mapping[str, Tensor]]]
 
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     text = {"input_ids": tokens, "labels": tokens}
-    image = {"pixel_values": torch.zeros(2, 3, 224, 224), "labels": tokens[0, :2]}
     llama = hf.LlamaConfig(
         hidden_size=2048,
         intermediate_size=5504,
@@ -73,19 +72,15 @@ def models(layers: int) -> Iterator[tuple[str, nn.Module, Mapping[str, Tensor]]]
         num_key_value_heads=4,
         use_cache=False,
     )
-    made: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Tensor]]] = {
-        "GPT-2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=layers, use_cache=False)), text),
-        "Llama": (lambda: hf.LlamaForCausalLM(llama), text),
-        "BERT": (lambda: hf.BertForMaskedLM(hf.BertConfig(num_hidden_layers=layers)), text),
-        "ViT": (
-            lambda: hf.ViTForImageClassification(hf.ViTConfig(num_hidden_layers=layers)),
-            image,
-        ),
+    made: dict[str, Callable[[], nn.Module]] = {
+        "GPT-2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=layers, use_cache=False)),
+        "Llama": lambda: hf.LlamaForCausalLM(llama),
+        "BERT": lambda: hf.BertForMaskedLM(hf.BertConfig(num_hidden_layers=layers)),
     }
-    for name, (make, batch) in made.items():
+    for name, make in made.items():
         with torch.device("meta"):
             model = make().train()
-        yield name, model, batch
+        yield name, model, text
 
 
 def planned_blocks(model: nn.Module, batch: Mapping[str, Tensor], device: int) -> list[list[Block]]:

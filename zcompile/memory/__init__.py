@@ -1,1 +1,1 @@
-"""Counts live bytes of the device, assigns addresses, and solves linear programs that divide room."""
+"""Counts live bytes of the device, assigns addresses, and solves linear programs over bytes."""

@@ -81,9 +81,8 @@ class Tiers:
     def move(self, place: Place, ref: EntryRef, kind: EntryKind, home: str) -> TierIO | None:
         """Let `place`, of the entry `ref`, be on the tier `home` from here on, blank.
 
-        Returns its old tier.
-
-        None if `home` has no room. The old extent is for the caller to release.
+        Returns its old tier, or None if `home` has no room. The old extent is for the caller to
+        release.
         """
         old, before = place.tier, place.extent
         tiers = {tier.name: tier for tier in self._tiers}

@@ -230,7 +230,7 @@ for n in range(50):
     assert cached({}, lambda: MACHINE, again=n % 2 == 0) == MACHINE
 """
     root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests' / 'helpers'}"}
+    env = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}:{root / 'tests' / 'helpers'}"}
     running = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(2)]
     assert [child.wait(120) for child in running] == [0, 0]
     (file,) = cache.iterdir()

@@ -177,7 +177,7 @@ class Anything:
     def __init__(self, fits: bool) -> None:
         self.fits = fits
 
-    def roomy(self, graph, plan) -> int:
+    def upper_bound(self, graph, plan) -> int:
         return plan.budget_bytes + 1
 
     def fitting(self, graph, plan, most=None) -> dict[str, int]:
@@ -220,13 +220,13 @@ def test_slices_and_cuts_that_cannot_help_are_not_tried(needed, asked):
 
 
 def test_what_was_tried_out_without_slices_is_not_tried_out_again(monkeypatch):
-    tried, try_out = [], TileMatmuls._tried_out
+    tried, try_out = [], TileMatmuls._try_out
 
     def noted(self, graph, plan, cuts):
         tried.append((graph, plan.budget_bytes, tuple(cuts.items())))
         return try_out(self, graph, plan, cuts)
 
-    monkeypatch.setattr(TileMatmuls, "_tried_out", noted)
+    monkeypatch.setattr(TileMatmuls, "_try_out", noted)
     with pytest.raises(BudgetExceeded):
         caught("mlp").copy(budget_bytes=600).through(*PASSES)
     assert len(tried) == len(set(tried)) > 1

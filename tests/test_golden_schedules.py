@@ -5,6 +5,7 @@ machine. A change of the compiler or of the runtime's planning shows here as a d
 one that was meant is accepted with `pytest --accept`.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,3 +179,14 @@ def test_a_dump_holds_what_the_last_calls_walked(name, tmp_path, given):
         for kind in ("forward", "backward"):
             want = {printer.schedule_text(s) for s in graphs if s.call_kind == kind}
             assert {graph.schedule_text(kind, n) for n in graph.arrangements(kind)} == want
+
+
+def test_a_dump_that_cannot_be_written_to_any_more_stops_no_training(tmp_path, given, caplog):
+    root, steps = tmp_path / "dump", 0
+    for _ in train(CASES["mlp"], tmp_path, dump=root):
+        steps += 1
+        if steps == 1:
+            shutil.rmtree(root)
+    assert steps == SEEN + 2
+    told = [r.getMessage() for r in caplog.records if r.name == "zcompile.passes"]
+    assert len([line for line in told if "is not written to any more" in line]) == 1

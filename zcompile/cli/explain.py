@@ -265,7 +265,11 @@ def _phase_life(
     mine = [node for node in nodes if node.phase == phase]
     events = tuple(_events(param.name, mine))
     held = [event.line for event in events if event.target not in ("placeholder", _GRAD)]
-    scheduled = graph.schedule(phase) if phase in graph.phases() else ()
+    scheduled = [
+        row
+        for arrangement in graph.arrangements(phase)
+        for row in graph.schedule(phase, arrangement)
+    ]
     return PhaseLife(
         phase=phase,
         lines=len(mine),
@@ -342,14 +346,14 @@ def _phase_lines(phase: PhaseLife) -> Iterator[str]:
         )
     for slot in phase.slots:
         yield (
-            f"           slot [{slot.address}, {slot.address + slot.nbytes}) of the arena "
-            f"for %{slot.node}, lines {slot.first} to {slot.last}"
+            f"           compiled to slot [{slot.address}, {slot.address + slot.nbytes}) of the "
+            f"arena for %{slot.node}, lines {slot.first} to {slot.last}"
         )
     if phase.alive:
         yield f"           on the device for {phase.alive} of {phase.lines} lines"
     if phase.instructions:
         steps = ", ".join(f"{row.index} {row.kind}" for row in phase.instructions)
-        yield f"           in the schedule: {steps}"
+        yield f"           in the schedule that calls walk: {steps}"
 
 
 def _effect_text(row: Effect) -> str:

@@ -1,5 +1,6 @@
 """Writes the timeline of a step, measured beside predicted, to a dump (`zinf timeline`)."""
 
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from zcompile.planner.simulator import simulate
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.profile import Walked
 from zcompile.runtime.session import Session
+
+log = logging.getLogger(__name__)
 
 
 def dump_steps(session: Session, run: Path) -> None:
@@ -65,7 +68,11 @@ class _Writer:
             simulated = simulate(step, clocks.costs(machine, session.ways()))
         measured = replace(measured_of(walks, clocks.last_step_s()), nbytes=moved, busy_s=busy)
         record = timeline_record(self._steps, measured, walks, simulated)
-        form.timeline_file(self._run).write_text(serialize.encode(record))
+        try:
+            form.timeline_file(self._run).write_text(serialize.encode(record))
+        except OSError as error:  # training goes on: nothing that it computes hangs on the dump
+            log.warning("%s takes no timeline any more: %s", self._run, error.strerror or error)
+            clocks.record = False
 
 
 def timeline_record(

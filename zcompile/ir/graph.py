@@ -174,7 +174,7 @@ def reached_from(
     roots: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> Iterator[fx.Node]:
     """`roots`, and every node that steps to `neighbours` lead to, depth first; each once."""
-    queue = list(roots)
+    queue = list(dict.fromkeys(roots))
     seen = set(queue)
     while queue:
         node = queue.pop()

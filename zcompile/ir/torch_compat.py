@@ -223,7 +223,9 @@ def wish_of(node: fx.Node) -> CheckpointPolicy | None:
     """The user's wish for a value through torch.utils.checkpoint; None outside of any
     checkpoint."""
     mark = node.meta.get("recompute")
-    return CheckpointPolicy[mark.name] if isinstance(mark, _CheckpointPolicy) else None
+    if not isinstance(mark, _CheckpointPolicy):
+        return None
+    return CheckpointPolicy.__members__.get(mark.name)
 
 
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -8,9 +8,12 @@ The module lies here because passes and planner may both import `memory`, and be
 programs divide is the room of a tier.
 """
 
+import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 Column = Hashable
 """A name: what is asked for, such as ("T", Phase.STEP)."""
@@ -74,6 +77,7 @@ class LinearProgram:
             method="highs",
         )
         if not found.success:
+            log.info("a linear program has no optimum: %s", found.message)
             return None
         values = {name: float(found.x[n]) for name, n in self._columns.items()}
         return Optimum(values, float(found.fun))

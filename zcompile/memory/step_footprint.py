@@ -198,7 +198,7 @@ def staying(
     leave at most `room_bytes` live at any time, and `scratch_bytes` less while the optimizer goes
     on; or no more than is live anyway, by gradients in flight.
 
-    kept  keys of gradients that are not gone when the next forward begins, none of which stays
+    kept  refs of gradients that are not gone when the next forward begins, none of which stays
     """
     if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
         return frozenset()

@@ -122,6 +122,7 @@ class Watcher:
     def lowered(self, schedule: Schedule) -> None:
         """Record the schedule that the passes made of one phase, before any call walks it."""
         if self._dir is not None:
+            self._arrangements.pop(schedule.call_kind, None)
             self._write(schedule, [])
 
     def walked(self, schedule: Schedule, placement: int) -> None:
@@ -135,8 +136,18 @@ class Watcher:
             self._placement = placement
             self._arrangements.clear()
         known = self._arrangements.setdefault(schedule.call_kind, [])
-        if schedule.serial not in known:
+        if schedule.serial in known:
+            return
+        try:
             self._write(schedule, known)
+        except OSError as error:  # the call goes on: what it computes does not hang on its dump
+            log.warning(
+                "%s is not written to any more, and holds no schedule of %s: %s",
+                self._dir,
+                self.name,
+                error.strerror or error,
+            )
+            self._dir = None
 
     def _write(self, schedule: Schedule, known: list[int]) -> None:
         """Write one more arrangement of a phase beside those `known`; stale files go first."""

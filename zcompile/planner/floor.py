@@ -5,13 +5,15 @@ states rest in the arena only, that values are recomputed where this plan recomp
 compute takes the seconds it took while links were at work. The floor does not:
 
 - Compute is that of the traced graph, before any pass: without what is recomputed or cut, at
-seconds that regions took while no transfer was in flight. What is known of compute is what was
-measured: where a region never ran with links idle, its seconds beside transfers are all there is,
-and work that passes added is taken off by its share of the predicted work. Kernels that nobody has
-run may be faster. - All of `device_memory` and all of `host_memory` are there for entries that rest
-at the border of two segments, so that over each link go only the bytes which no use of that memory
-can save (`bounds.least_of_segment`). - Everything overlaps: a step lasts as long as the busiest of
-compute and the links, and not as long as the sum over its segments.
+  seconds that regions took while no transfer was in flight. What is known of compute is what was
+  measured: where a region never ran with links idle, its seconds beside transfers are all there
+  is, and work that passes added is taken off by its share of the predicted work. Kernels that
+  nobody has run may be faster.
+- All of `device_memory` and all of `host_memory` are there for entries that rest at the border of
+  two segments, so that over each link go only the bytes which no use of that memory can save
+  (`bounds.least_of_segment`).
+- Everything overlaps: a step lasts as long as the busiest of compute and the links, and not as long
+  as the sum over its segments.
 
 Optimizers are called after backward, as the user's loop does it: a plan that moved updates into
 backward would read gradients once less.

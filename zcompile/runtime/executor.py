@@ -245,8 +245,6 @@ class Executor:
             refresh_copies(schedule, entries, self.make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
-        if self.listeners and (listener := self.listeners.get(schedule.name)) is not None:
-            listener.walked(schedule, self._placement)
         self._plan_peaks(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
@@ -258,6 +256,8 @@ class Executor:
             )
         try:
             self._walker = threading.get_ident()
+            if self.listeners and (listener := self.listeners.get(schedule.name)) is not None:
+                listener.walked(schedule, self._placement)
             walk = _Call(self, schedule, values, entries, leaves)
             walk.run()
         finally:

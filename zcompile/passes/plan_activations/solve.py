@@ -62,7 +62,7 @@ class Relaxed:
 def relaxed(problem: Problem, ways: Sequence[str], begin: Sequence[str]) -> Relaxed | None:
     """The optimum of the relaxation; None if nothing fits.
 
-    ways   actions besides saving a value: AGAIN, and tiers
+    ways   actions besides saving a value: RECOMPUTE, and tiers
     begin  actions of values that nobody need save
     """
     relaxation = _Relaxation(problem, ways)
@@ -472,7 +472,7 @@ class Choice:
 def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choice:
     """The best answer found.
 
-    ways     actions besides saving a value: AGAIN, and tiers
+    ways     actions besides saving a value: RECOMPUTE, and tiers
     quickly  search once, and without a bound
     """
     wished = wishes(problem, ways)

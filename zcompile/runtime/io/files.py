@@ -203,7 +203,9 @@ def close_or_warn(path: Path, close: Callable[[], None]) -> None:
         close()
     except OSError as error:
         logger.warning(
-            "%s could not be closed, which loses no data: %s", path, error.strerror or error
+            "%s could not be closed or unlocked, which loses no data: %s",
+            path,
+            error.strerror or error,
         )
 
 

@@ -49,8 +49,8 @@ def checked(disks: list[Path], refused: dict[str, int], first: Path) -> Border:
 def test_files_are_closed_though_the_first_says_that_it_was_not(disks, caplog):
     checked(disks, {"close": errno.EIO}, disks[0])
     assert (
-        f"{disks[0] / 'zinf.tier'} could not be closed or unlocked, which loses no data: Input/output error"
-        in caplog.text
+        f"{disks[0] / 'zinf.tier'} could not be closed or unlocked, which loses no data: "
+        "Input/output error" in caplog.text
     )
 
 

@@ -4,12 +4,13 @@ needs.
 All sizes are bytes of the whole model, over all ranks, for `batch` sequences at a time; the
 formulas are those of section 3 of the paper. Embeddings are left out, as there. The parts:
 
-- model states, activations, working memory (`Transformer`); - the bandwidth that keeps compute
-busy, if transfers do not overlap with it (section 4). The arithmetic intensity of a class of bytes
-is the FLOPs of a step over the bytes of that class that a step moves; - the tier of each class of
-bytes, by strategy, and the largest model that fits a machine so. A strategy is data (Table 2 of the
-paper): for weights, gradients and optimizer state the tiers that may hold them, and whether every
-rank holds all of them or its share.
+- model states, activations, working memory (`Transformer`);
+- the bandwidth that keeps compute busy, if transfers do not overlap with it (section 4). The
+  arithmetic intensity of a class of bytes is the FLOPs of a step over the bytes of that class that
+  a step moves;
+- the tier of each class of bytes, by strategy, and the largest model that fits a machine so. A
+  strategy is data (Table 2 of the paper): for weights, gradients and optimizer state the tiers that
+  may hold them, and whether every rank holds all of them or its share.
 """
 
 import math

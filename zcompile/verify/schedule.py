@@ -23,6 +23,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zcompile.errors import ScheduleInvalid
+from zcompile.ir.byte_ranges import ByteRanges
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
@@ -47,7 +48,6 @@ from zcompile.ir.types import ALIGNMENT, LiveBytes, aligned
 from zcompile.verify.happens_before import (
     BEGUN,
     NEVER,
-    ByteRanges,
     Copies,
     HomeBytes,
     Span,

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zcompile.verify.happens_before import ByteRanges
+from zcompile.ir.byte_ranges import ByteRanges
 
 SPANS = st.tuples(st.integers(0, 40), st.integers(0, 12))
 

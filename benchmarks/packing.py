@@ -22,7 +22,8 @@ import zcompile
 from zcompile.ir.types import aligned
 from zcompile.ir.units import KiB
 from zcompile.memory.allocator import Block, fits, live_peak, pack, packed_bytes
-from zcompile.passes.schedule_prefetch import Need, choose_starts
+from zcompile.memory.window import Need
+from zcompile.passes.schedule_prefetch import choose_starts
 
 LAYER = (2, 24, 8, 2, 32, 32, 1)
 """Weights of a block of a transformer, relative to each other, in the order they are read."""

@@ -15,9 +15,10 @@ from zcompile.ir import ops
 from zcompile.ir.graph import find
 from zcompile.ir.types import ALIGNMENT, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.memory.window import Need
 from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.pipeline import pipeline
-from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
+from zcompile.passes.schedule_prefetch import SchedulePrefetch, choose_starts
 
 BEFORE = tuple(
     takewhile(lambda p: not isinstance(p, SchedulePrefetch), pipeline(Config(device="cpu")))

@@ -15,8 +15,9 @@ from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, phase_of, positions, region_of
 from zcompile.ir.types import ALIGNMENT
 from zcompile.memory.allocator import Block, pack, packed_bytes
+from zcompile.memory.window import Need
 from zcompile.passes.pipeline import pipeline
-from zcompile.passes.schedule_prefetch import Need, SchedulePrefetch, choose_starts
+from zcompile.passes.schedule_prefetch import SchedulePrefetch, choose_starts
 
 KB = 2 * ALIGNMENT
 BEFORE = tuple(

@@ -20,7 +20,8 @@ from zcompile.ir.schedule import EntryIndex, Instruction, Schedule, Slot
 from zcompile.ir.types import Layout, Phase, aligned
 from zcompile.ir.units import MiB
 from zcompile.memory.allocator import Block, pack
-from zcompile.passes.schedule_prefetch import Need, choose_starts
+from zcompile.memory.window import Need
+from zcompile.passes.schedule_prefetch import choose_starts
 from zcompile.verify.schedule import verify_schedule
 
 

@@ -53,7 +53,8 @@ from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Layout, NodeName, Param
 from zcompile.memory.allocator import Block, fits, live_peak, pack_quickly, packed_bytes
 from zcompile.memory.footprint import departing_bytes
 from zcompile.memory.step_footprint import peak_of
-from zcompile.passes.schedule_prefetch import Need, choose_starts
+from zcompile.memory.window import Need
+from zcompile.passes.schedule_prefetch import choose_starts
 
 NOTHING: Mapping[NodeName, int] = MappingProxyType({})
 """No handle whose gradient is sent home."""

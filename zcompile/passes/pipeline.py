@@ -70,16 +70,15 @@ def pipeline(
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
         CutRegions(),  # compute between our ops, numbered
     )
-    in_place = (SchedulePrefetch(0), AllocateArena())
     activations = PlanActivations(  # what backward needs: kept, made again, or moved off the device
-        config.activations, around, (*gathered, *in_place)
+        config.activations, around, gathered
     )
     within = (
         *gathered,
         SplitBudget(),  # what the graph itself holds is not the arena's
     )
     in_tiles = TileMatmuls(  # what the budget cannot hold whole comes in tiles
-        _tile_bytes(config), (replace(activations, compares=False), *within, *in_place)
+        _tile_bytes(config), (replace(activations, compares=False), *within)
     )
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (

@@ -1,32 +1,25 @@
 """Starts each fetch early enough to be there in time, and no earlier than the budget allows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, region_of
-from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, layout_of_fetch
+from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan
 from zcompile.ir.types import Phase, aligned
-from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.memory.allocator import live_peak
+from zcompile.memory.window import (
+    Need,
+    blocks_of,
+    check_fits,
+    in_place,
+    needs_of,
+    quickly_packed,
+)
 from zcompile.passes.base import Fact, Pass
-
-
-@dataclass(frozen=True)
-class Need:
-    """A gathered parameter, and the first and last region that reads it.
-
-    name    for error messages
-    nbytes  that a fetch brings
-    """
-
-    name: str
-    first: int
-    last: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -49,28 +42,17 @@ class SchedulePrefetch(Pass):
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
 
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
-        least = 0
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
             if not fetches:
                 continue
             _settle_boundaries(graph, phase)
-            needs = [_need(fetch, plan) for fetch in fetches]
+            needs = needs_of(graph, plan, phase)
             starts = choose_starts(
                 needs, plan.budget_bytes, self.max_lead, phase.value, plan.beside
             )
             _move(graph, phase, dict(zip(fetches, starts, strict=True)))
-            least = max(least, _least_arena(needs, plan.budget_bytes))
-        return replace(plan, least_bytes=least)
-
-
-def _least_arena(needs: Sequence[Need], budget_bytes: int | None) -> int:
-    """Bytes of an arena in which the fetches surely find addresses, without any lead.
-
-    Never more than the budget, for which addresses have been found.
-    """
-    least = _packed(needs, [need.first for need in needs])
-    return least if budget_bytes is None else min(least, budget_bytes)
+        return plan
 
 
 def choose_starts(
@@ -91,23 +73,20 @@ def choose_starts(
     beside  live bytes outside the arena, for the error
     raises  BudgetExceeded, if they do not fit even without any lead
     """
-    in_place = tuple(need.first for need in needs)
+    latest = in_place(needs)
     if budget_bytes is None:
-        return tuple(max(0, first - max_lead) for first in in_place)
-    if _packed(needs, in_place) > budget_bytes:
-        blocks = _blocks(needs, in_place)
-        if fits(blocks, budget_bytes) is None:
-            least = packed_bytes(blocks, pack(blocks))
-            raise _too_small(needs, least, budget_bytes, where, beside)
-        return in_place  # addresses are hard enough to find as it is
-    best, low, high = in_place, live_peak(_blocks(needs, in_place)), budget_bytes
+        return tuple(max(0, first - max_lead) for first in latest)
+    if quickly_packed(needs, latest) > budget_bytes:
+        check_fits(needs, budget_bytes, where, beside)
+        return latest  # addresses are hard enough to find as it is
+    best, low, high = latest, live_peak(blocks_of(needs, latest)), budget_bytes
     starts = _leads(needs, high, max_lead)
-    if _packed(needs, starts) <= budget_bytes:
+    if quickly_packed(needs, starts) <= budget_bytes:
         return starts
     for _ in range(12):
         allowance = (low + high) // 2
         starts = _leads(needs, allowance, max_lead)
-        if _packed(needs, starts) <= budget_bytes:
+        if quickly_packed(needs, starts) <= budget_bytes:
             best, low = starts, allowance
         else:
             high = allowance
@@ -132,38 +111,6 @@ def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, .
     return tuple(starts)
 
 
-def _blocks(needs: Sequence[Need], starts: Sequence[int]) -> list[Block]:
-    return [Block(s, n.last, n.nbytes) for n, s in zip(needs, starts, strict=True)]
-
-
-def _packed(needs: Sequence[Need], starts: Sequence[int]) -> int:
-    """Bytes of an arena for these starts."""
-    blocks = _blocks(needs, starts)
-    return packed_bytes(blocks, pack_quickly(blocks))
-
-
-def _too_small(
-    needs: Sequence[Need], least: int, budget_bytes: int, where: str, beside: GraphMemory
-) -> BudgetExceeded:
-    """The error: who is alive at the peak, and the budget that would do."""
-    needed = least + beside.nbytes
-
-    def alive(region: int) -> list[Need]:
-        return [n for n in needs if n.first <= region <= n.last]
-
-    peak = max({n.first for n in needs}, key=lambda r: sum(n.nbytes for n in alive(r)))
-    return BudgetExceeded(
-        "device",
-        beside.device_bytes or budget_bytes,
-        needed,
-        beside.with_fetches(where),
-        [*((n.name, n.nbytes) for n in alive(peak)), *beside.holders],
-        f"give zcompile.offload device_memory={needed} or more (this is the smallest that holds "
-        "the parameters which one piece of compute reads together"
-        f"{', and the values between them)' if beside.nbytes else ')'}",
-    )
-
-
 def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
     """Between two regions, put releases and reductions before fetches and waits.
 
@@ -179,19 +126,6 @@ def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
                 pending[0].prepend(node)
         else:
             pending = []
-
-
-def _need(fetch: fx.Node, plan: GraphPlan) -> Need:
-    """The need of a fetch: its parameter, and the regions from its wait to its release."""
-    (wait,) = fetch.users
-    (release,) = [user for user in wait.users if user.target is ops.release]
-    inside = []
-    node = wait.next
-    while node is not release:
-        region = region_of(node)
-        inside += [region] if region is not None else []
-        node = node.next
-    return Need(plan.spec_of(fetch).name, min(inside), max(inside), layout_of_fetch(fetch).nbytes)
 
 
 def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:

@@ -9,7 +9,9 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import find
 from zcompile.ir.plan import GraphMemory, GraphPlan
+from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
+from zcompile.memory.window import check_fits, needs_of
 from zcompile.passes.base import Fact, Pass
 
 
@@ -21,7 +23,8 @@ class SplitBudget(Pass):
         %a = aten.mm(%x, %w)              ->      live   24 MiB: at most, values of this graph or
         %b = aten.relu(%a)                                       of one that was compiled before
 
-    Passes after this one plan the arena within the rest. The graph does not change.
+    Passes after this one plan the arena within the rest, which is checked to hold what regions read
+    together. The graph does not change.
     """
 
     name: ClassVar[str] = "split-budget"
@@ -47,4 +50,10 @@ class SplitBudget(Pass):
             )
         beside = GraphMemory(most, where, tuple(rows), plan.budget_bytes)
         left = max(0, plan.budget_bytes - most)
-        return replace(plan, beside=beside, budget_bytes=left, held=held.as_curve())
+        least = max(
+            check_fits(needs_of(graph, plan, phase), left, phase.value, beside)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        return replace(
+            plan, beside=beside, budget_bytes=left, held=held.as_curve(), least_bytes=least
+        )

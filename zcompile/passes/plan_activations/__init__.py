@@ -14,6 +14,7 @@ from zcompile.ir.saved_values import SavedValues
 from zcompile.ir.types import CheckpointPolicy, NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.memory.footprint import Footprint, footprint
+from zcompile.memory.window import smallest_window
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, read_problem
 from zcompile.passes.plan_activations.problem import KEEP, MOVED, RECOMPUTE, Problem, Value, answer
@@ -156,7 +157,7 @@ class PlanActivations(Pass):
         trial = replace(plan, budget_bytes=None)
         trial = _written(copy, trial, replace(found, roots=roots), choice)
         trial, held = self._counted(copy, trial)
-        return max(held.peak, plan.beside.nbytes), trial.arena_bytes
+        return max(held.peak, plan.beside.nbytes), smallest_window(copy, trial)
 
     def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
         """The memory curve with everything saved."""

@@ -65,7 +65,7 @@ def causes(model: nn.Module, step: Step, args: argparse.Namespace) -> dict[str, 
     """Seconds of one step by kind of instruction; what is in none of them is torch's own and ours
     between two schedules."""
     clocks = session_behind(model).executor.clocks
-    clocks.record = True
+    session_behind(model).executor.keep_timeline()
     seen: list[dict[str, float]] = []
     for number in range(6):
         seconds: dict[str, float] = {"step": sum(step(*data(args, number)))}
@@ -76,7 +76,7 @@ def causes(model: nn.Module, step: Step, args: argparse.Namespace) -> dict[str, 
                 kind = type(x).__name__
                 seconds[kind] = seconds.get(kind, 0.0) + end - begin
         seen.append(seconds)
-    clocks.record = False
+    session_behind(model).executor.drop_timeline()
     kinds = seen[-1].keys()
     return {kind: statistics.median(row[kind] for row in seen[2:]) for kind in kinds}
 

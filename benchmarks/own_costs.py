@@ -16,7 +16,7 @@ from zcompile.runtime.session import Session
 def walks_of(session: Session) -> list[tuple[Walked, ...]]:
     """What is timed in each step from here on; a step gets in when the next begins."""
     clocks, walked = session.executor.clocks, []
-    clocks.record, clocks.on_step = True, lambda: walked.append(clocks.timeline())
+    session.executor.keep_timeline(lambda: walked.append(clocks.timeline()))
     return walked
 
 
@@ -25,7 +25,7 @@ def at_own_costs(session: Session, walks: Sequence[Walked]) -> Mapping[str, Any]
     says, at what the regions of one step took. Links, and what the host takes beside regions, are
     as of late; regions that did not run, as chunks of another size, cost what those alike did. None
     where nothing is planned."""
-    residency = session.planner
+    residency = session.controller
     if not isinstance(residency, StepController) or residency.plan is None:
         return None
     assert session.device.torch_device.type == "cpu", "elsewhere regions are timed by events"

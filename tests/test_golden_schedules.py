@@ -143,7 +143,7 @@ def train(case: Case, tmp_path: Path, **more: Any) -> Iterator[Walked]:
     compiled = torch.compile(model, backend="zinf", dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     session = session_behind(model)
-    session.executor.listeners = walked = Walked()
+    session.executor._listeners = walked = Walked()
     for _ in range(SEEN + 2):
         for _ in range(case.batches):
             compiled(*case.inputs()).float().square().mean().backward()
@@ -151,7 +151,7 @@ def train(case: Case, tmp_path: Path, **more: Any) -> Iterator[Walked]:
         optimizer.zero_grad()
         yield walked
         walked.schedules.clear()
-    assert session.planner.plan is not None
+    assert session.controller.plan is not None
     zcompile.close(model)
 
 

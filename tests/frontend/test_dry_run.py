@@ -75,7 +75,7 @@ def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     steps = []
     session = zcompile.frontend.offload.session_behind(model)
-    session.executor.on_step = steps.append
+    session.controller.step_ended = steps.append
     compiled = torch.compile(model, backend="zinf", dynamic=False)
     for _ in range(3):
         compiled(IDS, IDS).backward()

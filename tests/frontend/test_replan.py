@@ -63,7 +63,7 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
         fields |= {"throttle": THROTTLE}
     model, compiled = offloaded(**fields)
     train(model, compiled, adamw(model), batches=batches)
-    assert session_behind(model).planner.plan is not None
+    assert session_behind(model).controller.plan is not None
     assert same(model, expected(batches=batches))
 
 
@@ -124,7 +124,7 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     train(model, compiled, optimizer, 4, 5)
     walked = seen.copy()
     seen.clear()
-    replan = session_behind(model).planner
+    replan = session_behind(model).controller
     step, homes = replan.plan.step, replan.plan.placement.homes
     simulator.simulate(step, replan.costs(), homes)
     assert walked
@@ -205,7 +205,7 @@ def test_states_loaded_later_are_planned_anew():
     assert same(model, expected())
     states = [v.entry for s in optimizer.state.values() for v in s.values() if hasattr(v, "entry")]
     assert {entry.home for entry in states} == {"device"}
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     alive = {entry.ref for entry in session_behind(model).entries()}
     assert {ref.owner for ref in plan.placement.homes} <= alive, "the dead have no berths"
 
@@ -274,7 +274,7 @@ def steps_planned(monkeypatch, caplog, first_window):
 def test_a_run_is_planned_anew_where_that_pays_and_says_so(monkeypatch, caplog):
     model, windows, said = steps_planned(monkeypatch, caplog, first_window=1 << 40)
     assert len(said) == 1
-    assert session_behind(model).planner.plan.arena.window_bytes == windows[1] < windows[0]
+    assert session_behind(model).controller.plan.arena.window_bytes == windows[1] < windows[0]
     assert same(model, expected(end=9))
 
 
@@ -283,7 +283,7 @@ def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
     model, windows, said = steps_planned(monkeypatch, caplog, first_window=0)
     assert len(windows) > 1, "it was looked at again"
     assert not said
-    assert session_behind(model).planner.plan.arena.window_bytes == windows[0]
+    assert session_behind(model).controller.plan.arena.window_bytes == windows[0]
 
 
 def test_a_write_to_memory_that_a_resting_parameter_was_taken_from_is_told():

@@ -49,7 +49,7 @@ def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     planned."""
     model, compiled = offloaded(device_memory=int(share * WEIGHT_BYTES) + 32 * KiB + held_bytes())
     train(model, compiled, OPTIMIZERS[name](model))
-    assert session_behind(model).planner.plan is not None
+    assert session_behind(model).controller.plan is not None
     assert same(model, expected(OPTIMIZERS[name]))
 
 
@@ -158,7 +158,7 @@ def test_evaluations_between_steps_are_no_part_of_the_plan():
         for number in range(20):
             compiled(ids(number))
     train(model, compiled, optimizer, 1, 3)
-    phases = [call.phase for call in session_behind(model).planner.plan.step.calls]
+    phases = [call.phase for call in session_behind(model).controller.plan.step.calls]
     assert phases.count(Phase.FORWARD) <= 2
 
 
@@ -187,7 +187,7 @@ def trains_as_predicted(made, **fields):
     model, compiled = offloaded(throttle=THROTTLE, **fields)
     optimizer = adamw(model)
     train(model, compiled, optimizer, 0, 4, clip=False)
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     assert plan.placement.homes != made[-1].placement.homes
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 4, 7, clip=False)
@@ -244,7 +244,7 @@ def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp
     )
     optimizer = adamw(model)
     train(model, compiled, optimizer, 0, 4, clip=False)
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     assert (plan.placement.homes == made[-1].placement.homes) is closes
     train(model, compiled, optimizer, 4, 7, clip=False)
     assert same(model, expected(end=7, clip=False))

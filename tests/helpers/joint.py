@@ -176,13 +176,13 @@ def results(joint: Joint, seed: int = 3) -> dict[str, Any]:
         stored[entry.name] = grad.clone(memory_format=torch.contiguous_format)
 
     values = [v.clone() if plain(v) else v for v in joint.values]
-    before, joint.session.on_gradient = joint.session.on_gradient, keep
+    before, joint.session.take_gradient = joint.session.take_gradient, keep
     torch.manual_seed(seed)
     try:
         with torch.no_grad():
             out = fx.Interpreter(joint.gm).run(*values)
     finally:
-        joint.session.on_gradient = before
+        joint.session.take_gradient = before
     for name, parts in tiles.items():
         together = put_together(joint, name, parts)
         stored[name] = together if name not in stored else together + stored[name]

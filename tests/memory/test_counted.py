@@ -57,13 +57,13 @@ def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monk
 
     monkeypatch.setattr(step_plan, "_windows", windows)
     train(model, compiled, optimizer, 2, 4, 2)
-    plan = session.planner.plan
+    plan = session.controller.plan
     assert plan.arena.window_bytes == window
     assert plan.resident_bytes > 0
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 4, 6, 2)
     stats = zcompile.stats(model)
-    assert session.planner.plan is plan
+    assert session.controller.plan is plan
     for what in (*COUNTED, "device"):
         assert stats["peak"][what] == stats["predicted"]["peak"][what]
 

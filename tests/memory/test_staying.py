@@ -39,7 +39,7 @@ def test_a_step_moves_no_gradient_and_takes_what_was_predicted(share):
     assert stats["planned_peak"]["activations"] >= stats["peak"]["activations"]
     assert stats["peak"]["together"] <= budget
     assert stats["bytes"]["d2h"] == 3 * stats["predicted"]["bytes"]["d2h"]
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     assert len(plan.placement.stay) > len(list(model.parameters())) // 2
     assert held_gradients(model) == 0, "they are gone with zero_grad"
     assert same(model, plainly_trained())
@@ -77,7 +77,7 @@ def test_a_gradient_that_stays_is_read_changed_and_clipped_as_any():
     want, sums = sums, []
     model, compiled = begun(held_bytes() + WEIGHT_BYTES, 0)[:2]
     loop(model, compiled, adamw(model))
-    assert session_behind(model).planner.plan.placement.stay
+    assert session_behind(model).controller.plan.placement.stay
     assert sums == want
     assert same(model, values(plain))
 
@@ -95,7 +95,7 @@ def test_where_gradients_live_on_none_is_planned_to_stay():
     loop(plain, plain, adamw(plain))
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 0)
     loop(model, compiled, optimizer)
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     assert plan is not None
     assert not plan.placement.stay
     assert same(model, values(plain))
@@ -104,7 +104,7 @@ def test_where_gradients_live_on_none_is_planned_to_stay():
 def test_the_step_scratch_has_what_those_that_stay_leave_of_the_room():
     """One that stays is on its way for a while as well, and counts once."""
     model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
-    planner = session_behind(model).planner
+    planner = session_behind(model).controller
     base, machine = planner._base, planner.costs().machine
     stay, scratch = stay_and_scratch(base, machine, 1 << 20, held_bytes(), 1 << 20)
     assert stay == planner.plan.placement.stay
@@ -128,7 +128,7 @@ def test_a_report_tells_their_bytes():
 
 def test_a_listing_says_which_stay():
     model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)
-    plan = session_behind(model).planner.plan
+    plan = session_behind(model).controller.plan
     listed = [
         line.split()[1:4]
         for call in plan.step.calls
@@ -152,7 +152,7 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager():
             gpt().cpu(), device="cuda", device_memory="64MiB", host_memory="64MiB"
         )
         train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
-        assert session_behind(model).planner.plan.placement.stay
+        assert session_behind(model).controller.plan.placement.stay
         assert all(
             torch.equal(mine.cpu(), theirs.cpu())
             for mine, theirs in zip(values(model), values(plain), strict=True)

@@ -72,7 +72,7 @@ def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(caplog):
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
         loop(model, compiled, optimizer)
     assert caplog.text.count("the next plan lets none stay") == 1
-    assert not session_behind(model).planner.plan.placement.stay
+    assert not session_behind(model).controller.plan.placement.stay
     assert zcompile.stats(model)["peak"]["together"] <= budget
     assert same(model, values(plain))
 
@@ -100,7 +100,7 @@ def test_an_evaluation_now_and_then_does_not_stop_it(caplog):
         loop(model, compiled, optimizer)
     assert "a forward needs their room" in caplog.text
     assert "lets none stay" not in caplog.text
-    assert session_behind(model).planner.plan.placement.stay
+    assert session_behind(model).controller.plan.placement.stay
     assert losses == want
     assert same(model, values(plain))
 
@@ -186,7 +186,7 @@ def test_two_optimizers_that_take_turns_within_a_step():
     loop(plain, plain)
     model, compiled = begun(held_bytes() + WEIGHT_BYTES, 0)[:2]
     loop(model, compiled)
-    assert session_behind(model).planner.plan.placement.stay
+    assert session_behind(model).controller.plan.placement.stay
     assert same(model, values(plain))
 
 
@@ -208,7 +208,7 @@ def test_one_that_stays_can_be_copied_zeroed_and_given_away():
 
 def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home():
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
-    assert session_behind(model).planner.plan.placement.stay
+    assert session_behind(model).controller.plan.placement.stay
     seen = []
     hook = next(model.parameters()).register_hook(lambda grad: seen.append(grad.numel()))
     loss_of(compiled, many(40)).backward()
@@ -230,7 +230,7 @@ def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home():
     optimizer.step()
     optimizer.zero_grad()
     assert zcompile.stats(model)["peak"]["together"] <= budget
-    assert session_behind(model).planner.plan is None
+    assert session_behind(model).controller.plan is None
     del pending
     train(compiled, optimizer, 5, STEPS)
     assert same(model, plainly_trained())

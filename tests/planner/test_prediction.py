@@ -48,7 +48,7 @@ def trained(tmp_path, throttle, host, residency=False):
         residency=residency,
     )
     session = session_behind(model)
-    session.executor.clocks.record = True
+    session.executor.keep_timeline()
     compiled = torch.compile(model, backend="zinf")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -88,8 +88,7 @@ SLOW_LINKS = {
 def test_a_real_step_is_as_predicted(tmp_path, links, residency):
     throttle, host = SLOW_LINKS[links]
     stats, session, _model, seconds = trained(tmp_path, throttle, host, residency=residency)
-    clocks = session.executor.clocks
-    found = predicted(clocks.last_step, costs_of(session, throttle))
+    found = predicted(session.executor.recorder.last_walked, costs_of(session, throttle))
     moved = {link: nbytes / STEPS for link, nbytes in stats["bytes"].items()}
     assert {link: found["bytes"][link] for link in moved} == moved
     assert found["peak"] == {what: stats["peak"][what] for what in found["peak"]}
@@ -100,7 +99,7 @@ def test_a_real_step_is_as_predicted(tmp_path, links, residency):
 
 def test_a_prediction_is_plain_numbers_that_add_up(tmp_path):
     _, session, _model, _ = trained(tmp_path, ("h2d",), "64MiB")
-    step, costs = session.executor.clocks.last_step, costs_of(session, ("h2d",))
+    step, costs = session.executor.recorder.last_walked, costs_of(session, ("h2d",))
     timeline = simulate(step, costs)
     found = told(timeline, step)
     assert found == predicted(step, costs)

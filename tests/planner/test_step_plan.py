@@ -47,7 +47,7 @@ def recorded() -> StepTrace:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     compiled = torch.compile(model, backend="zinf")
     ids = torch.randint(0, 64, (2, 17))
-    session_behind(model).executor.recorder.on = True
+    session_behind(model).executor.recorder.start()
     for _ in range(2):  # the recorder begins anew with the next forward
         logits = compiled(ids[:, :-1])
         nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()

@@ -38,12 +38,13 @@ def open_store(tmp_path: Path, own_threads: Callable[[], list[str]]) -> Iterator
     stores: list[Store] = []
 
     def open_one(**fields: object) -> Store:
+        above = {k: fields.pop(k) for k in ("apply_deferred",) if k in fields}
         if fields.get("disk") is True:
             directory = tmp_path / f"disk{len(stores)}"
             directory.mkdir()
             fields["disk"] = directory
         given = {"device": "cpu", "device_memory": "8MiB", "host_memory": "1MiB", **fields}
-        stores.append(Store(Config(**given)))  # type: ignore[arg-type]
+        stores.append(Store(Config(**given), **above))  # type: ignore[arg-type]
         return stores[-1]
 
     before = own_threads()

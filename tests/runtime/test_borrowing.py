@@ -101,16 +101,14 @@ def test_what_rests_on_the_device_is_touched_after_what_it_follows(open_store):
 
 
 def test_a_change_that_was_put_off_is_made_before_an_entry_is_lent(open_store):
-    store = open_store()
-    store.homes.device.window_bytes = 1 * MiB
-    entry, layout = near_entry(store, 3.0), Layout((64,), (1,), 0, torch.float32)
-
     def make(entry):
         (change,), entry.deferred = entry.deferred, ()
         memory = store.view_in_place(entry, 0, entry.nbytes, writes=True)
         change.apply(layout.view(memory), change.operand)
 
-    store.deferrals.apply_now = make
+    store = open_store(apply_deferred=make)
+    store.homes.device.window_bytes = 1 * MiB
+    entry, layout = near_entry(store, 3.0), Layout((64,), (1,), 0, torch.float32)
     store.deferrals.defer(entry, Deferred(torch.Tensor.mul_, 2.0, False, layout))
     lent = resident.resident_views(store, [entry])
     assert lent.view(Borrow(EntryIndex(0), 0, layout, Register(0), False)).tolist() == [6.0] * 64

@@ -90,7 +90,7 @@ def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing
     clocks = Clocks(device, waited)
     made = schedule(run())
     for _ in range(FIRST + 3):
-        watch = clocks.watch(made, ())
+        watch = clocks.watch(made)
         watch.begins(0)
         watch.ends(0)
         watch.over()
@@ -103,11 +103,11 @@ def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing
 def test_what_lies_between_two_calls_is_known_by_their_names():
     clocks = Clocks(OnHost(), waited)
     one, other = schedule(), schedule(phase=Phase.BACKWARD)
-    clocks.watch(one, ()).over()
+    clocks.watch(one).over()
     time.sleep(0.01)
-    clocks.watch(other, ()).over()
+    clocks.watch(other).over()
     clocks.forget()
-    clocks.watch(one, ()).over()
+    clocks.watch(one).over()
     assert list(clocks.costs(BARE, Ways()).gaps) == [("forward test", "backward test")]
     assert clocks.costs(BARE, Ways()).gaps["forward test", "backward test"] >= 0.01
 
@@ -117,10 +117,10 @@ def test_a_step_lasts_from_its_first_call_to_that_of_the_next():
     forward, update = schedule(), schedule(phase=Phase.STEP)
     for _ in range(3):
         assert clocks.step_s() is None or clocks.step_s() >= 0.01
-        clocks.watch(forward, ()).over()
+        clocks.watch(forward).over()
         time.sleep(0.01)
-        clocks.watch(update, ()).over()
-        clocks.watch(update, ()).over()  # a change that was deferred, say
+        clocks.watch(update).over()
+        clocks.watch(update).over()  # a change that was deferred, say
         clocks.stepped()
     assert clocks.step_s() >= 0.01
 
@@ -130,8 +130,8 @@ def test_links_are_brought_to_what_they_did_in_the_last_steps():
     clocks = Clocks(OnHost(), waited, lambda: dict(told))
     forward, update = schedule(), schedule(phase=Phase.STEP)
     for step in range(20):
-        clocks.watch(forward, ()).over()
-        clocks.watch(update, ()).over()
+        clocks.watch(forward).over()
+        clocks.watch(update).over()
         clocks.stepped()
         told["h2d"] = ((step + 1) << 30, (step + 1) * 2.0)
     machine = replace(BARE, links={"h2d": Link("h2d", 1e9), "d2h": Link("d2h", 1e9)})
@@ -144,19 +144,21 @@ def test_links_are_brought_to_what_they_did_in_the_last_steps():
 def trained(tmp_path):
     torch._dynamo.reset()
     model = on_disk(mlp(), tmp_path)
-    clocks = session_behind(model).executor.clocks
-    clocks.record = True
+    executor = session_behind(model).executor
+    executor.keep_timeline()
     call = torch.compile(model, backend="zinf")
     train(call, torch.optim.AdamW(model.parameters(), fused=True), 3)
-    yield clocks
+    yield executor
     gc.collect()
 
 
 def test_a_real_step_is_kept_walk_by_walk(trained):
-    walks = trained.timeline()
+    walks = trained.clocks.timeline()
     phases = [walk.schedule.phase for walk in walks]
     assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.STEP]
-    assert [call.schedule for call in trained.last_step.calls] == [w.schedule for w in walks]
+    assert [call.schedule for call in trained.recorder.last_walked.calls] == [
+        w.schedule for w in walks
+    ]
     for walk in walks:
         assert len(walk.begins) == len(walk.schedule.instructions)
         moments = [t for pair in zip(walk.begins, walk.ends, strict=True) for t in pair]
@@ -165,8 +167,8 @@ def test_a_real_step_is_kept_walk_by_walk(trained):
 
 
 def test_every_region_and_kind_of_a_real_step_has_a_cost(trained):
-    costs = trained.costs(BARE, Ways())
-    for call in trained.last_step.calls:
+    costs = trained.clocks.costs(BARE, Ways())
+    for call in trained.recorder.last_walked.calls:
         for x in call.schedule.instructions:
             if isinstance(x, Run):
                 assert 0 < costs.region_seconds(x.region) < 1.0
@@ -180,7 +182,7 @@ def test_what_ran_while_no_transfer_was_under_way_is_known_by_itself():
     clocks = Clocks(OnHost(), waited, idle=lambda: next(transfers))
     made = schedule(run(), run(1))
     for _ in range(2):
-        watch = clocks.watch(made, [])
+        watch = clocks.watch(made)
         for index in range(2):
             watch.begins(index)
             watch.ends(index)

@@ -11,6 +11,7 @@ from committed import check_all, read_header
 
 from zcompile.config import Config
 from zcompile.errors import CommitFailed, DiskOwned, DurableDamaged, DurableHeld
+from zcompile.frontend.offload import open_session
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.directory import DataHeader
@@ -23,7 +24,7 @@ def opened(*disks: Path) -> Session:
     config = Config(
         device="cpu", device_memory="1MiB", host_memory="256KiB", disk=disks, durable=True
     )
-    return Session(config, lambda entry, layout: None)
+    return open_session(config)
 
 
 def committed(*disks: Path, tensors: int = 2) -> None:

@@ -160,13 +160,13 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
     scratch = session.arena.scratch
     assert scratch.memory is not None
     seen = []
-    enter = session.executor.make_room
+    enter = session.executor._make_room
 
     def make_room(nbytes, schedule):
         enter(nbytes, schedule)
         seen.append(scratch.memory is None and not session._pending_reads.of(lately))
 
-    monkeypatch.setattr(session.executor, "make_room", make_room)
+    monkeypatch.setattr(session.executor, "_make_room", make_room)
     for number in (4, 5):
         lately = scratch.memory
         train(compiled, optimizer, number, number + 1)

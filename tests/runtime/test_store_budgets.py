@@ -66,7 +66,7 @@ def test_a_gather_waits_for_a_put_that_still_holds_the_arena(open_store):
 def test_a_gradient_goes_where_the_optimizer_side_says(store):
     entry = store.create("w", EntryKind.PARAM, 16)
     told = []
-    store.on_gradient = lambda e, grad, offset: told.append((e, grad))
+    store.take_gradient = lambda e, grad, offset: told.append((e, grad))
     grad = torch.ones(4)
     entry.reduce_grad(grad)
     assert told[0][0] is entry

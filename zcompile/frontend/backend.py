@@ -79,7 +79,7 @@ def zinf(
     watch = Watcher(f"graph{number}", dumped)
     if session is not None and dumped is not None:
         dump_steps(session, dumped.path)
-        session.executor.listeners[watch.name] = watch
+        session.executor.listen(watch.name, watch)
     graph = _Graph(specs, _weakly(session), config, watch)
     if session is not None:
         session.meter.count("graphs")
@@ -209,7 +209,7 @@ class _Graph:
             return boxed(partial(compute_only, schedule))
         # Tell the session, and bind the schedule to its calls.
         meter = session.meter
-        if session.planner is None or not session.planner.arranges:
+        if not session.controller.arranges:
             session.homes.plan_device(schedule.peak_bytes)
         keys = [i.region.key for i in schedule.instructions if isinstance(i, Run)]
         meter.count("regions", len(keys))

@@ -43,7 +43,7 @@ from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.open import Opening, open_resources
-from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.session import Collaborators, Session, session_of
 from zcompile.runtime.store.sources import MemorySource
 from zcompile.runtime.transfer.interrupts import (
     cleanup,
@@ -285,18 +285,12 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
     raises  as `opening`; Unsupported, if there are several ranks and no mesh=False
     """
     refuse_ranks(config.mesh)
-    session = furnish(Session(config, TieredTensor.over, opening))
-    if not config.stays_because:
-        session.plan_with(StepController(session))
-    return session
+    return Session(config, STAYING if config.stays_because else PLANNING, opening)
 
 
-def furnish(session: Session) -> Session:
-    """Give a session the functions that only packages above the runtime know."""
-    session.deferrals.apply_now = apply_deferred
-    session.executor.make_copy = make_copy
-    session.executor.fit = Rescheduling(session).fit
-    return session
+STAYING = Collaborators(TieredTensor.over, make_copy, apply_deferred, Rescheduling)
+"""Of a session that plans no steps: entries rest where they were put first."""
+PLANNING = replace(STAYING, controller=StepController)
 
 
 def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
@@ -328,7 +322,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
         {"where": where, "by": by, "why": why} for (where, by), why in session.inexact.items()
     ]
     measured["step_s"] = session.executor.clocks.step_s()
-    measured["predicted"] = session.planner.prediction() if session.planner else None
+    measured["predicted"] = session.controller.prediction()
     if reset:
         session.meter.reset()
     return measured

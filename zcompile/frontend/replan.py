@@ -75,8 +75,12 @@ def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> Budg
 
 
 class Rescheduling:
-    """Schedules for sessions that plan no steps: those of the passes, or, where the arena has
-    become too small for one, arranged anew. Nothing rests on the device."""
+    """The controller of a session that plans no steps. Nothing rests on the device.
+
+    Calls walk what the passes made, arranged anew where the arena has become too small for it.
+    """
+
+    records, arranges = False, False
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
@@ -101,6 +105,21 @@ class Rescheduling:
             except BudgetExceeded as error:
                 raise refusal(session, schedule, error) from error
         return replace(self._made[key], holds=schedule.holds)
+
+    def step_ended(self, step: StepTrace) -> None:
+        """Nothing is planned."""
+
+    def arena_resizes(self) -> None:
+        """Nothing rests there; what is arranged for its size is kept by its size."""
+
+    def reclaim(self, needed_bytes: int) -> bool:
+        return False
+
+    def evict_staying(self) -> None:
+        """No gradient stays where it was made."""
+
+    def prediction(self) -> None:
+        return None
 
 
 HOLES = 512
@@ -198,6 +217,8 @@ MOST_PLANS = 8
 
 class StepController:
     """Plans the steps of one session, and gives its executor the schedules for the plan."""
+
+    records = True
 
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
@@ -371,7 +392,7 @@ class StepController:
         if again:
             self._barred, self._tried = True, False
 
-    def replan(self) -> None:
+    def arena_resizes(self) -> None:
         """Drop the plan: the arena is about to have another size."""
         self._plans = max(0, self._plans - (self.plan is not None))
         self.withdraw()

@@ -23,11 +23,9 @@ def dump_steps(session: Session, run: Path) -> None:
 
     The second, the fourth, the eighth and so on, each over the one before.
     """
-    clocks = session.executor.clocks
-    if clocks.record:
-        return
-    clocks.record = True
-    clocks.on_step = _Writer(session, run).step_ended
+    executor = session.executor
+    if not executor.clocks.keeps_timeline:
+        executor.keep_timeline(_Writer(session, run).step_ended)
 
 
 class _Writer:
@@ -61,7 +59,7 @@ class _Writer:
 
     def _write(self, session: Session, moved: dict[str, int], busy: dict[str, float]) -> None:
         clocks = session.executor.clocks
-        step, walks = clocks.last_step, clocks.timeline()
+        step, walks = session.executor.recorder.last_walked, clocks.timeline()
         simulated = None
         if step is not None:
             machine = machine_for(session.config, session.device)
@@ -72,7 +70,7 @@ class _Writer:
             form.timeline_file(self._run).write_text(serialize.encode(record))
         except OSError as error:  # training goes on: nothing that it computes hangs on the dump
             log.warning("%s takes no timeline any more: %s", self._run, error.strerror or error)
-            clocks.record = False
+            session.executor.drop_timeline()
 
 
 def timeline_record(

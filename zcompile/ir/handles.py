@@ -163,7 +163,7 @@ class Share:
         return self.entry.nbytes
 
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
-        self.entry.store.on_gradient(self, grad, offset)
+        self.entry.store.take_gradient(self, grad, offset)
 
 
 _SHARES: dict[int, Share] = {}
@@ -235,6 +235,11 @@ def shows(param: Any, layout: object) -> None:
     leaf = leaf_of(param._handle)
     if leaf.owner is not None and leaf.owner() is param:
         leaf.shown = layout
+
+
+def shown_as(leaf: Leaf, layout: object) -> None:
+    """Record the very object by which `leaf` shows its entry; it equals what was recorded."""
+    leaf.shown = layout
 
 
 def is_named_once(tiered: Any) -> bool:

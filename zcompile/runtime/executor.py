@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged, TierFull, Unsupported
-from zcompile.ir.handles import Leaf, entry_of, leaves_of
+from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Borrow,
     Fetch,
@@ -42,7 +42,7 @@ from zcompile.runtime.foresight import Call, Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
-from zcompile.runtime.profile import Clocks, Recorder
+from zcompile.runtime.profile import Clocks, Recorder, nobody_looks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
@@ -50,23 +50,24 @@ from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, u
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import source_released
 
-# --- Defaults, until a planner decides ---
-
-Fit = Callable[[Schedule, Sequence[Entry]], Schedule]
-"""Gives the schedule for these very entries, where they rest now."""
+# --- Who is asked and told ---
 
 
-def unchanged(schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-    """The default of `Executor.fit`: what the passes planned, where every parameter is fetched."""
-    return schedule
+class StepPolicy(Protocol):
+    """Decides what a call walks, and hears of each recorded step."""
+
+    def step_ended(self, step: StepTrace) -> None:
+        """A step was recorded, and the next has not begun."""
+
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """The schedule for these very entries, where they rest now."""
 
 
-def assume_room(nbytes: int, schedule: Schedule) -> None:
-    """The default of `Executor.make_room`: there is room for values outside the arena."""
+class Listener(Protocol):
+    """Hears of the schedules that calls of one graph walk."""
 
-
-def no_planner(step: StepTrace) -> None:
-    """The default of `Executor.on_step`: entries stay where they rest."""
+    def walked(self, schedule: Schedule, placement: int) -> None:
+        """A call walks `schedule`; `placement` is another number when entries rest elsewhere."""
 
 
 # --- Registers ---
@@ -155,15 +156,13 @@ MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which the peaks are remembered."""
 
 
-class Listener(Protocol):
-    """Hears of the schedules that calls of one graph walk."""
-
-    def walked(self, schedule: Schedule, placement: int) -> None:
-        """A call walks `schedule`; `placement` is another number when entries rest elsewhere."""
-
-
 class Executor:
-    """Runs the schedules of one store."""
+    """Runs the schedules of one store.
+
+    policy     gives each call the schedule that it walks
+    make_room  called before a call, with the bytes that will be live outside the arena then
+    make_copy  casts the bytes of an entry into those of its copy
+    """
 
     def __init__(
         self,
@@ -171,10 +170,14 @@ class Executor:
         gradients: Gradients,
         in_flight: InFlightGradients,
         live_memory: LiveMemory,
+        policy: StepPolicy,
+        make_room: Callable[[int, Schedule], None],
+        make_copy: MakeCopy,
     ) -> None:
         self.store = store
         self.gradients = gradients
         self.in_flight, self.live_memory = in_flight, live_memory
+        self._policy, self._make_room, self._make_copy = policy, make_room, make_copy
         self.foresight = Foresight(store)
         self.clocks = Clocks(
             store.device,
@@ -187,16 +190,9 @@ class Executor:
         """The thread that walks a schedule."""
         self._walked: set[int] = set()
         self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        self.make_copy: MakeCopy | None = None
         self.recorder = Recorder()
-        self.listeners: dict[str, Listener] = {}
-        """Graph -> who hears of each schedule that a call of it walks."""
+        self._listeners: dict[str, Listener] = {}
         self._placement = 0
-        self.fit: Fit = unchanged
-        self.make_room: Callable[[int, Schedule], None] = assume_room
-        """Called before a call, with the bytes that will be live outside the arena then."""
-        self.on_step: Callable[[StepTrace], None] = no_planner
-        """Called with each recorded step, before the next one begins."""
 
     @property
     def is_running(self) -> bool:
@@ -208,6 +204,23 @@ class Executor:
         """Whether this thread walks a schedule."""
         return self._walker == threading.get_ident()
 
+    def listen(self, graph: str, listener: Listener) -> None:
+        """Let `listener` hear of each schedule that a call of `graph` walks."""
+        self._listeners[graph] = listener
+
+    def keep_timeline(self, step_ended: Callable[[], None] = nobody_looks) -> None:
+        """Time every walk from here on, and record steps as they are walked.
+
+        step_ended  called when a step is known to be over, since the next begins
+        """
+        self.recorder.start(walks=True)
+        self.clocks.keep_timeline(step_ended)
+
+    def drop_timeline(self) -> None:
+        """Time walks now and then again."""
+        self.recorder.keep_walks(False)
+        self.clocks.drop_timeline()
+
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
     ) -> list[Any]:
@@ -217,7 +230,7 @@ class Executor:
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
-            self.on_step(step)
+            self._policy.step_ended(step)
         with deferred_interrupts():
             return self._run(schedule, args, entries)
 
@@ -233,19 +246,19 @@ class Executor:
             leaves = leaves_of(handles, entries)
             _check_same_data(schedule, leaves)
         self.wait_for_in_flight(most_inherited(schedule))
-        saved = schedule.holds.saved_bytes
-        if schedule.phase is not Phase.STEP and not self.is_running:  # or refuse, before it is one
-            self.make_room(self.live_memory.nbytes - saved + schedule.holds.needed_bytes, schedule)
-        self.recorder.note(schedule, entries)
+        self._prepare_memory(schedule)  # or refuse, before it is a call
+        noted = self.recorder.note(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
         if schedule.casts:
-            assert self.make_copy is not None, "a copy is wanted where nobody can cast"
-            refresh_copies(schedule, entries, self.make_copy)
+            refresh_copies(schedule, entries, self._make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
-        schedule = self.fit(schedule, entries)  # last, since what comes before may move entries
-        self._plan_peaks(schedule)
+        # Last, since what comes before may move entries.
+        schedule = self._policy.fit(schedule, entries)
+        if noted is not None:
+            noted.walks(schedule)
+        others = self._plan_peaks(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
             self.store.device.trim_after_compile()
@@ -256,18 +269,27 @@ class Executor:
             )
         try:
             self._walker = threading.get_ident()
-            if self.listeners and (listener := self.listeners.get(schedule.name)) is not None:
+            if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement)
             walk = _Call(self, schedule, values, entries, leaves)
-            walk.run()
+            walk.run(others)
         finally:
             self._walker = None
             self._busy.release()
         self.gradients.finish()
-        if walk.made:
-            self.recorder.made(walk.made)
-            self.clocks.made(walk.made)
+        if walk.made and noted is not None:
+            self.recorder.made(noted, walk.made)
         return walk.results()
+
+    def _prepare_memory(self, schedule: Schedule) -> None:
+        """Make room for what will be live outside the arena in a call of `schedule`.
+
+        raises  BudgetExceeded, before anything has changed
+        """
+        if schedule.phase is not Phase.STEP and not self.is_running:
+            holds = schedule.holds
+            nbytes = self.live_memory.nbytes - holds.saved_bytes + holds.needed_bytes
+            self._make_room(nbytes, schedule)
 
     def entries_moved(self) -> None:
         """Entries rest elsewhere from here on: schedules may be arranged anew."""
@@ -285,9 +307,12 @@ class Executor:
             self.store.meter.add("stall", seconds)
             self.clocks.waited_between(seconds)
 
-    def _plan_peaks(self, schedule: Schedule) -> None:
-        """Tell the meters the peaks that are planned for a call."""
-        self.foresight.others = others = self.live_memory.nbytes - schedule.holds.saved_bytes
+    def _plan_peaks(self, schedule: Schedule) -> int:
+        """Tell the meters the peaks that are planned for a call.
+
+        Returns the live bytes outside the arena that are not of this call.
+        """
+        others = self.live_memory.nbytes - schedule.holds.saved_bytes
         key = schedule.serial, schedule.holds.sizes
         if key not in self._peaks:
             if len(self._peaks) >= MOST_PEAKS:
@@ -296,6 +321,7 @@ class Executor:
         together, beside = self._peaks[key]
         self.store.homes.plan_together(others + together)
         self.store.meter.planned_activations.at_least(others + beside)
+        return others
 
 
 def _check_same_data(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
@@ -316,7 +342,7 @@ def _check_same_data(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
                 "got another .data between a compiled forward and its backward, which reads it",
                 "assign .data before the forward or after the backward, or put back what it had",
             )
-        leaf.shown = layout  # the same object is told apart faster
+        shown_as(leaf, layout)  # the same object is told apart faster
 
 
 class _Call:
@@ -346,7 +372,7 @@ class _Call:
         """Tensors over entries where they rest, by id."""
         self.made: list[Entry] = []
         self.given: dict[int, Ticket] = {}
-        self.watch = executor.clocks.watch(schedule, entries)
+        self.watch = executor.clocks.watch(schedule)
 
     def results(self) -> list[Any]:
         """The results of the call: no tensor over memory of the store is handed out as it is."""
@@ -364,14 +390,17 @@ class _Call:
                 param = owner_of(self.leaves[output.entry])
                 values[position] = self.gradients.returned.pop(id(param), None)
 
-    def run(self) -> None:
-        """Walk the schedule; after an error, give everything back."""
+    def run(self, others: int) -> None:
+        """Walk the schedule; after an error, give everything back.
+
+        others  live bytes outside the arena that are not of this call
+        """
         device, meter = self.store.device, self.store.meter
         try:
             self.begun = device.mark()
             self.lap = device.stamp()
-            self.given = self.foresight.begin(self.call)
-            self.watch.given = frozenset(self.given)
+            self.given = self.foresight.begin(self.call, others)
+            self.watch.hand_over(self.given)
             if self.given:
                 self.taken |= {f.slot for f in self.schedule.fetches() if f.ticket in self.given}
             if self.schedule.phase is Phase.BACKWARD:

@@ -92,16 +92,17 @@ class Foresight:
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
-        self.others = 0
-        """Live bytes outside the arena that are not of the call that runs."""
 
     @property
     def ready(self) -> Container[int]:
         """The instructions of the call that has begun after which there is something to start."""
         return self._ready
 
-    def begin(self, call: Call) -> dict[int, Ticket]:
-        """`call` starts: learn, and return the tickets of fetches that are already in flight."""
+    def begin(self, call: Call, others: int) -> dict[int, Ticket]:
+        """`call` starts: learn, and return the tickets of fetches that are already in flight.
+
+        others  live bytes outside the arena that are not of this call
+        """
         if passes_by(call.schedule, lambda index: call.entries[index].kind):
             self._ready = {}
             return {}
@@ -114,7 +115,7 @@ class Foresight:
         self._last = place
         given = self._take_over(call)
         self._next = self._followers.get(place) or self._followers.get((call.identity, LATEST))
-        self._ready = dict(self._plan(call, self._next)) if self._next else {}
+        self._ready = dict(self._plan(call, self._next, others)) if self._next else {}
         return given
 
     def _turn(self, call: Call) -> int:
@@ -131,7 +132,7 @@ class Foresight:
         self._turns[call.identity] = min(turn + 1, MOST_TURNS)
         return turn
 
-    def _plan(self, now: Call, then: Call) -> Mapping[int, Sequence[Fetch]]:
+    def _plan(self, now: Call, then: Call, others: int) -> Mapping[int, Sequence[Fetch]]:
         """The fetches of `then` to start after instructions of `now`, proven and remembered."""
         pair = now.identity, then.identity
         if pair not in self._plans:
@@ -139,7 +140,7 @@ class Foresight:
             verify_handover(now.called, then.called, made)
             self._plans[pair] = made
             self._store.homes.plan_device(made.peak_bytes)
-            self._store.homes.plan_together(device_peak(now.schedule, made.starts) + self.others)
+            self._store.homes.plan_together(device_peak(now.schedule, made.starts) + others)
             if len(self._plans) > MOST_REMEMBERED:
                 self._plans.popitem(last=False)
         return self._plans[pair].starts

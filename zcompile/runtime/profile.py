@@ -19,7 +19,7 @@ there once.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
@@ -52,45 +52,71 @@ class _RecordedCall:
     gradients: Mapping[EntryRef, EntryFact]
 
 
+@dataclass(slots=True)
+class Noted:
+    """One call of the step that is recorded.
+
+    call    with the schedule that was asked for
+    walked  the schedule that was walked, arranged for where entries rest
+    """
+
+    call: StepCall
+    walked: Schedule
+
+    def walks(self, schedule: Schedule) -> None:
+        self.walked = schedule
+
+
 class Recorder:
     """The calls since a step began: with the first forward after an optimizer was done.
 
     Several optimizers, or one that runs within backward, make one step together. A forward without
     a backward counts once, however often it runs: an evaluation is no part of the step, and a
-    frozen piece of a model is. A recorder that is not `on` costs nothing.
+    frozen piece of a model is. A recorder that was not started costs nothing.
+
+    last_walked  the step that ended last, with the schedules that were walked, where `keep_walks`
+                 asks for it; `end` returns those that were asked for, before they were arranged
     """
 
     def __init__(self) -> None:
-        self.on = False
+        self.last_walked: StepTrace | None = None
+        self._on = self._keeps_walks = False
         self._stepped = False
-        self._noted = False
-        self._calls: list[StepCall] = []
+        self._calls: list[Noted] = []
         self._alone: set[tuple[int, tuple[EntryRef, ...]]] = set()
         self._facts: dict[EntryRef, EntryFact] = {}
         self._known: dict[tuple[int, tuple[int, ...], tuple[EntryRef, ...]], _RecordedCall] = {}
 
-    def note(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
-        """A schedule is about to run."""
-        self._noted = False
-        if not self.on:
-            return
+    def start(self, walks: bool = False) -> None:
+        """Record from here on; `walks`: also what is walked."""
+        self._on = True
+        self.keep_walks(walks or self._keeps_walks)
+
+    def keep_walks(self, wanted: bool) -> None:
+        """Record what is walked from the next step on, or no more."""
+        self._keeps_walks = wanted
+
+    def note(self, schedule: Schedule, entries: Sequence[Entry]) -> "Noted | None":
+        """A schedule is about to run; returns its call, if that is recorded."""
+        if not self._on:
+            return None
         if len(self._calls) >= MOST_CALLS:
-            return
+            return None
         known = self._know(schedule, entries)
         call = known.call
         if schedule.phase is Phase.FORWARD and not schedule.trains:
             if (schedule.serial, call.entries) in self._alone:
-                return
+                return None
             self._alone.add((schedule.serial, call.entries))
         self._facts = {**known.gradients, **self._facts, **known.facts}
-        self._calls.append(call)
-        self._noted = True
+        noted = Noted(call, schedule)
+        self._calls.append(noted)
+        return noted
 
-    def made(self, entries: Sequence[Entry]) -> None:
-        """The schedule that was noted last has run, and made these entries."""
-        if self._noted:
-            self._calls[-1] = replace(self._calls[-1], made=tuple(e.ref for e in entries))
-            self._facts |= facts_of(entries)
+    def made(self, noted: "Noted", entries: Sequence[Entry]) -> None:
+        """A call has run, and made these entries."""
+        noted.call = replace(noted.call, made=tuple(e.ref for e in entries))
+        self._facts |= facts_of(entries)
 
     def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
         """What is written down of a call; as in the last step, while entries are alike."""
@@ -112,7 +138,7 @@ class Recorder:
 
     def stepped(self) -> None:
         """An optimizer is done. Calls without a forward before them are not a step to plan for."""
-        if any(call.phase is Phase.FORWARD for call in self._calls):
+        if any(noted.call.phase is Phase.FORWARD for noted in self._calls):
             self._stepped = True
         else:
             self.end()
@@ -125,8 +151,16 @@ class Recorder:
         """The step that has just ended; None, if nothing of it was recorded."""
         self._stepped = False
         self._alone.clear()
-        calls, facts, self._calls, self._facts = tuple(self._calls), self._facts, [], {}
-        return StepTrace(calls, facts, _micro_batches(calls)) if calls else None
+        noted, facts, self._calls, self._facts = self._calls, self._facts, [], {}
+        self.last_walked = None
+        if not noted:
+            return None
+        calls = tuple(n.call for n in noted)
+        step = StepTrace(calls, facts, _micro_batches(calls))
+        if self._keeps_walks:
+            walked = tuple(replace(n.call, schedule=n.walked) for n in noted)
+            self.last_walked = replace(step, calls=walked)
+        return step
 
 
 NOBODY = EntryRef(0)
@@ -239,8 +273,6 @@ class Clocks:
     waited   seconds that gradients have waited until others were sent, in all
     traffic  bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
     idle     whether no transfer is in flight
-    record   whether to keep the timeline of the last step
-    on_step  called when a step is known to be over, since the next begins; only if `record` is set
     """
 
     def __init__(
@@ -256,11 +288,8 @@ class Clocks:
         self._rates: deque[tuple[dict[str, int], dict[str, float]]] = deque(maxlen=STEPS)
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
         self._stamp = device.stamp if beside else None
-        self.record = False
-        self.on_step: Callable[[], None] = _nobody_looks
-        self.last_step: StepTrace | None = None
-        self._recorder = Recorder()
-        self._recorder.on = True
+        self.keeps_timeline = False
+        self._step_ended: Callable[[], None] = nobody_looks
         self._walks: dict[int, int] = {}
         self._regions, self._idle_regions = Samples(), Samples()
         self._alike: dict[str, dict[str, int]] = {}
@@ -275,7 +304,15 @@ class Clocks:
         self._step: list[Walked] = []
         self._whole: tuple[Walked, ...] = ()
 
-    def watch(self, schedule: Schedule, entries: Sequence[Entry]) -> "Timer":
+    def keep_timeline(self, step_ended: Callable[[], None]) -> None:
+        """Time every walk, and call `step_ended` when a step is known to be over."""
+        self.keeps_timeline, self._step_ended = True, step_ended
+
+    def drop_timeline(self) -> None:
+        """Time walks now and then again."""
+        self.keeps_timeline = False
+
+    def watch(self, schedule: Schedule) -> "Timer":
         """A walk begins: returns its timer."""
         now = perf_counter()
         if self._last is not None:
@@ -287,14 +324,11 @@ class Clocks:
             self._step_began, self._stepping = now, False
             self._measure_links()
             self._whole, self._step = tuple(self._step), []
-            self.last_step = self._recorder.end()
-            if self.record and self._whole:
-                self.on_step()
+            if self.keeps_timeline and self._whole:
+                self._step_ended()
                 self._step_began = perf_counter()
-        if self.record:
-            self._recorder.note(schedule, entries)
         count = self._walks[schedule.serial] = self._walks.get(schedule.serial, 0) + 1
-        if not (self.record or count <= FIRST or count % EVERY == 0):
+        if not (self.keeps_timeline or count <= FIRST or count % EVERY == 0):
             return Timer(self, schedule)
         if self._stamp is None or count > FIRST:
             return HostTimer(self, schedule)
@@ -347,7 +381,7 @@ class Clocks:
         )
 
     def timeline(self) -> tuple[Walked, ...]:
-        """The walks of the last step that another followed, if `record` was set while it ran."""
+        """The walks of the last step that another followed, if they were all timed."""
         return self._whole
 
     def step_s(self) -> float | None:
@@ -362,11 +396,6 @@ class Clocks:
     def forget(self) -> None:
         """Something else was done meanwhile: the time until the next call is no gap."""
         self._last = self._step_began = None
-
-    def made(self, entries: Sequence[Entry]) -> None:
-        """The walk that ended last made these entries."""
-        if self.record:
-            self._recorder.made(entries)
 
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
@@ -402,7 +431,7 @@ class Clocks:
                 self._issues.note(key, seconds - waits.get(index, 0.0))
                 if isinstance(x, Wait | Left):
                     stalls[index] = seconds - self._issues.least(key)
-        if self.record:
+        if self.keeps_timeline:
             self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
 
     def _ran(self, region: Region, seconds: float, cold: bool) -> None:
@@ -433,6 +462,10 @@ class Timer:
         self.given: frozenset[int] = frozenset()
         self.clocks = clocks
         self.schedule = schedule
+
+    def hand_over(self, given: Iterable[int]) -> None:
+        """The fetches with these tickets were in flight before the walk began."""
+        self.given = frozenset(given)
 
     def begins(self, index: int) -> None:
         """Instruction `index` is next."""
@@ -503,7 +536,7 @@ class DeviceTimer(HostTimer):
         self.clocks.timed(self.schedule, self._stamps)
 
 
-def _nobody_looks() -> None:
+def nobody_looks() -> None:
     return
 
 

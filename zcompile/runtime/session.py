@@ -25,23 +25,23 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported
-from zcompile.ir.handles import entry_of
+from zcompile.ir.handles import Leaf, entry_of
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import Layout, Region, aligned
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Ways
 from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import CommitLog
-from zcompile.runtime.executor import Executor
+from zcompile.runtime.executor import Executor, StepPolicy
 from zcompile.runtime.gradients.gradients import Gradients, Wrap
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory, LiveStorages, PendingReads
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.store import resident
+from zcompile.runtime.store.resident import MakeCopy
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Ticket
@@ -250,19 +250,47 @@ class StepScratchUse:
 # --- The session ---
 
 
-class Planner(Protocol):
-    """Decides for whole steps; see `zcompile/frontend/replan.py`, above."""
+class Controller(StepPolicy, Protocol):
+    """Decides what rests on the device, and what calls walk; see `zcompile/frontend/replan.py`.
+
+    records  whether it wants to hear of steps
+    """
+
+    records: bool
 
     @property
     def arranges(self) -> bool:
         """Whether graphs are arranged for a plan before they are walked."""
 
-    def step_ended(self, step: StepTrace) -> None: ...
-    def replan(self) -> None: ...
-    def reclaim(self, needed_bytes: int) -> bool: ...
-    def evict_staying(self) -> None: ...
-    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule: ...
-    def prediction(self) -> dict[str, Any] | None: ...
+    def arena_resizes(self) -> None:
+        """The arena is about to have another size: nothing may rest there."""
+
+    def reclaim(self, needed_bytes: int) -> bool:
+        """Make room in the arena for so many bytes; whether there is more of it now."""
+
+    def evict_staying(self) -> None:
+        """Send gradients home that stay where backward made them: their room is needed."""
+
+    def prediction(self) -> dict[str, Any] | None:
+        """Times of a step under the plan in force, with bound and floor; None without a plan."""
+
+
+@dataclass(frozen=True)
+class Collaborators:
+    """What a session works with and cannot make itself, since it stands above it.
+
+    wrap            makes a tiered tensor over an entry
+    make_copy       casts the bytes of an entry into those of its copy
+    apply_deferred  applies what is deferred of an entry
+    controller      makes the controller of a session, which it must not keep alive
+    """
+
+    wrap: Wrap
+    make_copy: MakeCopy
+    apply_deferred: Callable[[Entry], None]
+    controller: Callable[["Session"], Controller]
+    norms: Callable[[], Norms] = Norms
+    executor: type[Executor] = Executor
 
 
 @dataclass(frozen=True)
@@ -281,21 +309,32 @@ class Repeat:
 
 
 class Session(Store):
-    """The store and the runtime of one model. `wrap` makes a tiered tensor over an entry."""
+    """The store and the runtime of one model."""
 
-    def __init__(self, config: Config, wrap: Wrap, opening: Opening = open_resources) -> None:
-        super().__init__(config, opening)
-        self.wrap = wrap
+    def __init__(
+        self, config: Config, others: Collaborators, opening: Opening = open_resources
+    ) -> None:
+        super().__init__(config, opening, others.apply_deferred)
+        self.wrap = others.wrap
         self._pending_reads = PendingReads()
-        self.norms = Norms()
-        self.gradients = Gradients(self, wrap, self.norms)
-        self.on_gradient = self.gradients.take
+        self.norms = others.norms()
+        self.gradients = Gradients(self, self.wrap, self.norms)
         self.live_memory = LiveMemory(self.meter.activations)
         self.in_flight = InFlightGradients(self.live_memory)
-        self.executor = Executor(self, self.gradients, self.in_flight, self.live_memory)
+        self.controller = others.controller(self)
+        self.executor = others.executor(
+            self,
+            self.gradients,
+            self.in_flight,
+            self.live_memory,
+            self.controller,
+            self._make_room,
+            others.make_copy,
+        )
+        if self.controller.records:
+            self.executor.recorder.start()
         self.split = DeviceSplit(self, self._empty_device)
         self.scratch_use = StepScratchUse(self, self.split, self.executor, self._pending_reads)
-        self.executor.make_room = self._make_room
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._warned: set[str] = set()
@@ -308,8 +347,6 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
-        self.planner: Planner | None = None
-        """Decides what rests on the device; none leaves entries where they were put first."""
         self.depth = DEPTH
         """Most chunks of a step on the device at once."""
         self.root: weakref.ref[torch.nn.Module] | None = None
@@ -357,16 +394,12 @@ class Session(Store):
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
 
-    def plan_with(self, planner: Planner) -> None:
-        """Let `planner` hear of every step, and decide what rests on the device."""
-        self.planner = planner
-        self.executor.on_step, self.executor.fit = planner.step_ended, planner.fit
-        self.arena.reclaim = planner.reclaim
-        self.executor.recorder.on = True
-
     def reclaim(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""
-        return self.planner is not None and self.planner.reclaim(needed_bytes)
+        return self.controller.reclaim(needed_bytes)
+
+    def take_gradient(self, leaf: Leaf, grad: Tensor, offset: int | None) -> None:
+        self.gradients.take(leaf, grad, offset)
 
     def free_bytes(self) -> dict[str, int]:
         """Free bytes of each tier but the device."""
@@ -379,8 +412,7 @@ class Session(Store):
         """Evict what rests on the device; returns what could not be evicted."""
         self.executor.foresight.clear()
         self.drain()
-        if self.planner is not None:
-            self.planner.replan()
+        self.controller.arena_resizes()
         self.forget_steps()
         return [entry for entry in self.entries() if entry.place.tier.on_device]
 
@@ -403,9 +435,9 @@ class Session(Store):
         """Compiled graphs are about to hold so much, in a call of `schedule`, or of its
         backward."""
         self.scratch_use.leave()
-        if nbytes > self.split.held_bytes and self.planner is not None:
+        if nbytes > self.split.held_bytes:
             before = self.live_memory.nbytes
-            self.planner.evict_staying()
+            self.controller.evict_staying()
             nbytes -= before - self.live_memory.nbytes
         self.split.hold(nbytes, schedule.least_bytes)
 
@@ -447,8 +479,7 @@ class Session(Store):
         )
         if self.live_memory.nbytes + beside + nbytes > self.split.held_bytes:
             self.executor.wait_for_in_flight()  # gradients on their way home, and those that stayed
-            if self.planner is not None:
-                self.planner.evict_staying()
+            self.controller.evict_staying()
         self.split.hold_whole(whole, self.live_memory.nbytes)
         return self.live_memory.exchange((), here)
 

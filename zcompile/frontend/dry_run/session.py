@@ -19,7 +19,7 @@ from zcompile.config import Config
 from zcompile.errors import Running, Unsupported
 from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_dry_run
-from zcompile.frontend.offload import furnish
+from zcompile.frontend.offload import STAYING
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.schedule import Borrow, Schedule
 from zcompile.ir.schedule import Store as StoreHome
@@ -39,7 +39,6 @@ from zcompile.machine.cost import Ways
 from zcompile.memory.step_footprint import StepFootprint
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.executor import Executor
-from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
@@ -100,17 +99,10 @@ class DryRunSession(Session):
         opening = partial(
             open_dry_run, device_bytes=device_bytes, emulates=emulates, has_disk="disk" in beside
         )
-        super().__init__(config, TieredTensor.over, opening)
-        self.norms = _NoNorms()
-        self.gradients = Gradients(self, self.wrap, self.norms)
-        self.on_gradient = self.gradients.take
-        self.executor: _DryRunExecutor = _DryRunExecutor(
-            self, self.gradients, self.in_flight, self.live_memory
-        )
+        others = replace(STAYING, norms=_NoNorms, executor=_DryRunExecutor)
+        super().__init__(config, others, opening)
         self.regions = DryRunRegions()
-        furnish(self)
-        self.executor.recorder.on = True
-        self.executor.hold = self.split.hold
+        self.executor.recorder.start()
 
     def ways(self) -> Ways:
         return self._ways
@@ -121,6 +113,7 @@ class DryRunSession(Session):
     @property
     def saved_bytes(self) -> int:
         """Bytes of activations, summed over the calls of backward."""
+        assert isinstance(self.executor, _DryRunExecutor)
         return self.executor.saved_bytes
 
     def free_bytes(self) -> dict[str, int]:
@@ -186,20 +179,13 @@ def dry_run_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
         return zinf(gm, inputs)
 
 
-def _has_room(nbytes: int, least_arena: int) -> None:
-    """Accept any live bytes outside the arena."""
-
-
 class _DryRunExecutor(Executor):
     """Walks graphs as a real executor; of an optimizer's step only notes which entries are written.
 
     saved_bytes  given to backward calls: activations that their forward saved, and tangents
-    hold         is told live bytes outside the arena before a call, as they are predicted, since
-                 blanks that are views of each other look as if each had memory of its own
     """
 
     saved_bytes = 0
-    hold: Callable[[int, int], None] = staticmethod(_has_room)
     _held: StepFootprint | None = None
 
     def run(
@@ -210,9 +196,9 @@ class _DryRunExecutor(Executor):
             self.saved_bytes += sum(
                 x.nbytes for n, x in enumerate(args) if isinstance(x, Tensor) and n not in handles
             )
-        self._foresee(schedule)
         if schedule.phase is not Phase.STEP or entries is None:
             return super().run(schedule, args, entries)
+        self._prepare_memory(schedule)
         args.clear()
         self.recorder.note(schedule, entries)
         for x in schedule.instructions:
@@ -220,8 +206,9 @@ class _DryRunExecutor(Executor):
                 entries[x.entry].version += 1
         return []
 
-    def _foresee(self, schedule: Schedule) -> None:
-        """Make room for the live bytes of a call of `schedule`.
+    def _prepare_memory(self, schedule: Schedule) -> None:
+        """Make room for the live bytes of a call of `schedule` as they are predicted: blanks that
+        are views of each other look as if each had memory of its own.
 
         raises  BudgetExceeded
         """
@@ -232,7 +219,7 @@ class _DryRunExecutor(Executor):
             held.end(schedule.phase)
         held.begin(schedule)
         if schedule.phase is not Phase.STEP:
-            self.hold(held.others + schedule.holds.needed_bytes, schedule.least_bytes)
+            self._make_room(held.others + schedule.holds.needed_bytes, schedule)
         held.through(schedule)
 
 

@@ -35,23 +35,34 @@ MOST_VIEWS = 1 << 16
 """The most views kept by `Arena.view`; more than that are of addresses that are used no more."""
 
 
+def _reclaims_nothing(nbytes: int) -> bool:
+    """In place of `Arena`'s `reclaim` where nothing rests in the arena."""
+    return False
+
+
 class Arena:
     """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe.
 
     transfers_over  returns when no transfer that is in flight now holds memory any more
+    reclaim         called when there is no room for so many bytes; frees some, and says whether it
+                    did
     outside_bytes   of the device's budget that compiled graphs have instead of the arena
     """
 
     def __init__(
-        self, device: Device, budget_bytes: int, in_use: Gauge, transfers_over: Callable[[], None]
+        self,
+        device: Device,
+        budget_bytes: int,
+        in_use: Gauge,
+        transfers_over: Callable[[], None],
+        reclaim: Callable[[int], bool] = _reclaims_nothing,
     ) -> None:
         self.budget_bytes, self.outside_bytes = budget_bytes, 0
         self.scratch = StepScratch(device)
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
-        self.reclaim: Callable[[int], bool] = _reclaims_nothing
-        """Called when there is no room for so many bytes; frees some, and says whether it did."""
+        self._reclaim = reclaim
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
@@ -176,7 +187,7 @@ class Arena:
         if begin is None:
             self._wait_for_transfers()
             begin = self._take_range(size, name)
-        if begin is None and self.reclaim(nbytes):
+        if begin is None and self._reclaim(nbytes):
             begin = self._take_range(size, name)
         if begin is None:
             with self._lock:
@@ -341,11 +352,6 @@ class Arena:
         if empty and memory is not None and memory.numel() != self.budget_bytes:
             self._memory = None
             self._views.clear()
-
-
-def _reclaims_nothing(nbytes: int) -> bool:
-    """In place of `Arena.reclaim` until a planner can free room."""
-    return False
 
 
 class StepScratch:

@@ -88,11 +88,11 @@ E = TypeVar("E", bound=Changing)
 class Deferrals(Generic[E]):
     """The entries with deferred changes, and who applies them.
 
-    apply_now  applies what is deferred of an entry, and clears it; set by the side that can compute
+    apply_now  applies what is deferred of an entry, and clears it
     """
 
-    def __init__(self) -> None:
-        self.apply_now: Callable[[E], None] | None = None
+    def __init__(self, apply_now: Callable[[E], None]) -> None:
+        self._apply_now = apply_now
         self._waiting: dict[int, E] = {}
 
     def defer(self, entry: E, change: Deferred) -> None:
@@ -104,8 +104,7 @@ class Deferrals(Generic[E]):
     def apply(self, entry: E) -> None:
         """Apply what is deferred of the entry."""
         if entry.deferred:
-            assert self.apply_now is not None, "a change was deferred where nobody can make it"
-            self.apply_now(entry)
+            self._apply_now(entry)
 
     def drop(self, entry: E) -> None:
         """The entry is dead."""
@@ -198,25 +197,33 @@ class Entry:
         return Layout(tuple(size), tuple(stride), offset, dtype).view(memory)
 
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
-        self.store.on_gradient(self, grad, offset)
+        self.store.take_gradient(self, grad, offset)
 
 
 # --- The store ---
 
 
+def _nobody_computes(entry: Entry) -> None:
+    raise AssertionError(f"a change of {entry.name!r} was deferred where nobody can make it")
+
+
 class Store:
     """Opens what `config` asks for, and moves entries.
 
-    on_gradient   takes a gradient given to `Entry.reduce_grad`; set from above
-    reaches_host  compute may touch what rests on the host
+    apply_deferred  applies what is deferred of an entry, and clears it
+    reaches_host    compute may touch what rests on the host
     raises  ConfigInvalid, DeviceTooSmall, DiskOwned, DiskUnusable
     """
 
-    def __init__(self, config: Config, opening: Opening = open_resources) -> None:
+    def __init__(
+        self,
+        config: Config,
+        opening: Opening = open_resources,
+        apply_deferred: Callable[[Entry], None] = _nobody_computes,
+    ) -> None:
         self.key = handles.new_key()
         self.config = config
         self.meter = Meter()
-        self.on_gradient: Callable[[Leaf, Tensor, int | None], None] = _nobody_takes_gradients
         wait_for_dead_stores()
         with deferred_interrupts():
             resources = opening(config, self.meter)
@@ -226,7 +233,11 @@ class Store:
         self.device_budget = resources.device_budget
         self.host_budget = resources.host_budget
         self.arena = Arena(
-            self.device, self.device_budget, self.meter.device, resources.mover.wait_for_memory
+            self.device,
+            self.device_budget,
+            self.meter.device,
+            resources.mover.wait_for_memory,
+            self.reclaim,
         )
         self._context = resources.context
         self._mover = resources.mover
@@ -236,9 +247,17 @@ class Store:
         self._backlog = Backlog(resources.backlog_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead: deque[Tie | int] = deque()
-        self.deferrals: Deferrals[Entry] = Deferrals()
+        self.deferrals = Deferrals(apply_deferred)
         self._pid = resources.pid
         self.reaches_host = resources.context.device.reaches_host
+
+    def take_gradient(self, leaf: Leaf, grad: Tensor, offset: int | None) -> None:
+        """Take a gradient of `leaf`, or a tile of it from `offset` on. raises Unsupported"""
+        raise Unsupported(f"a gradient of {leaf.name!r} arrived", "give it to a Session")
+
+    def reclaim(self, needed_bytes: int) -> bool:
+        """Make room in the arena; whether there is more of it now."""
+        return False
 
     @uninterrupted
     def create(
@@ -505,7 +524,3 @@ class Store:
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False
         return transfer
-
-
-def _nobody_takes_gradients(entry: Leaf, grad: Tensor, offset: int | None) -> None:
-    raise Unsupported(f"a gradient of {entry.name!r} arrived", "set store.on_gradient")

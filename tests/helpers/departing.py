@@ -27,7 +27,7 @@ BROKEN_DEPARTURES: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a value that nothing made": (
         lambda: schedule(*LEAVING[:1], replace(OFFLOAD, value=Register(9)), *LEAVING[2:]),
-        "register 9 is offloaded, and nothing made it",
+        "register 9 leaves, and nothing made it",
     ),
     "a value whose departure nobody waits for": (
         lambda: schedule(*LEAVING[:3]),
@@ -51,10 +51,10 @@ BROKEN_DEPARTURES: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a value that lies in the arena": (
         lambda: schedule(fetch(HIGH, 7), wait(HIGH, 7, 1), replace(OFFLOAD, after=())),
-        "'v' is offloaded, and lies in bytes of an entry or of the arena",
+        "'v' lies in bytes of an entry or of the arena, which may change while it leaves",
     ),
     "a value that is a parameter where it rests": (
         lambda: schedule(borrow(1), replace(OFFLOAD, after=())),
-        "'v' is offloaded, and lies in bytes of an entry or of the arena",
+        "'v' lies in bytes of an entry or of the arena, which may change while it leaves",
     ),
 }

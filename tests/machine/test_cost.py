@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written import LOW, fetch, free, run, schedule
 
-from zcompile.ir.schedule import Fetch
 from zcompile.ir.types import NO_WORK, Phase, Region, Work
 from zcompile.machine.cost import (
     LEAST_MEASURED_BYTES,
@@ -48,10 +47,12 @@ def test_a_region_that_ran_costs_what_it_took():
 
 
 def test_an_instruction_of_another_size_costs_what_the_nearest_did():
-    costs = Costs(MACHINE, issues={(Fetch, 512): 1.0, (Fetch, 4096): 3.0})
-    seconds = [costs.issue_seconds(fetch(LOW, 0, nbytes=n)) for n in (512, 513, 4000, 1 << 20)]
+    costs = Costs(MACHINE, issues={("fetch", 512): 1.0, ("fetch", 4096): 3.0})
+    seconds = [
+        costs.issue_seconds(fetch(LOW, 0, nbytes=n).effects) for n in (512, 513, 4000, 1 << 20)
+    ]
     assert seconds == [1.0, 1.0, 3.0, 3.0]
-    assert costs.issue_seconds(free(LOW, 1)) == 0.0
+    assert costs.issue_seconds(free(LOW, 1).effects) == 0.0
 
 
 def test_a_gap_is_known_by_what_two_schedules_compute():

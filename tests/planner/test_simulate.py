@@ -24,7 +24,6 @@ from zcompile.errors import Unsupported
 from zcompile.ir.schedule import (
     Borrow,
     EntryIndex,
-    Fetch,
     Left,
     Offload,
     Register,
@@ -245,7 +244,7 @@ def test_host_and_compute_both_wait_until_a_value_has_left():
 
 def test_what_was_measured_counts_before_what_is_predicted():
     known = {"3 s": 0.5}
-    found = first(step_of(LOADED), Costs(machine(), regions=known, issues={(Fetch, ONE): 0.25}))
+    found = first(step_of(LOADED), Costs(machine(), regions=known, issues={("fetch", ONE): 0.25}))
     assert times(found, Run) == [(1.25, 1.75)]
     gaps = {("forward test", "forward test"): 2.0}
     assert first(step_of(LOADED), Costs(machine(), gaps=gaps)).step_s == 6.0

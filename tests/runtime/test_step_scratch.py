@@ -21,12 +21,10 @@ from zcompile.ir.optimizer_step import (
     lower_step,
     paced_bytes,
 )
-from zcompile.ir.schedule import EntryIndex, Slot
+from zcompile.ir.schedule import EntryIndex
 from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
-from zcompile.planner.links import SimTransfer
-from zcompile.planner.simulator import Departing
 from zcompile.runtime.device.arena import StepScratch
 from zcompile.verify.schedule import verify_schedule
 
@@ -265,17 +263,6 @@ def test_waiting_for_it_is_a_stall_and_no_gap(budget):
     waited = session.meter.seconds()["stall"] - stalled
     assert waited > 0
     assert session.executor.clocks._last == (gap[0], pytest.approx(gap[1] + waited))
-
-
-def test_what_leaves_it_is_waited_for():
-    leaving = Departing()
-    here, there = SimTransfer(1), SimTransfer(1)
-    leaving.leave(made_at(0), Slot(0, 512), here)
-    leaving.leave(made_at(AT), Slot(AT, 512), there)
-    assert leaving.from_scratch() == [there]
-    assert leaving.under(Slot(0, 1024)) == [here]
-    there.over_s = 1.0
-    assert leaving.from_scratch() == []
 
 
 @pytest.mark.parametrize(

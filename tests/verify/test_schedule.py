@@ -175,7 +175,7 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a gradient that nothing made": (
         lambda: schedule(*but(SAFE, 7, replace(SAFE[7], value=Register(9)))),
-        "register 9 is sent home, and nothing made it",
+        "register 9 leaves, and nothing made it",
     ),
     "a gradient that came with the call, and waits for nothing": (
         lambda: schedule(Reduce(Register(0), EntryIndex(0), (), True, "w")),
@@ -185,7 +185,8 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(
             borrow(1), run(1, ticket=0), Reduce(Register(1), EntryIndex(1), (Ticket(0),), True, "v")
         ),
-        "the gradient of 'v' lies in an entry's own bytes, which may change while it leaves",
+        "the gradient of 'v' lies in bytes of an entry or of the arena, which may change while it "
+        "leaves",
     ),
     "a result that is a parameter where it rests": (
         lambda: schedule(borrow(1), run(1), outputs=(Register(1),)),
@@ -193,11 +194,11 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a store before the wait": (
         lambda: schedule(fetch(LOW, 0), store(LOW, 2), *STEP[1:3], free(LOW, 1)),
-        "'w' is stored before its fetch is waited for",
+        "'w' is read from its slot before its fetch is over",
     ),
     "a store of more than came": (
         lambda: schedule(*but(STEP, 3, store(LOW, 2, 1, nbytes=516)), phase=Phase.STEP),
-        "'w' stores more bytes than were brought",
+        "'w' reads 516 bytes of 512 that were brought",
     ),
     "a slot that is never given back": (
         lambda: schedule(*SAFE[:-1]),

@@ -21,7 +21,7 @@ from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
-from zcompile.ir.schedule import Run, Schedule
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import (
     aot_backend,
     boxed,
@@ -211,7 +211,7 @@ class _Graph:
         meter = session.meter
         if not session.controller.arranges:
             session.homes.plan_device(schedule.peak_bytes)
-        keys = [i.region.key for i in schedule.instructions if isinstance(i, Run)]
+        keys = [region.key for region in schedule.regions()]
         meter.count("regions", len(keys))
         meter.count("distinct_regions", len({*keys} - known))
         reader = SizeReader(gm.graph)

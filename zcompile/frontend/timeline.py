@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zcompile.ir import printer, serialize
 from zcompile.ir import serialize as form
-from zcompile.ir.schedule import Run
 from zcompile.ir.step import Moment, Timeline
 from zcompile.planner.simulator import simulate
 from zcompile.runtime.probe import machine_for
@@ -116,7 +115,7 @@ def measured_of(walks: Sequence[Walked], step_s: float | None = None) -> form.St
         end - begin
         for walk in walks
         for x, begin, end in zip(walk.schedule.instructions, walk.begins, walk.ends, strict=True)
-        if isinstance(x, Run)
+        if x.effects.region is not None
     )
     phases = dict[str, float]()
     since = walks[0].begins[0]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Free, Run, Schedule, Store
+from zcompile.ir.effects import Instruction, Lane
+from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.types import EntryKind, Phase
 
 N = TypeVar("N")
@@ -24,7 +25,7 @@ class Handover:
     peak_bytes  largest sum of slots of both while the current one runs
     """
 
-    starts: Mapping[int, Sequence[Fetch]]
+    starts: Mapping[int, Sequence[Instruction]]
     peak_bytes: int
 
 
@@ -43,12 +44,14 @@ def handover(
 
     written  ticket of a fetch of `then` -> instruction of `now` after which its bytes are written
     """
-    last_fetch = max((i for i, x in enumerate(now.instructions) if isinstance(x, Fetch)), default=0)
-    frees = [(i, x.slot) for i, x in enumerate(now.instructions) if isinstance(x, Free)]
-    ready: dict[int, list[Fetch]] = {}
+    rows = [(i, x.effects) for i, x in enumerate(now.instructions)]
+    last_fetch = max((i for i, x in rows if x.lane is Lane.IN), default=0)
+    frees = [(i, x.gives_back) for i, x in rows if x.gives_back is not None]
+    ready: dict[int, list[Instruction]] = {}
     for fetch in _opening(then):
-        under = [i for i, slot in frees if slot.overlaps(fetch.slot)]
-        at = max([last_fetch, written.get(fetch.ticket, 0), *under])
+        x = fetch.effects
+        under = [i for i, slot in frees if x.takes is not None and slot.overlaps(x.takes)]
+        at = max([last_fetch, 0 if x.ticket is None else written.get(x.ticket, 0), *under])
         if at < len(now.instructions):
             ready.setdefault(at, []).append(fetch)
     return Handover(ready, _joint_peak(now, ready))
@@ -61,35 +64,33 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) ->
     They may where gradients are changed where they rest, as by clipping, and nothing else is done:
     that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
     """
-    rows = schedule.instructions
-    if schedule.phase is not Phase.STEP or any(isinstance(x, Fetch) for x in rows):
+    rows = [x.effects for x in schedule.instructions]
+    if schedule.phase is not Phase.STEP or any(x.is_transfer or x.takes for x in rows):
         return False
-    changed = [x.entry for x in rows if isinstance(x, Borrow) and x.writes]
+    changed = [x.home.entry for x in rows if x.home is not None and x.writes_home]
     return bool(changed) and all(kind_of(entry) is EntryKind.GRAD for entry in changed)
 
 
-def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Fetch]]) -> int:
+def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Instruction]]) -> int:
     """Largest sum of slots taken at once by `now` and the fetches that start in it."""
     taken = peak = 0
     for index, instruction in enumerate(now.instructions):
-        if isinstance(instruction, Fetch):
-            taken += instruction.slot.nbytes
-        elif isinstance(instruction, Free):
-            taken -= instruction.slot.nbytes
-        taken += sum(fetch.slot.nbytes for fetch in starts.get(index, ()))
+        taken += instruction.effects.taken_bytes
+        taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken)
     return peak
 
 
-def _opening(schedule: Schedule) -> Sequence[Fetch]:
+def _opening(schedule: Schedule) -> Sequence[Instruction]:
     """Fetches before the first compute of a schedule that can be foreseen."""
-    opening: list[Fetch] = []
+    opening: list[Instruction] = []
     if schedule.scratch_at:
         return opening  # which the call before it may hold
     for instruction in schedule.instructions:
-        if isinstance(instruction, Run):
+        x = instruction.effects
+        if x.region is not None:
             break
-        if isinstance(instruction, Fetch) and instruction.lasting:
+        if x.lane is Lane.IN and x.home is not None and x.home.lasting:
             opening.append(instruction)
     return opening
 
@@ -102,10 +103,10 @@ def last_writes(schedule: Schedule, name_of: Callable[[EntryIndex], N]) -> Mappi
     last_run, written = 0, dict[N, int]()
     if schedule.phase is not Phase.STEP:
         return written
-    for index, x in reversed(list(enumerate(schedule.instructions))):
-        if isinstance(x, Run):
+    for index, instruction in reversed(list(enumerate(schedule.instructions))):
+        x = instruction.effects
+        if x.region is not None:
             last_run = index
-        elif isinstance(x, Store) or (isinstance(x, Borrow) and x.writes):
-            at = index if isinstance(x, Store) else last_run
-            written.setdefault(name_of(x.entry), at)
+        if x.home is not None and x.writes_home:
+            written.setdefault(name_of(x.home.entry), index if x.is_transfer else last_run)
     return written

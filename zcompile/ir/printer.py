@@ -8,20 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from zcompile.ir.effects import Instruction, Lane
 from zcompile.ir.graph import phase_of, profile
-from zcompile.ir.schedule import (
-    Borrow,
-    Fetch,
-    Free,
-    Instruction,
-    Left,
-    Offload,
-    Reduce,
-    Run,
-    Schedule,
-    Store,
-    Wait,
-)
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.units import show_size
 
@@ -114,30 +103,17 @@ def excerpt(graph: fx.Graph, culprit: fx.Node) -> str:
     )
 
 
+_STREAMS = {Lane.COMPUTE: "compute", Lane.IN: "h2d", Lane.OUT: "d2h"}
+
+
 def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None]:
     """Stream, kind, name and bytes of an instruction."""
-    match instruction:
-        case Fetch():
-            return "h2d", "fetch", instruction.name, instruction.nbytes
-        case Wait():
-            return "compute", "wait", instruction.name, None
-        case Run():
-            return "compute", "run", instruction.region.text, None
-        case Free():
-            return "compute", "free", instruction.name, instruction.slot.nbytes
-        case Reduce():
-            tile = instruction.nbytes if instruction.of_nbytes else None
-            if instruction.stays:
-                return "compute", "stay", instruction.name, instruction.nbytes
-            return "d2h", "reduce", instruction.name, tile
-        case Store():
-            return "d2h", "store", instruction.name, instruction.nbytes
-        case Offload():
-            return "d2h", "offload", instruction.name, instruction.nbytes
-        case Left():
-            return "compute", "left", instruction.name, instruction.nbytes
-        case Borrow():
-            return "compute", "borrow", instruction.name, instruction.layout.nbytes
+    x = instruction.effects
+    if x.stays:
+        return "compute", "stay", x.name, x.nbytes
+    whole = x.home is not None and x.is_gradient and not x.home.of_nbytes
+    told = x.region is None and x.views is None and not whole
+    return _STREAMS[x.lane], x.kind, x.name, x.nbytes if told else None
 
 
 def schedule_text(schedule: Schedule) -> str:

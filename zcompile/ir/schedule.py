@@ -3,40 +3,26 @@
 A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`, `Left`) act in
 order on the compute stream; transfers (`Fetch`, `Reduce`, `Store`, `Offload`) are started in order
 on the stream of their link and run beside it. What a transfer must wait for is named by tickets, so
-that safety can be read off the list alone. Sizes and addresses are bytes; a register is an index
-into the values of one call.
+that safety can be read off the list alone. Each instruction says in its `effects` what it does
+(`ir/effects.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, NewType
+from typing import Any
 
 import torch
 
+from zcompile.ir.effects import Effects, HomeAccess, HomeRole, Lane
+from zcompile.ir.effects import EntryIndex as EntryIndex
+from zcompile.ir.effects import Instruction as Instruction
+from zcompile.ir.effects import Register as Register
+from zcompile.ir.effects import Slot as Slot
+from zcompile.ir.effects import Ticket as Ticket
 from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Phase, Region, Work
-
-Register = NewType("Register", int)
-Ticket = NewType("Ticket", int)
-EntryIndex = NewType("EntryIndex", int)
-"""Position of a handle among those of a schedule; the call says which entry that is."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A range of the device arena."""
-
-    address: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.address + self.nbytes
-
-    def overlaps(self, other: "Slot") -> bool:
-        return self.address < other.end and other.address < self.end
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,29 @@ class Fetch:
     lasting: bool = True
     cast: Cast | None = None
 
+    @cached_property
+    def effects(self) -> Effects:
+        narrow = None if self.cast is None else self.cast.narrow
+        return Effects(
+            "fetch",
+            self.name,
+            Lane.IN,
+            self.nbytes,
+            takes=self.slot,
+            writes_slot=self.slot,
+            home=HomeAccess(
+                self.entry,
+                self.begin,
+                self.begin + self.nbytes,
+                reads=True,
+                role=HomeRole.ENTRY if narrow is None else HomeRole.COPY,
+                lasting=self.lasting,
+                narrow=narrow,
+            ),
+            after=self.after,
+            ticket=self.ticket,
+        )
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -78,6 +87,17 @@ class Wait:
     layout: Layout
     register: Register
     name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "wait",
+            self.name,
+            nbytes=self.layout.end_bytes,
+            defines=(self.register,),
+            views=self.slot,
+            after=(self.ticket,),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,6 +118,21 @@ class Run:
     names: tuple[str, ...] = ()
     into: tuple[EntryIndex, ...] = ()
 
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "run",
+            self.region.text,
+            region=self.region,
+            reads=self.inputs,
+            forgets=self.drops,
+            defines=self.outputs,
+            ticket=self.ticket,
+            changes_live=True,
+            into=self.into,
+            nodes=self.names,
+        )
+
 
 @dataclass(frozen=True)
 class Free:
@@ -109,6 +144,16 @@ class Free:
     slot: Slot
     register: Register
     name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "free",
+            self.name,
+            nbytes=self.slot.nbytes,
+            forgets=(self.register,),
+            gives_back=self.slot,
+        )
 
 
 @dataclass(frozen=True)
@@ -131,6 +176,28 @@ class Reduce:
     of_nbytes: int = 0
     stays: bool = False
 
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "reduce",
+            self.name,
+            Lane.OUT,
+            self.nbytes,
+            reads=(self.value,),
+            forgets=(self.value,) if self.drop else (),
+            home=HomeAccess(
+                self.entry,
+                self.begin,
+                self.begin + self.nbytes,
+                writes=True,
+                role=HomeRole.GRADIENT,
+                in_place=self.stays,
+                of_nbytes=self.of_nbytes,
+            ),
+            after=self.after,
+            changes_live=True,
+        )
+
 
 @dataclass(frozen=True)
 class Store:
@@ -143,6 +210,19 @@ class Store:
     ticket: Ticket
     after: tuple[Ticket, ...] = ()
     name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "store",
+            self.name,
+            Lane.OUT,
+            self.nbytes,
+            reads_slot=self.slot,
+            home=HomeAccess(self.entry, self.begin, self.begin + self.nbytes, writes=True),
+            after=self.after,
+            ticket=self.ticket,
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +241,18 @@ class Borrow:
     register: Register
     writes: bool
     name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        nbytes = self.layout.end_bytes
+        end = self.begin + nbytes
+        return Effects(
+            "borrow",
+            self.name,
+            nbytes=nbytes,
+            defines=(self.register,),
+            home=HomeAccess(self.entry, self.begin, end, True, self.writes, in_place=True),
+        )
 
 
 @dataclass(frozen=True)
@@ -187,6 +279,28 @@ class Offload:
     def nbytes(self) -> int:
         return self.layout.nbytes
 
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "offload",
+            self.name,
+            Lane.OUT,
+            self.nbytes,
+            reads=(self.value,),
+            defines=(self.register,),
+            home=HomeAccess(
+                EntryIndex(self.made),
+                0,
+                self.nbytes,
+                writes=True,
+                role=HomeRole.NEW,
+                lasting=False,
+                tier=self.tier,
+            ),
+            after=self.after,
+            ticket=self.ticket,
+        )
+
 
 @dataclass(frozen=True)
 class Left:
@@ -197,15 +311,20 @@ class Left:
     nbytes: int = 0
     name: str = ""
 
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "left",
+            self.name,
+            nbytes=self.nbytes,
+            forgets=(self.register,),
+            after=(self.ticket,),
+            changes_live=True,
+        )
+
 
 SERIALS = count()
 """Source of `Schedule.serial`."""
-
-Instruction = Fetch | Wait | Run | Free | Reduce | Store | Borrow | Offload | Left
-
-
-CHANGE_HOLDING = (Run, Reduce, Left)
-"""Instructions that change the bytes that a call has live outside the arena."""
 
 
 @dataclass(frozen=True)
@@ -261,23 +380,27 @@ class Schedule:
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
 
+    def regions(self) -> list[Region]:
+        """What it computes, in order."""
+        return [x.effects.region for x in self.instructions if x.effects.region is not None]
+
     @cached_property
     def lone_gradients(self) -> tuple[EntryIndex, ...]:
         """Entries for which a call makes one gradient, and that whole."""
-        made = [x for x in self.instructions if isinstance(x, Reduce)]
-        times = Counter(reduce.entry for reduce in made)
+        made = self._gradients()
+        times = Counter(home.entry for home in made)
         return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
 
     @cached_property
     def staying(self) -> frozenset[EntryIndex]:
         """Entries whose gradients stay in the memory that compute makes them in."""
-        return frozenset(x.entry for x in self.instructions if isinstance(x, Reduce) and x.stays)
+        return frozenset(home.entry for home in self._gradients() if home.in_place)
 
     @cached_property
     def level_at(self) -> Mapping[int, LiveBytes]:
-        """Index of each instruction of `CHANGE_HOLDING` -> live bytes around it, where these are
-        known."""
-        changes = (i for i, x in enumerate(self.instructions) if isinstance(x, CHANGE_HOLDING))
+        """Index of each instruction that changes live bytes -> live bytes around it, where these
+        are known."""
+        changes = (i for i, x in enumerate(self.instructions) if x.effects.changes_live)
         return dict(zip(changes, self.holds.levels, strict=False))
 
     def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
@@ -296,7 +419,12 @@ class Schedule:
         """Upper bound, in bytes, on gradients in flight to their entries when a call of this
         schedule begins, and during it where no `LiveBytes.departing` is known: one is in flight
         while the next is made."""
-        return 2 * max((i.nbytes for i in self.instructions if isinstance(i, Reduce)), default=0)
+        return 2 * max((home.nbytes for home in self._gradients()), default=0)
+
+    def _gradients(self) -> Sequence[HomeAccess]:
+        """The bytes of gradients that it sends, in order."""
+        homes = [x.effects.home for x in self.instructions]
+        return [h for h in homes if h is not None and h.role is HomeRole.GRADIENT]
 
     @cached_property
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:

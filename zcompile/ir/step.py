@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Instruction, Reduce, Run, Schedule
-from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.effects import HomeAccess, HomeRole, Instruction
+from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 
 
@@ -61,6 +61,12 @@ class StepCall:
         """Of the entry behind each of its entry indices, the gradient."""
         return tuple([ref.gradient for ref in self.entries])
 
+    def entry_of(self, home: HomeAccess) -> EntryRef:
+        """The entry that an access is about; of a low-precision copy, the one it was cast from."""
+        if home.role is HomeRole.GRADIENT:
+            return self.gradients[home.entry]
+        return (self.made if home.role is HomeRole.NEW else self.entries)[home.entry]
+
     def making(self, gradients: Collection[EntryRef]) -> frozenset[EntryIndex]:
         """Of a backward, the entries whose gradients are among these."""
         if self.phase is not Phase.BACKWARD or not gradients:
@@ -80,20 +86,14 @@ class StepCall:
         read: dict[EntryRef, int] = {}
         written: dict[EntryRef, int] = {}
         for x in self.schedule.instructions:
-            if isinstance(x, Fetch):
-                ref = self.entries[x.entry]
-                read[ref] = read.get(ref, 0) + x.nbytes
-            elif isinstance(x, Borrow):
-                ref = self.entries[x.entry]
-                read[ref] = read.get(ref, 0) + x.layout.nbytes
-                if x.writes:
-                    written[ref] = written.get(ref, 0) + x.layout.nbytes
-            elif isinstance(x, StoreHome):
-                ref = self.entries[x.entry]
-                written[ref] = written.get(ref, 0) + x.nbytes
-            elif isinstance(x, Reduce):
-                ref = self.gradients[x.entry]
-                written[ref] = written.get(ref, 0) + x.nbytes
+            home = x.effects.home
+            if home is None or home.role is HomeRole.NEW:
+                continue
+            ref = self.entry_of(home)
+            if home.reads:
+                read[ref] = read.get(ref, 0) + home.nbytes
+            if home.writes:
+                written[ref] = written.get(ref, 0) + home.nbytes
         for ref in dict.fromkeys((*read, *written)):
             yield Use(ref, read.get(ref, 0), written.get(ref, 0))
 
@@ -164,7 +164,7 @@ class Moment(NamedTuple):
     @property
     def is_work(self) -> bool:
         """Whether it computes."""
-        return isinstance(self.instruction, Run)
+        return self.instruction.effects.region is not None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zcompile.ir.schedule import Fetch, Instruction, Offload, Reduce, Schedule, Store
+from zcompile.ir.effects import Effects
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.types import Region, Work
 from zcompile.ir.units import MiB
 from zcompile.machine.model import Compute, Link, Machine
@@ -78,7 +79,7 @@ class Costs:
     regions   region key -> seconds of compute
     alike     `Region.like` -> seconds of compute by the bytes it touches
     launches  region key -> seconds of the host to start it, where compute runs beside it
-    issues    (instruction class, `issued_bytes`) -> seconds of the host
+    issues    (`Effects.kind`, `Effects.moved_bytes`) of an instruction -> seconds of the host
     gaps      (`call_name` of one call, of the next) -> seconds of the host between them
     idle      region key -> seconds of compute while no transfer was in flight
     """
@@ -111,10 +112,13 @@ class Costs:
         known = self.launches.get(region.key)
         return region.work.ops * self.machine.compute.launch_s if known is None else known
 
-    def issue_seconds(self, instruction: Instruction) -> float:
-        """Seconds of the host for an instruction that need not wait; 0 if none of its kind was
-        measured."""
-        return issue_seconds(self.issues, type(instruction), issued_bytes(instruction))
+    def issue_seconds(self, x: Effects) -> float:
+        """Seconds of the host for an instruction that need not wait: of those of the same kind and
+        size, else of the nearest size; 0 if none of its kind was measured."""
+        if (known := self.issues.get((x.kind, x.moved_bytes))) is not None:
+            return known
+        sizes = [(abs(n - x.moved_bytes), s) for (k, n), s in self.issues.items() if k == x.kind]
+        return min(sizes)[1] if sizes else 0.0
 
     def gap_seconds(self, before: Schedule, after: Schedule) -> float:
         """Seconds of the host between two calls; 0 if they were not seen to follow each other."""
@@ -137,20 +141,6 @@ def predicted_seconds(work: Work, compute: Compute) -> float:
 def call_name(schedule: Schedule) -> str:
     """Name of what a schedule computes, however it is planned."""
     return f"{schedule.phase.value} {schedule.name}"
-
-
-def issued_bytes(instruction: Instruction) -> int:
-    """Bytes that the host handles in an instruction, which its seconds depend on."""
-    return instruction.nbytes if isinstance(instruction, Fetch | Reduce | Store | Offload) else 0
-
-
-def issue_seconds(issues: Mapping[Any, float], kind: type, nbytes: int) -> float:
-    """Seconds of the host for an instruction: those of the same kind and size, else of the nearest
-    size."""
-    if (known := issues.get((kind, nbytes))) is not None:
-        return known
-    sizes = [(abs(size - nbytes), seconds) for (k, size), seconds in issues.items() if k is kind]
-    return min(sizes)[1] if sizes else 0.0
 
 
 def measured(link: Link, nbytes: int, busy_s: float) -> Link:

@@ -60,7 +60,7 @@ from zcompile.ir.graph import (
     storage_sources,
 )
 from zcompile.ir.memory_curve import MemoryCurve
-from zcompile.ir.schedule import CHANGE_HOLDING, Register, Run, Schedule
+from zcompile.ir.schedule import Register, Schedule
 from zcompile.ir.torch_compat import hint, is_tangent
 from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Phase
 
@@ -588,22 +588,19 @@ def memory_profile(
     """Live bytes of calls of `schedule`, instruction by instruction, from the footprint of its
     graph.
 
-    Only instructions of `CHANGE_HOLDING` change them. These keep their order in every arrangement
-    of the schedule, so each finds its level by its number among them.
+    The instructions whose effects change them keep their order in every arrangement of the
+    schedule, so each finds its level by its number among them.
 
     kept  of a forward: what it saves for its backward
     """
     levels = tuple(_levels(held))
-    counted = [x for x in schedule.instructions if isinstance(x, CHANGE_HOLDING)]
+    counted = [x.effects for x in schedule.instructions if x.effects.changes_live]
     assert len(levels) == len(counted), "a level for every instruction that changes what is held"
     names = {node.name for node in held.of}
     places = [n for n in held.nodes if n.op == "placeholder"]
     given = frozenset(Register(i) for i, n in enumerate(places) if n.name in names)
     named = [
-        (name, register)
-        for run in counted
-        if isinstance(run, Run)
-        for name, register in zip(run.names, run.outputs, strict=True)
+        (name, register) for x in counted for name, register in zip(x.nodes, x.defines, strict=True)
     ]
     made = frozenset(register for name, register in named if name in names)
     left = frozenset(register for name, register in named if name in names and name in kept)

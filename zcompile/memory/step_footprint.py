@@ -23,7 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
-from zcompile.ir.schedule import CHANGE_HOLDING, Fetch, Free, Instruction, Reduce, Schedule
+from zcompile.ir.effects import Effects, HomeAccess, Instruction
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, LiveBytes, Phase
 
@@ -77,39 +78,40 @@ class StepFootprint:
         return joined
 
     def rise(self) -> int:
-        """Peak of live bytes during the next instruction of `CHANGE_HOLDING`."""
+        """Peak of live bytes during the next instruction that changes them."""
         level = self._level = next(self._levels, LiveBytes())
         most = self.others + level.peak
         self.now = self.others + level.after
         return most
 
-    def leave(self, reduce: Reduce) -> int:
+    def leave(self, gradient: Effects) -> int:
         """Send a gradient: join the oldest in flight until it fits; returns how many."""
         joined, most = 0, self._level.departing or self._schedule.departing_bytes
         for row in (self._inherited, self._own):
-            while row.rows and self._under_way + reduce.nbytes > most:
+            while row.rows and self._under_way + gradient.nbytes > most:
                 self._join(row)
                 joined += 1
         carried = self._level.carried
-        self._own.append(reduce, reduce.nbytes if carried is None else carried)
+        self._own.append(gradient, gradient.nbytes if carried is None else carried)
         self.now = self.others + self._level.after
         return joined
 
     def _join(self, row: "_Row") -> None:
         """End the flight of the oldest gradient of `row`; it stays live if it stays on the
         device."""
-        reduce, held_bytes = row.popleft()
-        if reduce.stays:
+        gradient, held_bytes = row.popleft()
+        if gradient.stays:
             self._stayed += held_bytes
 
     def through(self, schedule: Schedule) -> int:
         """Walk a call from its beginning to its end; returns the peak of live bytes."""
         most = self.now
         for x in schedule.instructions:
-            if isinstance(x, CHANGE_HOLDING):
+            effects = x.effects
+            if effects.changes_live:
                 most = max(most, self.rise())
-                if isinstance(x, Reduce):
-                    self.leave(x)
+                if effects.is_gradient:
+                    self.leave(effects)
         return max(most, self.now)
 
     def end(self, then: Phase) -> int:
@@ -141,19 +143,19 @@ class _Row:
     """
 
     def __init__(self) -> None:
-        self.rows: deque[tuple[Reduce, int]] = deque()
+        self.rows: deque[tuple[Effects, int]] = deque()
         self.nbytes = self.held_bytes = 0
 
-    def append(self, reduce: Reduce, held_bytes: int) -> None:
-        self.rows.append((reduce, held_bytes))
-        self.nbytes += reduce.nbytes
+    def append(self, gradient: Effects, held_bytes: int) -> None:
+        self.rows.append((gradient, held_bytes))
+        self.nbytes += gradient.nbytes
         self.held_bytes += held_bytes
 
-    def popleft(self) -> tuple[Reduce, int]:
-        reduce, held_bytes = self.rows.popleft()
-        self.nbytes -= reduce.nbytes
+    def popleft(self) -> tuple[Effects, int]:
+        gradient, held_bytes = self.rows.popleft()
+        self.nbytes -= gradient.nbytes
         self.held_bytes -= held_bytes
-        return reduce, held_bytes
+        return gradient, held_bytes
 
 
 def held_peak(schedule: Schedule) -> int:
@@ -224,18 +226,18 @@ def staying_bytes(step: StepTrace, gradients: frozenset[EntryRef]) -> int:
 def _candidates(step: StepTrace) -> Iterator[EntryRef]:
     """The gradients that could stay, in the order in which they are made."""
     made = [
-        (call.gradients[x.entry], _whole_and_alone(call.schedule, index, x))
+        (call.gradients[home.entry], _whole_and_alone(call.schedule, index, home))
         for call in step.calls
         if call.phase is Phase.BACKWARD
         for index, x in enumerate(call.schedule.instructions)
-        if isinstance(x, Reduce)
+        if (home := x.effects.home) is not None and x.effects.is_gradient
     ]
     times = Counter(ref for ref, _ in made)
     return (ref for ref, may in made if may and times[ref] == 1)
 
 
-def _whole_and_alone(schedule: Schedule, index: int, reduce: Reduce) -> bool:
-    return not reduce.of_nbytes and schedule.level_at.get(index, LiveBytes()).alone
+def _whole_and_alone(schedule: Schedule, index: int, gradient: HomeAccess) -> bool:
+    return not gradient.of_nbytes and schedule.level_at.get(index, LiveBytes()).alone
 
 
 def _held(step: StepTrace, gradients: frozenset[EntryRef]) -> tuple[int, int]:
@@ -257,10 +259,12 @@ def _held(step: StepTrace, gradients: frozenset[EntryRef]) -> tuple[int, int]:
     return max(most, in_steps), in_steps
 
 
-NOTHING_STARTS: Mapping[int, Sequence[Fetch]] = MappingProxyType({})
+NOTHING_STARTS: Mapping[int, Sequence[Instruction]] = MappingProxyType({})
 
 
-def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTHING_STARTS) -> int:
+def device_peak(
+    schedule: Schedule, starts: Mapping[int, Sequence[Instruction]] = NOTHING_STARTS
+) -> int:
     """Peak of bytes of the device that slots and values of a call take together.
 
     starts  instruction -> fetches of the next schedule that start after it
@@ -269,15 +273,13 @@ def device_peak(schedule: Schedule, starts: Mapping[int, Sequence[Fetch]] = NOTH
     walk.begin(schedule)
     kept = walk.others  # a forward would have left as much
     for index, x in enumerate(schedule.instructions):
-        if isinstance(x, Fetch):
-            taken += x.slot.nbytes
-        elif isinstance(x, Free):
-            taken -= x.slot.nbytes
-        elif isinstance(x, CHANGE_HOLDING):
+        effects = x.effects
+        taken += effects.taken_bytes
+        if effects.changes_live:
             peak = max(peak, taken + walk.rise() - kept)
-            if isinstance(x, Reduce):
-                walk.leave(x)
-        taken += sum(fetch.slot.nbytes for fetch in starts.get(index, ()))
+            if effects.is_gradient:
+                walk.leave(effects)
+        taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken + walk.now - kept)
     return peak
 
@@ -286,9 +288,6 @@ def peak_of(instructions: Sequence[Instruction]) -> int:
     """Largest sum of slots taken at once, in bytes."""
     now = peak = 0
     for instruction in instructions:
-        if isinstance(instruction, Fetch):
-            now += instruction.slot.nbytes
-            peak = max(peak, now)
-        elif isinstance(instruction, Free):
-            now -= instruction.slot.nbytes
+        now += instruction.effects.taken_bytes
+        peak = max(peak, now)
     return peak

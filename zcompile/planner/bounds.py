@@ -77,9 +77,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
+from zcompile.ir.effects import HomeRole
 from zcompile.ir.optimizer_step import resting_regions
-from zcompile.ir.schedule import Borrow, Fetch, Reduce, Run, Schedule
-from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, Phase
 from zcompile.machine.model import TIER_LINKS, Link
@@ -278,17 +278,15 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
     reads: _Ranges[_At] = _Ranges()
     writes: _Ranges[_At] = _Ranges()
     for x in schedule.instructions:
-        if isinstance(x, Fetch) and (x.lasting or schedule.phase is Phase.STEP):
-            # What is new in every call of a graph left the device by choice.
-            copy = None if x.cast is None else x.cast.narrow
-            reads.add(_At(x.entry, copy), x.begin, x.begin + x.nbytes)
-        elif isinstance(x, StoreHome):
-            writes.add(_At(x.entry), x.begin, x.begin + x.nbytes)
-        elif isinstance(x, Borrow):
-            for ranges in (reads, writes) if x.writes else (reads,):
-                ranges.add(_At(x.entry), x.begin, x.begin + x.layout.nbytes)
-        elif isinstance(x, Reduce):
-            writes.add(_At(x.entry, is_gradient=True), x.begin, x.begin + x.nbytes)
+        home = x.effects.home
+        # What is new in every call of a graph left the device by choice.
+        if home is None or not (home.lasting or schedule.phase is Phase.STEP):
+            continue
+        at = _At(home.entry, home.narrow, home.role is HomeRole.GRADIENT)
+        if home.reads:
+            reads.add(at, home.begin, home.end)
+        if home.writes:
+            writes.add(at, home.begin, home.end)
     return _Touched(least_compute(schedule, region_seconds), reads, writes)
 
 
@@ -299,8 +297,7 @@ def least_compute(schedule: Schedule, region_seconds: Callable[..., float]) -> f
     whichever is less. At measured costs this is an estimate, since chunks of other sizes may take
     less for each byte than those that were seen.
     """
-    runs = [x.region for x in schedule.instructions if isinstance(x, Run)]
-    seconds = sum(map(region_seconds, runs))
+    seconds = sum(map(region_seconds, schedule.regions()))
     if not schedule.rows:
         return seconds
     return min(seconds, sum(map(region_seconds, resting_regions(schedule.name, schedule.rows))))

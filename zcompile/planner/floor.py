@@ -22,7 +22,7 @@ backward would read gradients once less.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zcompile.ir.schedule import Run, Schedule
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.machine.cost import Costs, predicted_seconds
 from zcompile.machine.model import TIER_LINKS, Link
@@ -93,7 +93,6 @@ def traced_compute(schedule: Schedule, costs: Costs) -> float:
     if schedule.traced_work is None:
         return seconds
     compute = costs.machine.compute
-    scheduled = [x.region.work for x in schedule.instructions if isinstance(x, Run)]
-    scheduled_s = sum(predicted_seconds(work, compute) for work in scheduled)
+    scheduled_s = sum(predicted_seconds(region.work, compute) for region in schedule.regions())
     traced_s = predicted_seconds(schedule.traced_work, compute)
     return seconds * min(1.0, traced_s / scheduled_s) if scheduled_s else seconds

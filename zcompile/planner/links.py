@@ -14,8 +14,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from zcompile.errors import Unsupported
+from zcompile.ir.effects import Effects, HomeAccess, Instruction, Lane
 from zcompile.ir.handover import handover, last_writes, passes_by
-from zcompile.ir.schedule import Fetch, Offload, Reduce, Store
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.ir.units import KiB
@@ -360,7 +360,7 @@ class LinkSimulator:
 
 
 HOST, DISK = "host", "disk"
-Ahead = tuple[StepCall | None, Mapping[int, Sequence[Fetch]]]
+Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
 
 
@@ -393,12 +393,12 @@ class LinkPaths:
         """Bytes of each entry that rests on `tier`."""
         return (fact.nbytes for ref, fact in self._facts.items() if self.home(ref) == tier)
 
-    def source(self, call: StepCall, fetch: Fetch) -> EntryRef:
-        """The entry that a fetch brings: the low-precision copy, if it asks for that."""
-        ref = call.entries[fetch.entry]
-        if fetch.cast is None or ref not in self._facts:
+    def entry_of(self, call: StepCall, home: HomeAccess) -> EntryRef:
+        """The entry that an access is about, which may be a low-precision copy."""
+        ref = call.entry_of(home)
+        if home.narrow is None or ref not in self._facts:
             return ref
-        dtype = str(fetch.cast.narrow).removeprefix("torch.")
+        dtype = str(home.narrow).removeprefix("torch.")
         return self._copies.get(f"{self._facts[ref].name} in {dtype}", ref)
 
     def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
@@ -415,8 +415,12 @@ class LinkPaths:
                 continue
             then = next(calls[n] for n in after if heeded[n])
             writes = last_writes(now.schedule, now.entries.__getitem__)
-            brings = {f.ticket: self.source(then, f) for f in then.schedule.fetches()}
-            written: dict[int, int] = {t: writes[r] for t, r in brings.items() if r in writes}
+            written: dict[int, int] = {
+                x.ticket: writes[ref]
+                for x in (instruction.effects for instruction in then.schedule.instructions)
+                if x.lane is Lane.IN and x.home is not None and x.ticket is not None
+                if (ref := self.entry_of(then, x.home)) in writes
+            }
             found.append((then, handover(now.schedule, then.schedule, written).starts))
         return found
 
@@ -426,47 +430,44 @@ class LinkPaths:
         ]
         return passes_by(call.schedule, kinds.__getitem__)
 
-    def fetch(self, call: StepCall, fetch: Fetch) -> SimTransfer:
-        """The transfer of a fetch, to the arena."""
-        ref = self.source(call, fetch)
+    def transfer(self, call: StepCall, ref: EntryRef, x: Effects) -> SimTransfer:
+        """The transfer of an instruction, to or from the bytes of `ref`."""
+        assert x.home is not None, "a transfer moves bytes of an entry"
+        if x.lane is Lane.IN:
+            return self._arriving(call, ref, x.home)
+        if x.is_gradient:
+            return self._gradient(ref, x.home)
+        self._written.add(ref)
+        home = self.home(ref)
+        if home == DISK and self._ways.straight_write and x.reads_slot is not None:
+            journey = self._journey(x.home, 1, "disk_write")
+            journey.unseen = "d2h"
+            return journey
+        return self._leaving(home, x.home)
+
+    def _arriving(self, call: StepCall, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
+        """The transfer of bytes of an entry to the arena."""
         home = self.home(ref)
         if self._blank(call, ref):
-            return self._journey(0, 0, 0)
+            return SimTransfer(0)
         if home == DISK and self._ways.straight_read:
-            journey = self._journey(fetch.begin, fetch.nbytes, 1, "disk_read")
+            journey = self._journey(moved, 1, "disk_read")
             journey.unseen = "h2d"
             return journey
         if home == DISK:
-            return self._journey(fetch.begin, fetch.nbytes, 2, "disk_read", "h2d")
-        return self._journey(fetch.begin, fetch.nbytes, 1, *(("h2d",) if home == HOST else ()))
+            return self._journey(moved, 2, "disk_read", "h2d")
+        return self._journey(moved, 1, *(("h2d",) if home == HOST else ()))
 
-    def store(self, call: StepCall, store: Store) -> SimTransfer:
-        """The transfer of a store, from the arena home."""
-        ref = call.entries[store.entry]
-        self._written.add(ref)
-        home = self.home(ref)
-        if home == DISK and self._ways.straight_write:
-            journey = self._journey(store.begin, store.nbytes, 1, "disk_write")
-            journey.unseen = "d2h"
-            return journey
-        return self._leaving(home, store.begin, store.nbytes)
-
-    def reduce(self, call: StepCall, reduce: Reduce) -> SimTransfer:
+    def _gradient(self, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
         """The transfer of a gradient home, where it is added to earlier parts."""
-        ref = call.gradients[reduce.entry]
-        begin, home = reduce.begin, self.home(ref)
-        more = (ref, begin) in self._came
-        self._came.add((ref, begin))
+        home, more = self.home(ref), (ref, moved.begin) in self._came
+        self._came.add((ref, moved.begin))
         if more and home == DISK:
-            journey = self._journey(begin, reduce.nbytes, 2, "disk_read", "d2h", "disk_write")
+            journey = self._journey(moved, 2, "disk_read", "d2h", "disk_write")
         else:
-            journey = self._leaving(home, begin, reduce.nbytes)
+            journey = self._leaving(home, moved)
         journey.adds = more
         return journey
-
-    def offload(self, call: StepCall, offload: Offload) -> SimTransfer:
-        """The transfer of a value that backward needs, to the entry that it becomes."""
-        return self._leaving(self.home(call.made[offload.made]), 0, offload.nbytes)
 
     def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""
@@ -481,10 +482,10 @@ class LinkPaths:
                 nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
         return nbytes, busy_s
 
-    def _leaving(self, home: str, begin: int, nbytes: int) -> SimTransfer:
+    def _leaving(self, home: str, moved: HomeAccess) -> SimTransfer:
         if home == DISK:
-            return self._journey(begin, nbytes, 1, "d2h", "disk_write")
-        return self._journey(begin, nbytes, 1, *(("d2h",) if home == HOST else ()))
+            return self._journey(moved, 1, "d2h", "disk_write")
+        return self._journey(moved, 1, *(("d2h",) if home == HOST else ()))
 
     def _blank(self, call: StepCall, ref: EntryRef) -> bool:
         """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
@@ -495,12 +496,12 @@ class LinkPaths:
             fact.kind is EntryKind.RESULT and ref not in self._written
         )
 
-    def _journey(self, begin: int, nbytes: int, over_after: int, *links: str) -> SimTransfer:
+    def _journey(self, moved: HomeAccess, over_after: int, *links: str) -> SimTransfer:
         if links not in self._links:
             self._links[links] = tuple(map(self._link, links))
-        journey = SimTransfer(nbytes, self._links[links], over_after)
+        journey = SimTransfer(moved.nbytes, self._links[links], over_after)
         unit = self._ways.granule
-        journey.disk_nbytes = -(-(begin + nbytes) // unit) * unit - begin // unit * unit
+        journey.disk_nbytes = -(-moved.end // unit) * unit - moved.begin // unit * unit
         return journey
 
     def _link(self, name: str) -> Link:

@@ -7,26 +7,14 @@ ran, and the last walk is the answer (`simulate`). `predicted` gives it as plain
 those that `zcompile.stats` measures.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zcompile.ir.schedule import (
-    Borrow,
-    Fetch,
-    Free,
-    Instruction,
-    Left,
-    Offload,
-    Reduce,
-    Run,
-    Schedule,
-    Slot,
-    Store,
-    Ticket,
-    Wait,
-)
+from zcompile.ir.byte_ranges import ByteRanges
+from zcompile.ir.effects import Effects, HomeAccess, Instruction, Lane, Slot, Ticket
 from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
@@ -34,7 +22,7 @@ from zcompile.memory.step_footprint import StepFootprint
 from zcompile.planner.links import LinkPaths, LinkSimulator, SimTransfer
 
 
-class Task(NamedTuple):
+class ComputeTask(NamedTuple):
     """A piece of compute, the piece before it, and the time at which the host issued it."""
 
     before: SimTransfer
@@ -42,13 +30,11 @@ class Task(NamedTuple):
     task: SimTransfer
 
 
-Done = tuple[Task | None, SimTransfer | None]
-"""The compute and the transfer that an instruction started."""
-NOTHING_STARTED: Done = (None, None)
+class WalkedInstruction(NamedTuple):
+    """An instruction that was walked; its times are known once all traffic is over.
 
-
-class Told(NamedTuple):
-    """An instruction that was walked; its times are known once all traffic is over."""
+    work  the compute that it started; sent: the transfer
+    """
 
     call: int
     number: int
@@ -56,7 +42,7 @@ class Told(NamedTuple):
     begin_s: float
     end_s: float
     waited_s: float
-    work: Task | None
+    work: ComputeTask | None
     sent: SimTransfer | None
 
     def moment(self, begun: float) -> Moment:
@@ -106,7 +92,7 @@ _Row = tuple[int, int, bool, SimTransfer]
 """A transfer in flight: (begin, end, writes, transfer) on bytes [begin, end) of an entry."""
 
 
-class Flying:
+class InFlight:
     """Transfers in flight, by the entry: which of them another one must wait for."""
 
     def __init__(self) -> None:
@@ -131,27 +117,6 @@ class Flying:
         ]
 
 
-class Departing:
-    """Transfers that still read slots which were given back."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, SimTransfer, bool]] = []
-
-    def leave(self, schedule: Schedule, slot: Slot, journey: SimTransfer) -> None:
-        """Add a transfer out of a slot of `schedule`."""
-        self._rows.append((slot.address, slot.end, journey, bool(schedule.scratch_at)))
-
-    def under(self, slot: Slot) -> list[SimTransfer]:
-        """Transfers that must be over before `slot` is overwritten."""
-        self._rows = rows = [row for row in self._rows if row[2].over_s is None]
-        begin, end = slot.address, slot.end
-        return [row[2] for row in rows if row[0] < end and begin < row[1]]
-
-    def from_scratch(self) -> list[SimTransfer]:
-        """Transfers that must be over before the step scratch is given back."""
-        return [row[2] for row in self._rows if row[3] and row[2].over_s is None]
-
-
 class SimulatedSteps:
     """Host, compute and arena while step after step is walked. Times in seconds.
 
@@ -169,13 +134,17 @@ class SimulatedSteps:
         ways = costs.ways
         self._traffic = LinkSimulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
         self._ahead = self._routes.handovers(self._calls)
-        self._issues: dict[tuple[type, int], float] = {}
+        self._issues: dict[tuple[str, int], float] = {}
         self._host = 0.0
         self._compute = self._begun = SimTransfer(0)
         self._done: dict[Ticket, SimTransfer] = {}
         self._given: dict[Ticket, SimTransfer] = {}
         self._traffic.start(self._compute, 0.0)
-        self._flying, self._leaving = Flying(), Departing()
+        self._in_flight = InFlight()
+        self._leaving: ByteRanges[SimTransfer] = ByteRanges()
+        """Of bytes of the arena, the last transfer that reads them."""
+        scratches = (call.schedule.scratch_at for call in step.calls)
+        self._scratch_at = min((at for at in scratches if at), default=0)
         self._backlog: list[SimTransfer] = []
         self._taken = sum(map(aligned, self._routes.resident("device")))
         self._held = StepFootprint()
@@ -188,7 +157,7 @@ class SimulatedSteps:
         self._peak, self._held_peak = self._taken, self._held.now
         self._together = self._taken + self._held.now
         self._sent: list[SimTransfer] = []
-        self._told: list[Told] = []
+        self._walked: list[WalkedInstruction] = []
         self._between: list[tuple[SimTransfer, float, float]] = []
 
     def timeline(self) -> Timeline:
@@ -201,7 +170,7 @@ class SimulatedSteps:
         for call, end in zip(self._calls, ends, strict=True):
             phases[call.phase] += end() - since
             since = end()
-        moments = tuple(told.moment(begun) for told in self._told)
+        moments = tuple(walked.moment(begun) for walked in self._walked)
         nbytes, busy_s = self._routes.totals(self._sent)
         return Timeline(
             step_s=since - begun,
@@ -227,23 +196,11 @@ class SimulatedSteps:
     def step(self) -> list[Callable[[], float]]:
         """Walk all calls; returns functions that give the end of each, once all traffic is over."""
         self._begin()
-        # Not kept, or a walk would keep itself alive, and all its traffic.
-        acts: dict[type, Any] = {
-            Run: self._run,
-            Borrow: self._borrow,
-            Store: self._store,
-            Reduce: self._reduce,
-            Fetch: self._fetch,
-            Wait: self._wait,
-            Free: self._free,
-            Left: self._left,
-            Offload: self._offload,
-        }
         ends = []
         for number, call in enumerate(self._calls):
             before = self._calls[number - 1].schedule
             self._host += self._costs.gap_seconds(before, call.schedule)
-            self._walk(number, call, acts)
+            self._walk(number, call)
             ends.append(self._end())
         return ends
 
@@ -251,25 +208,65 @@ class SimulatedSteps:
         """A function that gives the time at which host and compute have both come to here."""
         return partial(later, self._compute, self._host)
 
-    def _walk(self, number: int, call: StepCall, acts: Mapping[type, Any]) -> None:
+    def _walk(self, number: int, call: StepCall) -> None:
         self._call, self._begun = call, self._compute
-        if call.phase is not Phase.STEP and (leaving := self._leaving.from_scratch()):
-            self._told_between(partial(self._await, leaving))
-        self._told_between(partial(self._join, self._held.begin(call.schedule)))
+        if call.phase is not Phase.STEP and (leaving := self._from_scratch()):
+            self._wait_between(partial(self._await, leaving))
+        self._wait_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
-        for index, x in enumerate(call.schedule.instructions):
+        for index, instruction in enumerate(call.schedule.instructions):
+            x = instruction.effects
             self._waited, begin = 0.0, self._host
-            work, sent = acts[type(x)](x)
+            if x.changes_live:
+                self._rise()
+            if x.lane is Lane.COMPUTE:
+                work, sent = self._act(x), None
+            else:
+                work, sent = None, self._arrive(x) if x.lane is Lane.IN else self._leave(x)
             if self._tells:
-                told = Told(number, index, x, begin, self._host, self._waited, work, sent)
-                self._told.append(told)
+                self._walked.append(
+                    WalkedInstruction(
+                        number, index, instruction, begin, self._host, self._waited, work, sent
+                    )
+                )
             for fetch in starts.get(index, ()):
-                self._given[fetch.ticket] = self._bring(then or call, fetch, self._compute)
+                self._bring(then or call, fetch.effects, self._given, self._compute)
         after = self._calls[(number + 1) % len(self._calls)].phase
-        self._told_between(partial(self._join, self._held.end(after)))
+        self._wait_between(partial(self._join, self._held.end(after)))
 
-    def _work(self, seconds: float, *after: SimTransfer) -> Task:
+    def _act(self, x: Effects) -> ComputeTask | None:
+        """Walk an instruction of the compute stream; returns the compute that it starts."""
+        task = None
+        if x.home is not None:
+            self._await_home(x.home)
+        if x.region is not None:
+            task = self._work(self._costs.region_seconds(x.region), *self._awaited(x))
+            if self._asynchronous:
+                self._host += self._costs.launch_seconds(x.region)
+        else:
+            if x.after:
+                task = self._work(0.0, *self._awaited(x))
+                if x.changes_live:  # what it gives back is free only once the host knows
+                    self._await([self._done[ticket] for ticket in x.after])
+            self._issue(x)
+        if x.takes is not None:
+            self._take(x.takes)
+        if x.gives_back is not None:
+            self._give_back(x.gives_back)
+        if x.ticket is not None:
+            self._done[x.ticket] = self._compute
+        return task
+
+    def _awaited(self, x: Effects) -> list[SimTransfer]:
+        """The transfers that compute waits for; the host waits until all of each is on its way."""
+        awaited = [self._done[ticket] for ticket in x.after]
+        if self._asynchronous:
+            for journey in awaited:
+                self._host = max(self._host, self._traffic.until(journey, "queued_s"))
+        return awaited
+
+    def _work(self, seconds: float, *after: SimTransfer) -> ComputeTask:
         """Let compute go on for so many seconds, after all before it and `after`."""
         task = SimTransfer(0, seconds=seconds)
         before, self._compute = self._compute, task
@@ -278,52 +275,74 @@ class SimulatedSteps:
         self._traffic.start(task, self._host, (before, *after))
         if not self._asynchronous:
             self._host = self._traffic.until(task, "over_s")
-        return Task(before, issued, task)
+        return ComputeTask(before, issued, task)
 
-    def _run(self, run: Run) -> Done:
-        self._rise()
-        task = self._work(self._costs.region_seconds(run.region))
-        if self._asynchronous:
-            self._host += self._costs.launch_seconds(run.region)
-        if run.ticket is not None:
-            self._done[run.ticket] = task.task
-        return task, None
+    def _await_home(self, home: HomeAccess) -> None:
+        """Let the host wait until no transfer uses bytes of an entry that compute is to use."""
+        before, ref = self._host, self._call.entry_of(home)
+        for journey in self._in_flight.blockers(ref, home.begin, home.end, home.writes):
+            self._host = max(self._host, self._traffic.until(journey, "home_s"))
+        self._waited = self._host - before
 
-    def _fetch(self, fetch: Fetch) -> Done:
-        if fetch.ticket not in self._done:
-            self._done[fetch.ticket] = self._bring(self._call, fetch, self._begun, fetch.after)
-        return None, self._done[fetch.ticket]
+    def _arrive(self, x: Effects) -> SimTransfer:
+        """Start a transfer to the device, unless that was done in a call before."""
+        assert x.ticket is not None
+        if x.ticket not in self._done:
+            self._bring(self._call, x, self._done, self._begun, x.after)
+        return self._done[x.ticket]
 
     def _bring(
-        self, call: StepCall, fetch: Fetch, mark: SimTransfer, after: Sequence[Ticket] = ()
-    ) -> SimTransfer:
-        """Start a fetch: after `mark` of compute, and after transfers that still read its slot."""
-        self._issue(fetch, fetch.nbytes)
-        journey = self._routes.fetch(call, fetch)
-        under = self._leaving.under(fetch.slot)
-        ref = self._routes.source(call, fetch)
-        self._start(journey, ref, fetch.begin, fetch.nbytes, False, after, (mark, *under))
-        self._taken += fetch.slot.nbytes
+        self,
+        call: StepCall,
+        x: Effects,
+        done: dict[Ticket, SimTransfer],
+        mark: SimTransfer,
+        after: Sequence[Ticket] = (),
+    ) -> None:
+        """Start a transfer to the device: after `mark` of compute, and after transfers that still
+        read its slot."""
+        assert x.home is not None
+        assert x.ticket is not None
+        self._issue(x)
+        ref, slot = self._routes.entry_of(call, x.home), x.writes_slot
+        under = [] if slot is None else self._leaving.over(slot.address, slot.end)
+        journey = self._routes.transfer(call, ref, x)
+        self._start(journey, ref, x.home, after, (mark, *under))
+        if x.takes is not None:
+            self._take(x.takes)
+        done[x.ticket] = journey
+
+    def _give_back(self, slot: Slot) -> None:
+        self._taken -= slot.nbytes
+
+    def _take(self, slot: Slot) -> None:
+        self._taken += slot.nbytes
         self._peak = max(self._peak, self._taken)
         self._together = max(self._together, self._taken + self._held.now)
+
+    def _leave(self, x: Effects) -> SimTransfer:
+        """Start a transfer off the device."""
+        assert x.home is not None
+        before, ref = self._host, self._call.entry_of(x.home)
+        journey = self._routes.transfer(self._call, ref, x)
+        if x.is_gradient:
+            self._join(self._held.leave(x))
+            self._departing.append(journey)
+        if x.reads and journey.route:  # else the value is at home where it is
+            self._make_room(x.nbytes)
+            self._backlog.append(journey)
+        self._waited = self._host - before
+        if slot := x.reads_slot:
+            self._issue(x)
+            self._leaving.put(slot.address, slot.end, journey)
+        # A value leaves behind all compute, if no ticket says behind which.
+        mark = (self._compute,) if x.reads and not x.after else ()
+        self._start(journey, ref, x.home, x.after, mark)
+        if not slot:
+            self._issue(x)
+        if x.ticket is not None:
+            self._done[x.ticket] = journey
         return journey
-
-    def _wait(self, wait: Wait) -> Done:
-        task = self._joined(wait.ticket)
-        self._issue(wait, 0)
-        return task, None
-
-    def _joined(self, ticket: Ticket) -> Task:
-        """Let compute wait for a transfer."""
-        journey = self._done[ticket]
-        if self._asynchronous:
-            self._host = max(self._host, self._traffic.until(journey, "queued_s"))
-        return self._work(0.0, journey)
-
-    def _free(self, free: Free) -> Done:
-        self._issue(free, 0)
-        self._taken -= free.slot.nbytes
-        return NOTHING_STARTED
 
     def _rise(self) -> None:
         """Count live bytes during the next instruction that changes them."""
@@ -331,15 +350,7 @@ class SimulatedSteps:
         self._held_peak = max(self._held_peak, held)
         self._together = max(self._together, self._taken + held)
 
-    def _reduce(self, reduce: Reduce) -> Done:
-        self._rise()
-        before = self._host
-        self._join(self._held.leave(reduce))
-        self._waited = self._host - before
-        self._departing.append(self._routes.reduce(self._call, reduce))
-        return self._leaves(reduce, self._call.gradients[reduce.entry], self._departing[-1])
-
-    def _told_between(self, wait: Callable[[], object]) -> None:
+    def _wait_between(self, wait: Callable[[], object]) -> None:
         """Let the host wait between instructions, and remember for how long."""
         task, begin = self._compute, self._host
         wait()
@@ -354,64 +365,26 @@ class SimulatedSteps:
         for journey in journeys:
             self._host = max(self._host, self._traffic.until(journey, "over_s"))
 
-    def _offload(self, offload: Offload) -> Done:
-        ref = self._call.made[offload.made]
-        journey = self._routes.offload(self._call, offload)
-        self._done[offload.ticket] = journey
-        return self._leaves(offload, ref, journey)
-
-    def _leaves(self, x: Reduce | Offload, ref: EntryRef, journey: SimTransfer) -> Done:
-        """Start the transfer of a gradient or an offload."""
-        before = self._host
-        if journey.route:  # else it is at home where it is
-            self._make_room(x.nbytes)
-            self._backlog.append(journey)
-        self._waited += self._host - before
-        mark = () if x.after else (self._compute,)
-        begin = x.begin if isinstance(x, Reduce) else 0
-        self._start(journey, ref, begin, x.nbytes, True, x.after, mark)
-        self._issue(x, x.nbytes)
-        return None, journey
-
-    def _left(self, left: Left) -> Done:
-        self._rise()
-        task = self._joined(left.ticket)
-        self._await([self._done[left.ticket]])  # the host waits too, not compute alone
-        self._issue(left, 0)
-        return task, None
-
-    def _store(self, store: Store) -> Done:
-        self._issue(store, store.nbytes)
-        ref, journey = self._call.entries[store.entry], self._routes.store(self._call, store)
-        self._start(journey, ref, store.begin, store.nbytes, True, store.after)
-        self._done[store.ticket] = journey
-        self._leaving.leave(self._call.schedule, store.slot, journey)
-        return None, journey
-
-    def _borrow(self, borrow: Borrow) -> Done:
-        end = borrow.begin + borrow.layout.nbytes
-        before, ref = self._host, self._call.entries[borrow.entry]
-        for journey in self._flying.blockers(ref, borrow.begin, end, borrow.writes):
-            self._host = max(self._host, self._traffic.until(journey, "home_s"))
-        self._waited = self._host - before
-        self._issue(borrow, 0)
-        return NOTHING_STARTED
+    def _from_scratch(self) -> list[SimTransfer]:
+        """Transfers that must be over before the step scratch is given back."""
+        if not self._scratch_at:
+            return []
+        leaving = self._leaving.over(self._scratch_at, sys.maxsize)
+        return [journey for journey in leaving if journey.over_s is None]
 
     def _start(
         self,
         journey: SimTransfer,
         ref: EntryRef,
-        begin: int,
-        nbytes: int,
-        writes: bool,
+        home: HomeAccess,
         after: Sequence[Ticket],
         follows: Sequence[SimTransfer] = (),
     ) -> None:
         """Start a transfer once its memory is its own (`after`, `follows`) and no transfer of its
         entry blocks it."""
         self._traffic.advance(self._host)
-        blockers = self._flying.blockers(ref, begin, begin + nbytes, writes)
-        self._flying.start(ref, begin, begin + nbytes, writes, journey)
+        blockers = self._in_flight.blockers(ref, home.begin, home.end, home.writes)
+        self._in_flight.start(ref, home.begin, home.end, home.writes, journey)
         self._traffic.start(
             journey, self._host, (*follows, *(self._done[t] for t in after)), blockers
         )
@@ -428,10 +401,10 @@ class SimulatedSteps:
                 return
             self._host = max(self._host, self._traffic.until(self._backlog[0], "over_s"))
 
-    def _issue(self, instruction: Any, nbytes: int) -> None:
+    def _issue(self, x: Effects) -> None:
         """Let the host take the seconds of an instruction."""
-        if (key := (type(instruction), nbytes)) not in self._issues:
-            self._issues[key] = self._costs.issue_seconds(instruction)
+        if (key := (x.kind, x.moved_bytes)) not in self._issues:
+            self._issues[key] = self._costs.issue_seconds(x)
         self._host += self._issues[key]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
-from zcompile.ir.schedule import EntryIndex, Fetch, Offload, Store
+from zcompile.ir.schedule import EntryIndex
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
@@ -93,9 +93,9 @@ class StepPlan:
 
     @property
     def transfers(self) -> int:
-        """Number of transfers of a step, there and back."""
+        """Number of transfers of a step, there and back, without those of gradients."""
         rows = (x for call in self.step.calls for x in call.schedule.instructions)
-        return sum(isinstance(x, Fetch | Store | Offload) for x in rows)
+        return sum(x.effects.is_transfer and not x.effects.is_gradient for x in rows)
 
     @property
     def scratch_bytes(self) -> int:

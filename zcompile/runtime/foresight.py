@@ -143,7 +143,10 @@ class Foresight:
             self._store.homes.plan_together(device_peak(now.schedule, made.starts) + others)
             if len(self._plans) > MOST_REMEMBERED:
                 self._plans.popitem(last=False)
-        return self._plans[pair].starts
+        return {
+            index: [x for x in rows if isinstance(x, Fetch)]
+            for index, rows in self._plans[pair].starts.items()
+        }
 
     def passed(self, call: Call, index: int) -> None:
         """Instruction `index` of `call` is done: start what may start from here on."""

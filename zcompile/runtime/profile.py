@@ -12,7 +12,7 @@ which none counts for more than MOST times their median. A step is the sum of hu
 and comes near the sum of their means: noise only ever adds, so medians or minima would sum up to
 too little every time. The limit leaves out what a machine that sleeps adds. A *cold* sample, when
 kernels are chosen and pages are touched for the first time, counts only as long as nothing else is
-known. Of instructions that may wait for a transfer (`Wait`, `Borrow`) the figure is the minimum,
+known. Of instructions that may wait for a transfer (as `Wait`, `Borrow`) the figure is the minimum,
 which is what they take when they need not wait; what `Reduce` waits for is known, and taken off.
 Between two calls it is the median: a user may do anything there now and then, and a plan is made
 there once.
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
 
-from zcompile.ir.schedule import Borrow, Fetch, Left, Reduce, Run, Schedule, Wait
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase, Region
-from zcompile.machine.cost import Costs, Ways, call_name, issued_bytes, line_through, remeasured
+from zcompile.machine.cost import Costs, Ways, call_name, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Stamp
@@ -187,9 +187,10 @@ def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, E
     """The facts of gradients that a backward makes, which are entries later on."""
     facts = {}
     for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
-        if isinstance(x, Reduce):
-            param = entries[x.entry]
-            ref, nbytes = param.ref.gradient, x.of_nbytes or x.nbytes
+        home = x.effects.home
+        if home is not None and x.effects.is_gradient:
+            param = entries[home.entry]
+            ref, nbytes = param.ref.gradient, home.of_nbytes or home.nbytes
             facts[ref] = EntryFact(ref, f"{param.name}.grad", EntryKind.GRAD, nbytes, "host")
     return facts
 
@@ -295,6 +296,8 @@ class Clocks:
         self._alike: dict[str, dict[str, int]] = {}
         self._launches = Samples()
         self._issues = Samples()
+        self._waiting: set[object] = set()
+        """Keys of `_issues` whose instructions may have to wait for a transfer."""
         self._gaps = Samples()
         self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
         self._last: tuple[str, float] | None = None
@@ -354,7 +357,7 @@ class Clocks:
         for nbytes, busy_s in self._rates:
             machine = remeasured(machine, nbytes, busy_s)
         regions = self._regions.means()
-        waits = {key: s for key, s in self._issues.leasts().items() if _may_wait(key)}
+        waits = {key: s for key, s in self._issues.leasts().items() if key in self._waiting}
         return Costs(
             machine,
             ways,
@@ -417,20 +420,22 @@ class Clocks:
         idle   instructions beside which no transfer was in flight
         """
         stalls, cold = dict(waits), self._is_cold(schedule)
-        for index, x in enumerate(schedule.instructions):
-            seconds = ends[index] - begins[index]
-            if isinstance(x, Run):
+        for index, instruction in enumerate(schedule.instructions):
+            x, seconds = instruction.effects, ends[index] - begins[index]
+            if x.region is not None:
                 if self._stamp is None:
                     self._ran(x.region, seconds, cold)
                     if index in idle:
                         self._idle_regions.note(x.region.key, seconds, cold)
                 else:
                     self._launches.note(x.region.key, seconds, cold)
-            elif not (isinstance(x, Fetch) and x.ticket in given):
-                key = type(x), issued_bytes(x)
+            elif x.ticket not in given:
+                key = x.kind, x.moved_bytes
                 self._issues.note(key, seconds - waits.get(index, 0.0))
-                if isinstance(x, Wait | Left):
-                    stalls[index] = seconds - self._issues.least(key)
+                if x.may_wait:
+                    self._waiting.add(key)
+                    if x.after:
+                        stalls[index] = seconds - self._issues.least(key)
         if self.keeps_timeline:
             self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
 
@@ -521,15 +526,15 @@ class DeviceTimer(HostTimer):
         self._open: Stamp | None = None
 
     def begins(self, index: int) -> None:
-        if isinstance(self.schedule.instructions[index], Run):
+        if self.schedule.instructions[index].effects.region is not None:
             self._open = self._stamp()
         super().begins(index)
 
     def ends(self, index: int) -> None:
         super().ends(index)
-        x = self.schedule.instructions[index]
-        if isinstance(x, Run) and self._open is not None:
-            self._stamps.append((x.region, self._open, self._stamp()))
+        region = self.schedule.instructions[index].effects.region
+        if region is not None and self._open is not None:
+            self._stamps.append((region, self._open, self._stamp()))
 
     def over(self) -> None:
         super().over()
@@ -538,7 +543,3 @@ class DeviceTimer(HostTimer):
 
 def nobody_looks() -> None:
     return
-
-
-def _may_wait(key: object) -> bool:
-    return isinstance(key, tuple) and key[0] in (Wait, Borrow, Left)

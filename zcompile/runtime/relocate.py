@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zcompile.errors import TierFull
-from zcompile.ir.schedule import Offload, Reduce
+from zcompile.ir.effects import HomeRole
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
 from zcompile.runtime.session import Session
@@ -81,12 +81,14 @@ def expected_homes(
     try:
         for call in step.calls:
             for x in call.schedule.instructions:
-                if isinstance(x, Offload):
-                    place(call.made[x.made], EntryKind.ACTIVATION, x.nbytes, tier=x.tier)
-                elif isinstance(x, Reduce):
-                    gradient = call.gradients[x.entry]
-                    nbytes = step.facts[gradient].nbytes
-                    place(gradient, EntryKind.GRAD, nbytes, gradient=gradient)
+                home = x.effects.home
+                if home is None:
+                    continue
+                ref = call.entry_of(home)
+                if home.role is HomeRole.NEW:
+                    place(ref, EntryKind.ACTIVATION, home.nbytes, tier=home.tier)
+                elif home.role is HomeRole.GRADIENT:
+                    place(ref, EntryKind.GRAD, step.facts[ref].nbytes, gradient=ref)
             for ref in call.entries:
                 if ref in step.facts and step.facts[ref].kind is EntryKind.ACTIVATION:
                     give_back(ref)

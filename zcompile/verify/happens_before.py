@@ -22,7 +22,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.schedule import Borrow, Fetch, Schedule, Store
+from zcompile.ir.effects import HomeAccess, HomeRole
+from zcompile.ir.schedule import Schedule
 
 NEVER = -2
 """The moment before every other: of a transfer that waits for no compute at all."""
@@ -54,6 +55,11 @@ class Transfer:
         """Whether compute at `moment` surely comes after its end."""
         return self.seen is not None and self.seen <= moment
 
+    @classmethod
+    def at(cls, moment: int) -> "Transfer":
+        """What compute does at `moment`: it starts and ends there."""
+        return cls(moment, frozenset(), moment)
+
     def wait_at(self, moment: int) -> None:
         """Let compute at `moment` wait for it."""
         for transfer in (self, *self.after):
@@ -84,27 +90,26 @@ class Span(NamedTuple):
     end: int
 
 
-def span_of(access: Fetch | Store | Borrow, entries: Sequence[Hashable], copies: Copies) -> Span:
-    """The bytes of an entry that an instruction reads or writes."""
-    entry = entries[access.entry]
-    if isinstance(access, Borrow):
-        layout = access.layout
-        reach = (layout.offset + layout.span) * layout.dtype.itemsize
-        return Span(entry, access.begin, access.begin + reach)
-    if isinstance(access, Fetch) and access.cast is not None:
-        narrow = access.cast.narrow
-        entry = copies.get((entry, narrow), (entry, narrow))
-    return Span(entry, access.begin, access.begin + access.nbytes)
+def span_of(home: HomeAccess | None, entries: Sequence[Hashable], copies: Copies) -> Span | None:
+    """The bytes that an access names; None, if they are of a gradient or of a new entry, which
+    nothing in the schedule reads."""
+    if home is None or home.role in (HomeRole.GRADIENT, HomeRole.NEW):
+        return None
+    entry = entries[home.entry]
+    if home.narrow is not None:
+        entry = copies.get((entry, home.narrow), (entry, home.narrow))
+    return Span(entry, home.begin, home.end)
 
 
 def moved_and_borrowed(schedule: Schedule, spans: Sequence[Span | None]) -> "set[Span]":
     """Spans that compute uses in place, while transfers move some of the same bytes."""
-    rows = list(zip(schedule.instructions, spans, strict=True))
-    borrowed = {span for x, span in rows if isinstance(x, Borrow) and span is not None}
+    effects = (x.effects for x in schedule.instructions)
+    rows = [(x, span) for x, span in zip(effects, spans, strict=True) if span is not None]
+    borrowed = {span for x, span in rows if not x.is_transfer}
     entries = {span.entry for span in borrowed}
     moved: dict[Hashable, ByteRanges[bool]] = {entry: ByteRanges() for entry in entries}
     for x, span in rows:
-        if isinstance(x, Fetch | Store) and span is not None and span.entry in entries:
+        if x.is_transfer and span.entry in entries:
             moved[span.entry].put(span.begin, span.end, True)
     return {span for span in borrowed if moved[span.entry].over(span.begin, span.end)}
 
@@ -114,7 +119,7 @@ class _Write(Generic[U]):
     """The last write of a range.
 
     submitted  moment of the store, or of the compute that wrote in place
-    by         the use of a slot that was stored; None: in place
+    by         the use of a slot that was stored; None: a value, or in place
     """
 
     submitted: int
@@ -149,8 +154,8 @@ class HomeBytes(Generic[U]):
         self._read[span.entry].put(span.begin, span.end, (now, by))
         return all(w.by is by or w.submitted < fetched for w in written)
 
-    def store(self, span: Span, by: U, made: int, now: int) -> bool:
-        """Store what compute made of `by` until moment `made`.
+    def store(self, span: Span, by: U | None, made: int, now: int) -> bool:
+        """Store what compute made, of `by` if that is a use of a slot, until moment `made`.
 
         False, if compute has read the bytes by another use since, and was to see the new ones.
         """

@@ -1,8 +1,9 @@
 """Proves schedules safe, without a device: each by itself, and one that hands over to the next.
 
-Every access of every byte can be read off the list: a fetch writes a slot, compute touches it at
-the runs that read its register, and through views at any run until it is given back; a store or a
-gradient reads it; a borrow touches an entry where it rests. Two accesses of the same bytes, one of
+Every access of every byte can be read off the effects of the instructions (`ir/effects.py`): a
+fetch writes a slot, compute touches it at the runs that read its register, and through views at any
+run until it is given back; a store or a gradient reads it; a borrow touches an entry where it
+rests. Two accesses of the same bytes, one of
 them writing, must be ordered by `happens_before.py`, the way that was meant. What the runtime
 promises beyond the list:
 
@@ -24,25 +25,16 @@ from dataclasses import dataclass, field
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.byte_ranges import ByteRanges
+from zcompile.ir.effects import Effects, HomeAccess, Lane
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
-    Borrow,
     EntryIndex,
-    Fetch,
-    Free,
-    Instruction,
-    Left,
     Literal,
-    Offload,
-    Reduce,
     Register,
-    Run,
     Schedule,
     Slot,
-    Store,
     Ticket,
-    Wait,
 )
 from zcompile.ir.types import ALIGNMENT, LiveBytes, aligned
 from zcompile.verify.happens_before import (
@@ -72,35 +64,38 @@ class ScheduleCall:
 
     def spans(self) -> list[Span | None]:
         """Per instruction, the bytes of an entry that it reads or writes."""
-        rows = self.schedule.instructions
-        most = max((int(x.entry) for x in rows if isinstance(x, Fetch | Store | Borrow)), default=0)
+        homes = [x.effects.home for x in self.schedule.instructions]
+        most = max((int(home.entry) for home in homes if home is not None), default=0)
         entries = self.entries or range(most + 1)
-        return [
-            span_of(x, entries, self.copies) if isinstance(x, Fetch | Store | Borrow) else None
-            for x in rows
-        ]
+        return [span_of(home, entries, self.copies) for home in homes]
 
 
 @dataclass(eq=False)
 class SlotUse:
-    """The use of a slot, from the fetch that takes it to its release.
+    """The use of a slot, from the instruction that takes it to its release.
 
     walk     number of the walk that it belongs to
-    span     bytes of the entry that it brings
-    at       moment at which the fetch was submitted
-    brought  the transfer of the fetch
+    taker    effects of the instruction that takes it
+    span     bytes of the entry that it brings; None: of none
+    at       moment at which that instruction was submitted
+    brought  the transfer, or compute, that writes the slot first
     touched  the last moment of compute that may have read or written the slot
-    stores   transfers to the entry that read the slot
+    stores   transfers that read the slot
     """
 
     walk: int
-    fetch: Fetch
-    span: Span
+    slot: Slot
+    taker: Effects
+    span: Span | None
     at: int
     brought: Transfer
     touched: int = NEVER
     stores: list[Transfer] = field(default_factory=list)
     freed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.taker.name
 
 
 class _Tiles:
@@ -134,9 +129,9 @@ class Walk:
         self.last_run = NEVER
         self.transfers: dict[Ticket, Transfer] = {}
         self.moments: dict[Ticket, int] = {}
-        self.leaving: dict[Ticket, Offload] = {}
-        """Values whose departure compute has not waited for."""
-        self.taken = {use.fetch.slot: use for use in given.values()}
+        self.leaving: dict[Ticket, Effects] = {}
+        """Transfers of values of the call that nobody has waited for."""
+        self.taken = {use.slot: use for use in given.values()}
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= {register: begun for register, _ in schedule.constants}
         self.bound: dict[Register, SlotUse] = {}
@@ -144,17 +139,10 @@ class Walk:
         self.written_in_place: dict[Register, Span] = {}
         self._leaving: dict[EntryIndex, _Tiles] = {}
 
-    @property
-    def span(self) -> Span:
-        """The bytes of an entry that the current instruction reads or writes."""
-        span = self.spans[self.index]
-        assert span is not None
-        return span
-
     def written(self) -> list[Hashable]:
         """The entries whose bytes it writes."""
         rows = zip(self.schedule.instructions, self.spans, strict=True)
-        return [s.entry for x, s in rows if s is not None and _writes(x)]
+        return [s.entry for x, s in rows if s is not None and x.effects.writes_home]
 
     def new(self, ticket: Ticket) -> None:
         """Check that a ticket is new."""
@@ -189,25 +177,25 @@ class Walk:
         self.forget(register)
         self.made_at[register] = moment
 
-    def tile_leaves(self, reduce: Reduce) -> None:
+    def tile_leaves(self, home: HomeAccess, name: str) -> None:
         """Check a tile of a gradient: none of its bytes was sent before in the same
         contribution."""
-        begin, end = reduce.begin, reduce.begin + reduce.nbytes
-        tiles = self._leaving.setdefault(reduce.entry, _Tiles(reduce.of_nbytes))
-        if not reduce.nbytes or end > reduce.of_nbytes or tiles.nbytes != reduce.of_nbytes:
+        begin, end, of_nbytes = home.begin, home.end, home.of_nbytes
+        tiles = self._leaving.setdefault(home.entry, _Tiles(of_nbytes))
+        if begin == end or end > of_nbytes or tiles.nbytes != of_nbytes:
             raise self.fail(
-                f"bytes {begin} to {end} of the gradient of {reduce.name!r}, which has "
+                f"bytes {begin} to {end} of the gradient of {name!r}, which has "
                 f"{tiles.nbytes}, are no tile of it"
             )
         if tiles.left.over(begin, end):
             raise self.fail(
-                f"bytes {begin} to {end} of the gradient of {reduce.name!r} leave before the "
+                f"bytes {begin} to {end} of the gradient of {name!r} leave before the "
                 "contribution that they left in is whole"
             )
         tiles.left.put(begin, end, True)
-        tiles.missing -= reduce.nbytes
+        tiles.missing -= end - begin
         if not tiles.missing:
-            del self._leaving[reduce.entry]
+            del self._leaving[home.entry]
 
     def all_tiles_left(self) -> None:
         """Check that every contribution is whole."""
@@ -227,10 +215,6 @@ class Walk:
             for i in range(first, min(len(rows), self.index + 2))
         ]
         return ScheduleInvalid(why, "\n".join(shown))
-
-
-def _writes(x: Instruction) -> bool:
-    return isinstance(x, Store) or (isinstance(x, Borrow) and x.writes)
 
 
 class Proof:
@@ -257,31 +241,46 @@ class Proof:
         return walk
 
     def step(self, walk: Walk, index: int) -> None:
-        """Check the next instruction of `walk`.
+        """Check the next instruction of `walk`, effect after effect.
 
         raises  ScheduleInvalid
         """
         walk.index = index
         self.now += 1
-        match walk.schedule.instructions[index]:
-            case Fetch() as fetch:
-                self._fetch(walk, fetch)
-            case Wait() as wait:
-                self._wait(walk, wait)
-            case Run() as run:
-                self._run(walk, run)
-            case Free() as free:
-                self._free(walk, free)
-            case Reduce() as reduce:
-                self._reduce(walk, reduce)
-            case Store() as store:
-                self._store(walk, store)
-            case Borrow() as borrow:
-                self._borrow(walk, borrow)
-            case Offload() as offload:
-                self._offload(walk, offload)
-            case Left() as left:
-                _left(walk, left, self.now)
+        x, span = walk.schedule.instructions[index].effects, walk.spans[index]
+        if x.reads:
+            self._read_registers(walk, x)
+        act = self._act(walk, x)
+        if x.ticket is not None:
+            walk.new(x.ticket)
+            if x.lane is Lane.COMPUTE:
+                walk.moments[x.ticket] = self.now
+            else:
+                given = walk.given.get(x.ticket)
+                walk.transfers[x.ticket] = act if given is None else given.brought
+                if given is not None:
+                    return  # it was started, and checked, in the walk before
+        if x.takes is not None:
+            self._take(walk, SlotUse(walk.number, x.takes, x, span, self.now, act))
+        elif x.writes_slot is not None:
+            self._write_slot(walk, x, act, span)
+        if x.reads_slot is not None:
+            self._read_slot(walk, x, act, span)
+        if x.lane is Lane.OUT and x.reads:
+            self._send(walk, x, act, span)
+        if x.gives_back is not None:
+            self._give_back(walk, x)
+        for register in x.forgets:
+            walk.forget(register)
+        for register in x.defines:
+            walk.define(register, self.now)
+        if x.views is not None:
+            self._view(walk, x)
+        if x.lane is Lane.COMPUTE:
+            if span is not None:
+                self._borrow(walk, x, span)
+            if x.reads or x.region is not None:
+                walk.last_run = self.now
 
     def end(self, walk: Walk) -> None:
         """Check what must hold once all of `walk` was stepped through.
@@ -289,9 +288,9 @@ class Proof:
         raises  ScheduleInvalid
         """
         for use in walk.taken.values():
-            raise walk.fail(f"{use.fetch.name!r} is never given back")
-        for offload in walk.leaving.values():
-            raise walk.fail(f"nobody waits until {offload.name!r} has left")
+            raise walk.fail(f"{use.name!r} is never given back")
+        for leaves in walk.leaving.values():
+            raise walk.fail(f"nobody waits until {leaves.name!r} has left")
         walk.all_tiles_left()
         for result in walk.schedule.outputs:
             if not isinstance(result, Literal) and result not in walk.made_at:
@@ -299,46 +298,78 @@ class Proof:
             if result in walk.borrowed:
                 raise walk.fail(f"register {result} is returned, and lies in an entry's own bytes")
 
-    def hand(self, walk: Walk, fetch: Fetch, span: Span) -> SlotUse:
-        """Start `fetch`, which is of the walk after `walk`, here.
+    def hand(self, walk: Walk, x: Effects, span: Span | None) -> SlotUse:
+        """Start a fetch, which is of the walk after `walk`, here.
 
         raises  ScheduleInvalid
         """
         moment = self.now
         self.now += 1
-        use = SlotUse(walk.number + 1, fetch, span, self.now, start([moment], ()))
+        assert x.takes is not None, "what is handed over takes a slot"
+        use = SlotUse(walk.number + 1, x.takes, x, span, self.now, start([moment], ()))
         self._take(walk, use)
         return use
 
-    def _fetch(self, walk: Walk, fetch: Fetch) -> None:
-        moments, transfers = walk.after(fetch.after)
-        walk.new(fetch.ticket)
-        if fetch.ticket in walk.given:
-            walk.transfers[fetch.ticket] = walk.given[fetch.ticket].brought
-            return
-        brought = start([walk.begun, *moments], transfers)
-        use = SlotUse(walk.number, fetch, walk.span, self.now, brought)
-        self._take(walk, use)
-        walk.transfers[fetch.ticket] = brought
-        walk.taken[fetch.slot] = use
+    def _act(self, walk: Walk, x: Effects) -> Transfer:
+        """What the instruction does, in the order that its tickets give: a transfer, or a moment of
+        compute, which goes on once what it waits for is over."""
+        if x.lane is Lane.COMPUTE:
+            if x.after:
+                if x.forgets:
+                    _left(walk, x)
+                for transfer in walk.after(x.after)[1]:
+                    transfer.wait_at(self.now)
+            return Transfer.at(self.now)
+        moments, transfers = walk.after(x.after)
+        if x.lane is Lane.IN:
+            moments.append(walk.begun)
+        return start(moments, transfers)
+
+    def _read_registers(self, walk: Walk, x: Effects) -> None:
+        """Check that what an instruction reads is there; compute may write what it reads."""
+        for register in x.reads:
+            if register not in walk.made_at:
+                if x.lane is Lane.COMPUTE:
+                    why = "is read before its wait, or after it was given back"
+                else:
+                    why = "leaves, and nothing made it"
+                raise walk.fail(f"register {register} {why}")
+            if x.lane is not Lane.COMPUTE:
+                continue
+            if register in walk.bound:
+                self._touch(walk, walk.bound[register])
+            elif register in walk.written_in_place:
+                self._homes.write_in_place(walk.written_in_place[register], self.now)
+
+    def _touch(self, walk: Walk, use: SlotUse) -> None:
+        """Compute reads and, in an optimizer's step, writes a slot."""
+        if not all(store.ended_by(self.now) for store in use.stores):
+            raise walk.fail(f"{use.name!r} is computed with while its store reads it")
+        if use.span is not None and not self._homes.read(use.span, use, use.at, self.now):
+            raise walk.fail(f"{use.name!r} was brought before what earlier compute made of it")
+        use.touched = self.now
 
     def _take(self, walk: Walk, use: SlotUse) -> None:
-        """Give the bytes of a fetch's slot to it, if nothing else uses them."""
-        fetch, slot = use.fetch, use.fetch.slot
+        """Give the bytes of a slot to its new use, if nothing else uses them."""
+        slot, name, nbytes = use.slot, use.name, use.taker.nbytes
         # A read from disk may fill whole granules, so that it reaches into the padding.
-        if fetch.nbytes and aligned(fetch.nbytes) > slot.nbytes:
-            raise walk.fail(f"{fetch.name!r} brings {fetch.nbytes} bytes into {slot.nbytes}")
+        if nbytes and aligned(nbytes) > slot.nbytes:
+            raise walk.fail(f"{name!r} brings {nbytes} bytes into {slot.nbytes}")
         if slot.address % ALIGNMENT:
             raise walk.fail(
-                f"the slot of {fetch.name!r} begins at {slot.address}, between two multiples "
+                f"the slot of {name!r} begins at {slot.address}, between two multiples "
                 f"of {ALIGNMENT}"
             )
-        if use.walk == walk.number and slot.end > walk.schedule.arena_bytes:
-            raise walk.fail(f"the slot of {fetch.name!r} ends beyond the arena")
-        if use.walk == walk.number and slot.address < walk.schedule.scratch_at:
-            raise walk.fail(f"the slot of {fetch.name!r} begins before the step scratch")
+        if use.walk == walk.number:
+            if slot.end > walk.schedule.arena_bytes:
+                raise walk.fail(f"the slot of {name!r} ends beyond the arena")
+            if slot.address < walk.schedule.scratch_at:
+                raise walk.fail(f"the slot of {name!r} begins before the step scratch")
+            walk.taken[slot] = use
         for old in self._arena.over(slot.address, slot.end):
-            self._may_overwrite(walk, use, old)
+            if not old.freed:
+                raise walk.fail(f"{name!r} lies over {old.name!r}, which is taken")
+            _comes_after(walk, use.taker, use.brought, old, old.walk == use.walk)
         self._arena.put(slot.address, slot.end, use)
         self.taken += slot.nbytes
         self.peak = max(self.peak, self.taken)
@@ -346,163 +377,141 @@ class Proof:
         if budget is not None and self.taken > budget:
             raise walk.fail(f"{self.taken} bytes are taken at once, the budget is {budget}")
 
-    def _may_overwrite(self, walk: Walk, use: SlotUse, old: SlotUse) -> None:
-        """Check that the use `old` of the same bytes is over when the fetch of `use` starts."""
-        new, name = use.fetch.name, old.fetch.name
-        if not old.freed:
-            raise walk.fail(f"{new!r} lies over {name!r}, which is taken")
-        if not use.brought.starts_after(old.touched):
-            raise walk.fail(
-                f"the fetch of {new!r} does not wait for the compute that "
-                f"reads {name!r} in the same bytes"
-            )
-        if not use.brought.starts_after_end_of(old.brought):
-            raise walk.fail(
-                f"the fetch of {new!r} does not wait for the fetch of {name!r} into the same bytes"
-            )
-        if old.walk == use.walk and not all(map(use.brought.starts_after_end_of, old.stores)):
-            raise walk.fail(
-                f"the fetch of {new!r} does not wait for the store of {name!r} from the same bytes"
-            )
+    def _write_slot(self, walk: Walk, x: Effects, act: Transfer, span: Span | None) -> None:
+        """Write bytes of a slot that is taken already, once all that used them is over."""
+        assert x.writes_slot is not None
+        use = walk.use_of(x.writes_slot, x.name)
+        _comes_after(walk, x, act, use, True)
+        if x.lane is Lane.COMPUTE:
+            use.touched = self.now
+        else:
+            use.brought, use.span, use.at = act, span, self.now
 
-    def _wait(self, walk: Walk, wait: Wait) -> None:
-        use = walk.use_of(wait.slot, wait.name)
-        if use.fetch.ticket != wait.ticket:
-            raise walk.fail(
-                f"it waits for ticket {wait.ticket}, the bytes come with {use.fetch.ticket}"
-            )
-        end = (wait.layout.offset + wait.layout.span) * wait.layout.dtype.itemsize
-        if end > use.fetch.nbytes:
-            raise walk.fail(
-                f"{wait.name!r} reads {end} bytes of {use.fetch.nbytes} that were brought"
-            )
-        use.brought.wait_at(self.now)
-        walk.define(wait.register, self.now)
-        walk.bound[wait.register] = use
-
-    def _run(self, walk: Walk, run: Run) -> None:
-        for register in run.inputs:
-            if register not in walk.made_at:
-                raise walk.fail(
-                    f"register {register} is read before its wait, or after it was given back"
-                )
-            if register in walk.bound:
-                self._touch(walk, walk.bound[register])
-            elif register in walk.written_in_place:
-                self._homes.write_in_place(walk.written_in_place[register], self.now)
-        for register in run.drops:
-            walk.forget(register)
-        for register in run.outputs:
-            walk.define(register, self.now)
-        walk.last_run = self.now
-        if run.ticket is not None:
-            walk.new(run.ticket)
-            walk.moments[run.ticket] = self.now
-
-    def _touch(self, walk: Walk, use: SlotUse) -> None:
-        """Compute reads and, in an optimizer's step, writes a slot."""
-        name = use.fetch.name
-        if not all(store.ended_by(self.now) for store in use.stores):
-            raise walk.fail(f"{name!r} is computed with while its store reads it")
-        if not self._homes.read(use.span, use, use.at, self.now):
-            raise walk.fail(f"{name!r} was brought before what earlier compute made of it")
-        use.touched = self.now
-
-    def _free(self, walk: Walk, free: Free) -> None:
-        use = walk.use_of(free.slot, free.name)
+    def _read_slot(self, walk: Walk, x: Effects, act: Transfer, span: Span | None) -> None:
+        """Read bytes of a slot that is taken, and write them to an entry."""
+        assert x.reads_slot is not None
+        use = walk.use_of(x.reads_slot, x.name)
         if not use.brought.ended_by(self.now):
-            raise walk.fail(f"{free.name!r} is given back while its fetch may still write")
+            raise walk.fail(f"{x.name!r} is read from its slot before its {_kind(use)} is over")
+        if not act.starts_after(use.touched):
+            raise walk.fail(
+                f"the {x.kind} of {x.name!r} does not wait for the compute that writes it"
+            )
+        if not act.starts_after_end_of(use.brought):
+            raise walk.fail(f"the {x.kind} of {x.name!r} does not wait for its {_kind(use)}")
+        if x.nbytes > use.taker.nbytes:
+            raise walk.fail(
+                f"{x.name!r} reads {x.nbytes} bytes of {use.taker.nbytes} that were brought"
+            )
+        if x.lane is Lane.COMPUTE:
+            self._touch(walk, use)
+            return
+        if span is not None and not self._homes.store(span, use, use.touched, self.now):
+            raise walk.fail(f"{x.name!r} goes home after later compute read it from there")
+        use.stores.append(act)
+
+    def _give_back(self, walk: Walk, x: Effects) -> None:
+        """End the use of a slot."""
+        assert x.gives_back is not None
+        use = walk.use_of(x.gives_back, x.name)
+        if not use.brought.ended_by(self.now):
+            raise walk.fail(f"{x.name!r} is given back while its {_kind(use)} may still write")
         use.freed = True
         # Views of the value may have been read by later regions than the value itself.
         use.touched = max(use.touched, walk.last_run)
-        walk.forget(free.register)
         for register in [r for r, bound in walk.bound.items() if bound is use]:
             walk.forget(register)
-        del walk.taken[free.slot]
-        self.taken -= free.slot.nbytes
+        del walk.taken[use.slot]
+        self.taken -= use.slot.nbytes
 
-    def _reduce(self, walk: Walk, reduce: Reduce) -> None:
-        if reduce.value not in walk.made_at:
-            raise walk.fail(f"register {reduce.value} is sent home, and nothing made it")
-        if reduce.value in walk.borrowed:
-            raise walk.fail(
-                f"the gradient of {reduce.name!r} lies in an entry's own bytes, "
-                "which may change while it leaves"
-            )
-        leaves = start(*walk.after(reduce.after))
-        if not leaves.starts_after(walk.made_at[reduce.value]):
-            raise walk.fail(f"the gradient of {reduce.name!r} leaves before it is computed")
-        if reduce.of_nbytes:
-            walk.tile_leaves(reduce)
-        if reduce.stays:
-            _stays(walk, reduce)
-        if reduce.drop:
-            walk.forget(reduce.value)
-
-    def _offload(self, walk: Walk, offload: Offload) -> None:
-        value, name = offload.value, offload.name
-        if value not in walk.made_at:
-            raise walk.fail(f"register {value} is offloaded, and nothing made it")
-        if value in walk.borrowed or value in walk.bound:
-            raise walk.fail(f"{name!r} is offloaded, and lies in bytes of an entry or of the arena")
-        leaves = start(*walk.after(offload.after))
-        if not leaves.starts_after(walk.made_at[value]):
-            raise walk.fail(f"{name!r} leaves before it is computed")
-        walk.new(offload.ticket)
-        walk.transfers[offload.ticket] = leaves
-        walk.leaving[offload.ticket] = offload
-        walk.define(offload.register, self.now)
-
-    def _store(self, walk: Walk, store: Store) -> None:
-        use = walk.use_of(store.slot, store.name)
-        leaves = start(*walk.after(store.after))
+    def _view(self, walk: Walk, x: Effects) -> None:
+        """Let registers lie over the bytes of a slot, which are there by now."""
+        assert x.views is not None
+        use = walk.use_of(x.views, x.name)
         if not use.brought.ended_by(self.now):
-            raise walk.fail(f"{store.name!r} is stored before its fetch is waited for")
-        if not leaves.starts_after(use.touched):
+            waits = " and ".join(map(str, x.after)) or "none"
+            raise walk.fail(f"it waits for ticket {waits}, the bytes come with {use.taker.ticket}")
+        if x.nbytes > use.taker.nbytes:
             raise walk.fail(
-                f"the store of {store.name!r} does not wait for the compute that writes it"
+                f"{x.name!r} reads {x.nbytes} bytes of {use.taker.nbytes} that were brought"
             )
-        if not leaves.starts_after_end_of(use.brought):
-            raise walk.fail(f"the store of {store.name!r} does not wait for its fetch")
-        if store.nbytes > use.fetch.nbytes:
-            raise walk.fail(f"{store.name!r} stores more bytes than were brought")
-        if not self._homes.store(walk.span, use, use.touched, self.now):
-            raise walk.fail(f"{store.name!r} goes home after later compute read it from there")
-        walk.new(store.ticket)
-        walk.transfers[store.ticket] = leaves
-        use.stores.append(leaves)
+        walk.bound |= dict.fromkeys(x.defines, use)
 
-    def _borrow(self, walk: Walk, borrow: Borrow) -> None:
-        if walk.span in walk.torn:
-            raise walk.fail(f"{borrow.name!r} is computed with where it rests, and moved as well")
-        walk.define(borrow.register, self.now)
-        walk.borrowed[borrow.register] = walk.span
-        if borrow.writes:
-            walk.written_in_place[borrow.register] = walk.span
+    def _borrow(self, walk: Walk, x: Effects, span: Span) -> None:
+        """Let registers lie over bytes of an entry where they rest."""
+        if span in walk.torn:
+            raise walk.fail(f"{x.name!r} is computed with where it rests, and moved as well")
+        for register in x.defines:
+            walk.borrowed[register] = span
+            if x.writes_home:
+                walk.written_in_place[register] = span
+        if x.writes_home and not x.defines:
+            self._homes.write_in_place(span, self.now)
+
+    def _send(self, walk: Walk, x: Effects, act: Transfer, span: Span | None) -> None:
+        """Check values that leave the device, and keep their memory until they have."""
+        what = f"the gradient of {x.name!r}" if x.is_gradient else repr(x.name)
+        for register in x.reads:
+            # The runtime knows what arena bytes leave only for transfers without a ticket.
+            if register in walk.borrowed or (x.ticket is not None and register in walk.bound):
+                raise walk.fail(
+                    f"{what} lies in bytes of an entry or of the arena, which may change while it "
+                    "leaves"
+                )
+            if not act.starts_after(walk.made_at[register]):
+                raise walk.fail(f"{what} leaves before it is computed")
+        made = max(walk.made_at[register] for register in x.reads)
+        if span is not None and not self._homes.store(span, None, made, self.now):
+            raise walk.fail(f"{x.name!r} goes home after later compute read it from there")
+        if x.ticket is not None:
+            walk.leaving[x.ticket] = x
+        if x.home is not None and x.is_gradient:
+            if x.home.of_nbytes:
+                walk.tile_leaves(x.home, x.name)
+            if x.stays:
+                _stays(walk, x, x.home)
 
 
-def _stays(walk: Walk, reduce: Reduce) -> None:
+def _kind(use: SlotUse) -> str:
+    return use.taker.kind
+
+
+def _comes_after(walk: Walk, x: Effects, act: Transfer, old: SlotUse, stores: bool) -> None:
+    """Check that all that used bytes of a slot before is over when `act` writes them.
+
+    stores  whether transfers out of the old use are looked at; those of an earlier walk are waited
+            for by the runtime
+    """
+    whose = f"the {x.kind} of {x.name!r} does not wait for"
+    if not act.starts_after(old.touched):
+        raise walk.fail(f"{whose} the compute that reads {old.name!r} in the same bytes")
+    if not act.starts_after_end_of(old.brought):
+        raise walk.fail(f"{whose} the {_kind(old)} of {old.name!r} into the same bytes")
+    if stores and not all(map(act.starts_after_end_of, old.stores)):
+        raise walk.fail(f"{whose} the store of {old.name!r} from the same bytes")
+
+
+def _stays(walk: Walk, x: Effects, home: HomeAccess) -> None:
     """Check a gradient that becomes an entry in place.
 
     It must be all that comes for the entry, in memory of its own, and the call reads it no more.
     """
-    if reduce.entry not in walk.schedule.lone_gradients:
-        raise walk.fail(f"the gradient of {reduce.name!r} stays, and is not all that comes for it")
-    if not reduce.drop:
-        raise walk.fail(f"the gradient of {reduce.name!r} stays, and is read later as a value")
+    if home.entry not in walk.schedule.lone_gradients:
+        raise walk.fail(f"the gradient of {x.name!r} stays, and is not all that comes for it")
+    if not x.forgets:
+        raise walk.fail(f"the gradient of {x.name!r} stays, and is read later as a value")
     if not walk.schedule.level_at.get(walk.index, LiveBytes()).alone:
-        raise walk.fail(f"the gradient of {reduce.name!r} stays, in memory that is not its own")
+        raise walk.fail(f"the gradient of {x.name!r} stays, in memory that is not its own")
 
 
-def _left(walk: Walk, left: Left, now: int) -> None:
-    """Give the memory of an offloaded value back."""
-    offload = walk.leaving.pop(left.ticket, None)
-    if offload is None or offload.value != left.register:
-        raise walk.fail(f"register {left.register} does not leave with ticket {left.ticket}")
-    if left.register not in walk.made_at:
-        raise walk.fail(f"the memory of {left.name!r} was given back before")
-    walk.transfers[left.ticket].wait_at(now)
-    walk.forget(left.register)
+def _left(walk: Walk, x: Effects) -> None:
+    """Check that the values whose memory compute gives back are those it waits for."""
+    leaving = [walk.leaving.pop(ticket) for ticket in x.after if ticket in walk.leaving]
+    for register in x.forgets:
+        if not any(register in leaves.reads for leaves in leaving):
+            raise walk.fail(f"register {register} does not leave with ticket {x.after[0]}")
+        if register not in walk.made_at:
+            raise walk.fail(f"the memory of {x.name!r} was given back before")
 
 
 def verify_schedule(schedule: Schedule, entries: Sequence[Hashable] = ()) -> None:
@@ -536,15 +545,16 @@ def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -
         raise first.fail("fetches are handed over into memory that graphs hold until then")
     # Walk `now`, and start the fetches that it hands over.
     given: dict[Ticket, SlotUse] = {}
-    fetches = {x: i for i, x in enumerate(then.schedule.instructions) if isinstance(x, Fetch)}
+    fetches = {
+        x.effects: i for i, x in enumerate(then.schedule.instructions) if x.effects.lane is Lane.IN
+    }
     spans = then.spans()
     for index in range(len(now.schedule.instructions)):
         proof.step(first, index)
         for fetch in handover.starts.get(index, ()):
-            _may_be_handed(first, fetch, fetches, given)
-            span = spans[fetches[fetch]]
-            assert span is not None
-            given[fetch.ticket] = proof.hand(first, fetch, span)
+            x = fetch.effects
+            ticket = _may_be_handed(first, x, fetches, given)
+            given[ticket] = proof.hand(first, x, spans[fetches[x]])
     proof.end(first)
     if proof.peak != handover.peak_bytes:
         raise first.fail(f"the peak of both is {proof.peak} bytes, it says {handover.peak_bytes}")
@@ -556,21 +566,26 @@ def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -
 
 
 def _may_be_handed(
-    walk: Walk, fetch: Fetch, fetches: Mapping[Fetch, int], given: Mapping[Ticket, SlotUse]
-) -> None:
-    """Check that `fetch` is one of the next schedule, handed over once, and can be foreseen."""
-    if fetch not in fetches:
-        raise walk.fail(f"the fetch of {fetch.name!r} is handed over, which the next has not")
-    if fetch.ticket in given:
-        raise walk.fail(f"the fetch of {fetch.name!r} is handed over twice")
-    if not fetch.lasting:
-        raise walk.fail(f"{fetch.name!r} is handed over, which is new in every call")
+    walk: Walk, x: Effects, fetches: Mapping[Effects, int], given: Mapping[Ticket, SlotUse]
+) -> Ticket:
+    """Check that a fetch is one of the next schedule, handed over once, and can be foreseen.
+
+    returns  its ticket
+    """
+    if x not in fetches or x.ticket is None:
+        raise walk.fail(f"the fetch of {x.name!r} is handed over, which the next has not")
+    if x.ticket in given:
+        raise walk.fail(f"the fetch of {x.name!r} is handed over twice")
+    if x.home is None or not x.home.lasting:
+        raise walk.fail(f"{x.name!r} is handed over, which is new in every call")
+    return x.ticket
 
 
 def _account(walk: Walk, peak: int) -> None:
     """Check that a schedule's own numbers of bytes are true, to the byte."""
     schedule = walk.schedule
-    end = max((fetch.slot.end for fetch in schedule.fetches()), default=0)
+    slots = (x.effects.takes for x in schedule.instructions)
+    end = max((slot.end for slot in slots if slot is not None), default=0)
     if end != schedule.arena_bytes:
         raise walk.fail(f"the slots end at {end}, the schedule says {schedule.arena_bytes}")
     if peak != schedule.peak_bytes:
@@ -584,32 +599,33 @@ def _gradients_are_placed_alone(walk: Walk) -> None:
 
     Each is sent as that gradient, and nobody else reads it: from then on it may change.
     """
-    schedule, readers = walk.schedule, _readers(walk.schedule)
-    for run in schedule.instructions:
-        if not isinstance(run, Run) or not (run.into or run.region.placed):
+    schedule, readers = walk.schedule, dict[Register, list[Effects]]()
+    rows = [x.effects for x in schedule.instructions]
+    for x in rows:
+        for register in x.reads:
+            readers.setdefault(register, []).append(x)
+    for x in rows:
+        if x.region is None or not (x.into or x.region.placed):
             continue
-        if len(run.into) != len(run.region.placed):
-            raise walk.fail(f"{run.region.text!r} places another number of outputs than it is told")
-        for at, entry in zip(run.region.placed, run.into, strict=True):
-            match readers.get(run.outputs[at]):
-                case [Reduce(entry=taker, drop=True, of_nbytes=0)] if taker == entry:
-                    pass
-                case _:
-                    name = schedule.names.get(entry, str(entry))
-                    raise walk.fail(f"what is made as the gradient of {name!r} is not that alone")
+        if len(x.into) != len(x.region.placed):
+            raise walk.fail(f"{x.name!r} places another number of outputs than it is told")
+        for at, entry in zip(x.region.placed, x.into, strict=True):
+            found = readers.get(x.defines[at], [])
+            if len(found) != 1 or not _is_whole_gradient(found[0], entry):
+                name = schedule.names.get(entry, str(entry))
+                raise walk.fail(f"what is made as the gradient of {name!r} is not that alone")
 
 
-def _readers(schedule: Schedule) -> Mapping[Register, list[object]]:
-    """Readers of each register, in order; that a result is not dropped is proven elsewhere."""
-    found: dict[Register, list[object]] = {}
-    for x in schedule.instructions:
-        match x:
-            case Run():
-                registers = x.inputs
-            case Reduce() | Offload():
-                registers = (x.value,)
-            case _:
-                registers = ()
-        for register in registers:
-            found.setdefault(register, []).append(x)
-    return found
+def _is_whole_gradient(x: Effects, entry: EntryIndex) -> bool:
+    """Whether it sends all of the gradient of `entry`, which is not read afterwards."""
+    home = x.home
+    return (
+        home is not None
+        and x.is_gradient
+        and (home.entry, home.of_nbytes, bool(x.forgets))
+        == (
+            entry,
+            0,
+            True,
+        )
+    )

@@ -21,8 +21,7 @@ from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_dry_run
 from zcompile.frontend.offload import STAYING
 from zcompile.ir.memory_curve import Memory
-from zcompile.ir.schedule import Borrow, Schedule
-from zcompile.ir.schedule import Store as StoreHome
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import (
     Dispatched,
     DispatchMode,
@@ -202,8 +201,9 @@ class _DryRunExecutor(Executor):
         args.clear()
         self.recorder.note(schedule, entries)
         for x in schedule.instructions:
-            if isinstance(x, StoreHome) or (isinstance(x, Borrow) and x.writes):
-                entries[x.entry].version += 1
+            home = x.effects.home
+            if home is not None and x.effects.writes_home:
+                entries[home.entry].version += 1
         return []
 
     def _prepare_memory(self, schedule: Schedule) -> None:

@@ -1,0 +1,171 @@
+"""Defines what an instruction of a schedule says of itself: its effects.
+
+The executor carries instructions out by their class. Everything else (the proof, the simulator, the
+counts of live bytes, the bounds, the printer, what is recorded) reads their effects alone, so a new
+kind of instruction is a class with `effects`, and an action in `runtime/executor.py`. Sizes and
+addresses are bytes; a register is an index into the values of one call.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, NewType, Protocol
+
+import torch
+
+from zcompile.ir.types import Region
+
+Register = NewType("Register", int)
+Ticket = NewType("Ticket", int)
+EntryIndex = NewType("EntryIndex", int)
+"""Position of a handle among those of a schedule; the call says which entry that is."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of the device arena."""
+
+    address: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
+    def overlaps(self, other: "Slot") -> bool:
+        return self.address < other.end and other.address < self.end
+
+
+class Lane(enum.Enum):
+    """Where an instruction acts: in order on the compute stream, or beside it as a transfer."""
+
+    COMPUTE = "compute"
+    IN = "in"
+    """A transfer to the device."""
+    OUT = "out"
+    """A transfer off the device."""
+
+
+class HomeRole(enum.Enum):
+    """Which entry is meant, of those that go by one index of a schedule."""
+
+    ENTRY = "the entry itself"
+    COPY = "its low-precision copy"
+    GRADIENT = "its gradient"
+    NEW = "an entry that the call makes"
+
+
+class HomeAccess(NamedTuple):
+    """Bytes [begin, end) of an entry that an instruction reads or writes.
+
+    entry      index among the entries of the call; of a new entry, among those that the call makes
+    in_place   compute uses the bytes where they rest, or they stay where compute made them
+    lasting    the entry outlives the step, so that what is read of it can be foreseen
+    narrow     dtype of the low-precision copy
+    of_nbytes  size of the gradient that these bytes are a tile of; 0: they are all of it
+    tier       on which a new entry is made
+    """
+
+    entry: EntryIndex
+    begin: int
+    end: int
+    reads: bool = False
+    writes: bool = False
+    role: HomeRole = HomeRole.ENTRY
+    in_place: bool = False
+    lasting: bool = True
+    narrow: torch.dtype | None = None
+    of_nbytes: int = 0
+    tier: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class Effects(NamedTuple):
+    """All that others need to know of an instruction.
+
+    kind, name    what a person calls it, and what it is about
+    lane          compute, or a transfer to or off the device
+    nbytes        that it moves; else that it views or gives back
+    region        what it computes
+    reads         registers whose values it reads, also through the memory that they lie over
+    forgets       registers that must not be read afterwards; before `defines`
+    defines       registers that get a value
+    takes         slot that is taken from here on
+    gives_back    slot that is not taken any more; registers over it are forgotten
+    reads_slot    taken slot of which it reads the first `nbytes`
+    writes_slot   taken slot of which it writes the first `nbytes`
+    views         taken slot over whose first `nbytes` the registers lie that it defines
+    home          bytes of an entry
+    after         tickets that it waits for: a transfer starts, or compute goes on, once these are
+                  complete
+    ticket        it gives out: complete once compute has passed, or once the transfer has ended
+    changes_live  it changes the bytes that a call has live outside the arena
+    into          entries whose whole gradients are the registers that its region places
+    nodes         nodes of the graph whose values the registers in `defines` get
+    """
+
+    kind: str
+    name: str
+    lane: Lane = Lane.COMPUTE
+    nbytes: int = 0
+    region: Region | None = None
+    reads: tuple[Register, ...] = ()
+    forgets: tuple[Register, ...] = ()
+    defines: tuple[Register, ...] = ()
+    takes: Slot | None = None
+    gives_back: Slot | None = None
+    reads_slot: Slot | None = None
+    writes_slot: Slot | None = None
+    views: Slot | None = None
+    home: HomeAccess | None = None
+    after: tuple[Ticket, ...] = ()
+    ticket: Ticket | None = None
+    changes_live: bool = False
+    into: tuple[EntryIndex, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.lane is not Lane.COMPUTE
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the host hands over to a transfer, which its seconds depend on."""
+        return 0 if self.lane is Lane.COMPUTE else self.nbytes
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it sends a gradient to its entry, or leaves it there."""
+        return self.home is not None and self.home.role is HomeRole.GRADIENT
+
+    @property
+    def stays(self) -> bool:
+        """Whether it leaves a gradient where compute made it."""
+        return self.home is not None and self.home.in_place and self.is_transfer
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether compute, or the host, may have to wait for a transfer here before it goes on."""
+        return self.lane is Lane.COMPUTE and (bool(self.after) or self.home is not None)
+
+    @property
+    def taken_bytes(self) -> int:
+        """By how much the sum of taken slots grows; negative where it shrinks."""
+        taken = self.takes.nbytes if self.takes is not None else 0
+        return taken - self.gives_back.nbytes if self.gives_back is not None else taken
+
+    @property
+    def writes_home(self) -> bool:
+        """Whether it writes bytes of an entry that the call was given, or lets compute do so."""
+        home = self.home
+        return home is not None and home.writes and home.role is HomeRole.ENTRY
+
+
+class Instruction(Protocol):
+    """One instruction of a schedule."""
+
+    @property
+    def effects(self) -> Effects:
+        """What it does; the same each time."""

@@ -423,13 +423,12 @@ class _Call:
         self.watch.over()
 
     def _run_instructions(self) -> None:
-        """The loop. The two most frequent instructions, which take least, go without a `match`."""
+        """The loop."""
         watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
-        quick: dict[type, Callable[[Any], None]] = {Borrow: self._borrow, Run: self._run}
         for index, instruction in enumerate(self.schedule.instructions):
             if timed:
                 watch.begins(index)
-            quick.get(type(instruction), self._run_instruction)(instruction)
+            ACTIONS[type(instruction)](self, instruction)
             if timed:
                 watch.ends(index)
             if index in ready:
@@ -451,34 +450,29 @@ class _Call:
     def _account(self) -> str:
         return "optimizer" if self.schedule.phase is Phase.STEP else "compute"
 
-    def _run_instruction(self, instruction: Any) -> None:
-        arena, values = self.store.arena, self.values
-        match instruction:
-            case Fetch(slot=slot, ticket=ticket):
-                given = ticket in self.given
-                self.tickets[ticket] = self.given.pop(ticket) if given else self._fetch(instruction)
-            case Wait(ticket=ticket, slot=slot, layout=layout, register=register):
-                self._wait(self.tickets[ticket])
-                values[register] = layout.view(arena.slot(slot.address, slot.nbytes))
-            case Free(slot=slot, register=register):
-                values[register] = None
-                self.taken.discard(slot)
-                arena.give_slot(slot.address, slot.nbytes)
-            case Reduce():
-                self._reduce(instruction)
-            case Offload(register=register, ticket=ticket):
-                values[register], self.tickets[ticket] = self._offload(instruction)
-            case Left(ticket=ticket, register=register):
-                self.held.rises()
-                # The host waits, not compute alone: until the copy is over it holds the memory.
-                self._wait(source_released(self.tickets[ticket]))
-                values[register] = None
-                self.held.lets_go(register)
-            case StoreHome(entry=entry, begin=begin, nbytes=nbytes, slot=slot, ticket=ticket):
-                source = arena.slot(slot.address, nbytes)
-                self.tickets[ticket] = self.store.put(
-                    self.entries[entry], source, begin=begin, after=self._after(instruction.after)
-                )
+    def _wait(self, wait: Wait) -> None:
+        self._join(self.tickets[wait.ticket])
+        slot = wait.slot
+        memory = self.store.arena.slot(slot.address, slot.nbytes)
+        self.values[wait.register] = wait.layout.view(memory)
+
+    def _free(self, free: Free) -> None:
+        slot = free.slot
+        self.values[free.register] = None
+        self.taken.discard(slot)
+        self.store.arena.give_slot(slot.address, slot.nbytes)
+
+    def _left(self, left: Left) -> None:
+        self.held.rises()
+        # The host waits, not compute alone: until the copy is over it holds the memory.
+        self._join(source_released(self.tickets[left.ticket]))
+        self.values[left.register] = None
+        self.held.lets_go(left.register)
+
+    def _put(self, store: StoreHome) -> None:
+        source = self.store.arena.slot(store.slot.address, store.nbytes)
+        entry, after = self.entries[store.entry], self._after(store.after)
+        self.tickets[store.ticket] = self.store.put(entry, source, begin=store.begin, after=after)
 
     def _reduce(self, reduce: Reduce) -> None:
         """Start moving a gradient to its home tier, once earlier ones leave room in flight."""
@@ -503,7 +497,12 @@ class _Call:
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]
 
-    def _fetch(self, fetch: Fetch) -> Ticket:
+    def _fetch(self, fetch: Fetch) -> None:
+        ticket = fetch.ticket
+        given = ticket in self.given
+        self.tickets[ticket] = self.given.pop(ticket) if given else self._start(fetch)
+
+    def _start(self, fetch: Fetch) -> Ticket:
         arena = self.store.arena
         entry = source_of(fetch, self.entries)
         arena.take_slot(fetch.slot.address, fetch.slot.nbytes, entry.name)
@@ -516,13 +515,13 @@ class _Call:
             after=[self.begun, *self._after(fetch.after)],
         )
 
-    def _offload(self, x: Offload) -> tuple[Tensor, Ticket]:
+    def _offload(self, x: Offload) -> None:
         value, after = self.values[x.value], self._after(x.after) or [self.store.device.mark()]
         made, handle, ticket = offload(self.store, value, x.layout, x.tier, x.name, after)
         self.made.append(made)
-        return handle, ticket
+        self.values[x.register], self.tickets[x.ticket] = handle, ticket
 
-    def _wait(self, ticket: Ticket) -> None:
+    def _join(self, ticket: Ticket) -> None:
         self._count_stall(ticket.join_compute)
 
     def _count_stall(self, until: Callable[[], None]) -> None:
@@ -541,3 +540,17 @@ class _Call:
             wait_quietly(ticket)
         for slot in self.taken:
             self.store.arena.give_slot(slot.address, slot.nbytes)
+
+
+ACTIONS: dict[type, Callable[[_Call, Any], None]] = {
+    Run: _Call._run,
+    Borrow: _Call._borrow,
+    Fetch: _Call._fetch,
+    Wait: _Call._wait,
+    Free: _Call._free,
+    Reduce: _Call._reduce,
+    Offload: _Call._offload,
+    Left: _Call._left,
+    StoreHome: _Call._put,
+}
+"""Class of an instruction -> what a call does to carry one out."""

@@ -1,6 +1,5 @@
 """Whole steps under a plan: the same numbers, and nothing moved that need not be."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -27,9 +26,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import ParameterChanged
-from zcompile.frontend import replan
+from zcompile.frontend import replan, session_plan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import KiB
+from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import simulator, step_plan
 from zcompile.planner.simulator import SimulatedSteps
 from zcompile.runtime.device.arena import Arena
@@ -248,9 +249,22 @@ def test_the_timeline_of_a_step_in_which_nothing_moves_can_be_read(tmp_path, cap
     assert "stall" in capsys.readouterr().out
 
 
+COSTS = Costs(
+    Machine(
+        "given",
+        {},
+        {name: Link(name, 1e7) for name in ("h2d", "d2h")},
+        Compute({"float32": 1e10}, 4e9),
+    ),
+    Ways(straight_read=True),
+)
+"""Links that are slow beside compute, so that what moves decides which plan is better."""
+
+
 def steps_planned(monkeypatch, caplog, first_window):
-    """What a run says of its plans; the first leaves at least `first_window` of the arena."""
-    plan, windows = replan.plan_step, []
+    """What a run says of its plans, at costs that are given: nothing of them is measured. The first
+    leaves at least `first_window` of the arena."""
+    plan, windows = session_plan.plan_step, []
 
     def noted(step, machine, room, arena, *rest, **more):
         least = min(first_window, room.nbytes["device"]) if not windows else arena.window_bytes
@@ -258,9 +272,8 @@ def steps_planned(monkeypatch, caplog, first_window):
         windows.append(made.arena.window_bytes)
         return made
 
-    monkeypatch.setattr(replan, "plan_step", noted)
-    costs = functools.cache(replan.StepController.costs)  # as they are first; no hour changes them
-    monkeypatch.setattr(replan.StepController, "costs", costs)
+    monkeypatch.setattr(session_plan, "plan_step", noted)
+    monkeypatch.setattr(replan, "costs_of", lambda session: COSTS)
     monkeypatch.setattr(replan, "perf_counter", lambda: 0.0)  # planning takes no time
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
         model, _, _ = begun(

@@ -85,7 +85,7 @@ def test_a_plan_after_a_relief_leaves_as_much_free():
 
 
 def test_what_needs_the_room_again_and_again_gets_it_for_good(caplog, monkeypatch):
-    monkeypatch.setattr(replan, "MOST_RELIEFS", 1)
+    monkeypatch.setattr(replan, "MOST_RECLAIMS", 1)
     model, compiled, optimizer = begun(3, device_memory="4MiB")
     gathered(model, 4 * MiB - 200 * KiB)
     train(model, compiled, optimizer, 3, STEPS)

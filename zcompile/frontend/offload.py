@@ -23,7 +23,8 @@ from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.frontend.replan import Rescheduling, StepController
+from zcompile.frontend.replan import StepController
+from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.ir.handles import REBUILD_ADVICE, leaf_of
 from zcompile.ir.torch_compat import (
     check_torch,

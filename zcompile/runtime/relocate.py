@@ -49,7 +49,7 @@ def relocate_once(session: Session, homes: Mapping[EntryRef, str]) -> list[Entry
     for home in ("device", "disk", "host"):
         due = [e for e, to in wanted.items() if to == home and e.home != home]
         left += [entry for entry in due if not move(session, entry, home)]
-    session.homes.wanted = {ref: home for ref, home in homes.items() if ref.is_gradient}
+    session.homes.want(homes)
     return left
 
 

@@ -347,7 +347,7 @@ class Session(Store):
         self.births: dict[int, torch.device] = {}
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
-        self.depth = DEPTH
+        self._depth = DEPTH
         """Most chunks of a step on the device at once."""
         self.root: weakref.ref[torch.nn.Module] | None = None
         """The model, for what commits by itself."""
@@ -426,10 +426,16 @@ class Session(Store):
         """The room that an optimizer's step streams through now."""
         return self.scratch_use.room(self.window_room)
 
+    def stream_through(self, depth: int, scratch: StepRoom) -> None:
+        """Let steps of an optimizer keep `depth` chunks on the device at once, and stream through
+        `scratch` while graphs hold nothing."""
+        self._depth = depth
+        self.scratch_use.plan(scratch)
+
     @property
     def window_room(self) -> StepRoom:
         """The arena's streaming buffer, in chunks."""
-        return StepRoom(0, self.window_bytes, self.device.chunk_bytes, self.depth)
+        return StepRoom(0, self.window_bytes, self.device.chunk_bytes, self._depth)
 
     def _make_room(self, nbytes: int, schedule: Schedule) -> None:
         """Compiled graphs are about to hold so much, in a call of `schedule`, or of its

@@ -21,14 +21,17 @@ class Tiers:
         self._tiers = tiers
         self.device, self.held = device, HeldTier()
         self._meter = meter
-        self.wanted: Mapping[EntryRef, str] = {}
-        """Gradient -> the tier that it is to rest on."""
+        self._wanted: Mapping[EntryRef, str] = {}
         self._kept_bytes = self._gradient_bytes = 0
 
     def keep_for_gradients(self, nbytes: int) -> None:
         """Keep so many bytes more of the host for gradients, as far as there is a disk for the
         rest."""
         self._kept_bytes += nbytes
+
+    def want(self, homes: Mapping[EntryRef, str]) -> None:
+        """Let gradients rest on these tiers from here on, as far as there is room."""
+        self._wanted = {ref: home for ref, home in homes.items() if ref.is_gradient}
 
     def reserve(
         self,
@@ -46,7 +49,7 @@ class Tiers:
             return Place(nbytes, self.device, self.device.take_reserved(gradient))
         if kind is EntryKind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
-        wanted = tier if gradient is None else self.wanted.get(gradient)
+        wanted = tier if gradient is None else self._wanted.get(gradient)
         for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
             try:
                 extent = home.reserve(nbytes, name)

@@ -88,6 +88,10 @@ class DeviceTier(OnDeviceTier):
         self._floor = min(self._floor, begin)
         return True
 
+    def open_window(self, nbytes: int) -> None:
+        """Leave so much of the arena free for streaming from here on."""
+        self.window_bytes = nbytes
+
     def resized(self) -> None:
         """The arena has another size; nothing rests here."""
         self.window_bytes = self._floor = self._arena.budget_bytes

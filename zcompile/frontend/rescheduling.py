@@ -1,0 +1,135 @@
+"""Gives each call the schedule for where its entries rest, and for the arena as it is.
+
+The passes made a schedule that fetches everything. For a call it is arranged anew
+(`passes/lower.py::arrange`) where an entry rests on the device, where a gradient is to stay there,
+or where the arena has become smaller. What was arranged is proven, and kept until entries move.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from zcompile.errors import BudgetExceeded
+from zcompile.ir.schedule import EntryIndex, Schedule
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import Phase
+from zcompile.memory.step_footprint import held_peak
+from zcompile.passes.lower import arrange
+from zcompile.planner.step_plan import UNBOUNDED_LEAD
+from zcompile.runtime.session import Session
+from zcompile.runtime.store.store import Entry
+from zcompile.verify.schedule import verify_schedule
+
+
+def lead_of(session: Session) -> int:
+    """Runs that a fetch may start ahead, where bytes alone decide."""
+    return UNBOUNDED_LEAD if session.config.max_lead else 0
+
+
+def refitted(
+    session: Session,
+    schedule: Schedule,
+    resident: frozenset[EntryIndex],
+    budget_bytes: int,
+    stay: frozenset[EntryIndex] = frozenset(),
+) -> Schedule:
+    """`schedule` arranged for a call whose `resident` entries rest on the device, and proven.
+
+    stay    entries whose gradients stay there
+    raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
+    """
+    made = arrange(schedule, resident, budget_bytes, lead_of(session), stay)
+    verify_schedule(made)
+    return made
+
+
+def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> BudgetExceeded:
+    """The error that `refitted` raised, in terms of the device instead of the arena."""
+    what = "parameters that one piece of compute reads together"
+    return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
+
+
+class Rescheduling:
+    """The controller of a session that plans no steps: entries stay where they were put first."""
+
+    records = False
+
+    def __init__(self, session: Session) -> None:
+        self._session = weakref.ref(session)
+        self._arranged: dict[tuple[object, ...], tuple[Schedule, int]] = {}
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a session asks, so it is there"
+        return session
+
+    @property
+    def arranges(self) -> bool:
+        """Whether calls are arranged although the arena has room for what the passes made."""
+        return False
+
+    def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """The schedule for these very entries, where they rest now.
+
+        raises  BudgetExceeded, if what one run reads does not fit the arena any more
+        """
+        if schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+            return schedule
+        session = self.session
+        if not self.arranges and schedule.arena_bytes <= session.arena.budget_bytes:
+            return schedule
+        resident = frozenset(
+            EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
+        )
+        try:
+            return self._refitted(schedule, resident, self.staying(schedule, entries))
+        except BudgetExceeded as error:
+            if not self.reclaim(error.needed_bytes):
+                raise refusal(session, schedule, error) from error
+            return self.fit(schedule, entries)  # which the arena may be too small for as it is
+
+    def _refitted(
+        self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+    ) -> Schedule:
+        """The schedule arranged for this call; if others hold more than was planned, no gradient
+        stays."""
+        session, key = self.session, (schedule.serial, resident, stay)
+        if key not in self._arranged:
+            made = refitted(session, schedule, resident, session.window_bytes, stay)
+            session.homes.plan_device(made.peak_bytes)
+            self._arranged[key] = made, held_peak(made)
+        made, held = self._arranged[key]
+        if schedule.holds.sizes != made.holds.sizes:
+            made = replace(made, holds=schedule.holds)
+            held = held_peak(made) if stay else 0
+        others = session.live_memory.nbytes - schedule.holds.saved_bytes
+        if stay and others + held > session.split.held_bytes:
+            return self._refitted(schedule, resident, frozenset())
+        return made
+
+    def forget(self) -> None:
+        """Entries move, or the arena gets another size: what was arranged is not for that."""
+        self._arranged.clear()
+
+    def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
+        """Entries whose gradients stay where this call makes them."""
+        return frozenset()
+
+    def step_ended(self, step: StepTrace) -> None:
+        """Nothing is planned."""
+
+    def arena_resizes(self) -> None:
+        self.forget()
+
+    def reclaim(self, needed_bytes: int) -> bool:
+        """False: nothing rests in the arena."""
+        return False
+
+    def evict_staying(self) -> None:
+        """No gradient stays."""
+
+    def prediction(self) -> dict[str, Any] | None:
+        """None: there is no plan."""
+        return None

@@ -1,0 +1,95 @@
+"""Joins a session and the planner: costs and room of a step here, its plan and its prediction.
+
+Nothing here changes the session: a plan is put into force by `frontend/replan.py`.
+"""
+
+from typing import Any
+
+from zcompile.frontend.rescheduling import lead_of
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import ALIGNMENT, EntryRef
+from zcompile.machine.cost import Costs
+from zcompile.passes.lower import ArenaShare
+from zcompile.planner.bounds import bound, demand_of
+from zcompile.planner.floor import floor
+from zcompile.planner.placement import Room
+from zcompile.planner.simulator import predicted, step_seconds
+from zcompile.planner.step_plan import Seconds, StepPlan, plan_step, stay_and_scratch
+from zcompile.runtime.probe import machine_for
+from zcompile.runtime.session import Session
+
+HOLES = 512
+"""1/HOLES of the host is left over for holes. An entry that finds none large enough goes to the
+disk, if there is one; that costs no more than to leave its size over for good."""
+
+
+def costs_of(session: Session) -> Costs:
+    """Costs of this machine, and of what ran on it."""
+    machine = machine_for(session.config, session.device)
+    return session.executor.clocks.costs(machine, session.ways())
+
+
+def seconds_at(costs: Costs) -> Seconds:
+    """The function that simulates an arranged step at these costs."""
+    return lambda made, homes: step_seconds(made, costs, homes)
+
+
+def plan_of(
+    session: Session, step: StepTrace, costs: Costs, least_window: int, kept: frozenset[EntryRef]
+) -> StepPlan:
+    """The plan for a step like this one.
+
+    least_window  bytes of the arena to leave free
+    kept          gradients that are not gone when the next forward begins, so that none of them may
+                  stay outside the arena
+    raises        BudgetExceeded
+    """
+    room = room_of(session, step)
+    chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
+    stay, scratch = stay_and_scratch(
+        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
+    )
+    window = min(least_window, arena_bytes)
+    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
+    compute = demand_of(step, costs.region_seconds).phases_s
+    return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
+
+
+def whole_room(session: Session) -> Room:
+    """The budgets as they were given, whatever they were split into."""
+    nbytes = {**session.homes.capacities(), "device": session.device_budget}
+    nbytes["host"] = session.host_budget
+    return Room(nbytes, session.reaches_host, session.reaches_host)
+
+
+def prediction_of(
+    session: Session, plan: StepPlan, base: StepTrace, costs: Costs
+) -> dict[str, Any]:
+    """`simulator.predicted` of a plan that was made for `base`, with its bound and its floor."""
+    made = predicted(plan.step, costs, plan.placement.homes)
+    demand = demand_of(base, costs.region_seconds)
+    links = machine_for(session.config, session.device).links  # at the rates that they have
+    least = bound(demand, links, room_of(session, base, holes=False))
+    lowest = floor(base, demand, costs, links, whole_room(session))
+    return made | {
+        "least_s": least.seconds,
+        "binding": least.binding,
+        "least_compute_s": sum(demand.phases_s.values()),
+        "floor_s": lowest.seconds,
+        "floor_binding": lowest.binding,
+        "floor_compute_s": lowest.compute_s,
+    }
+
+
+def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:
+    """Bytes of the tiers for the entries of this step: all but those of other entries, and of
+    `holes` on the host."""
+    berths = session.arena.budget_bytes // ALIGNMENT * ALIGNMENT  # the last ends there
+    nbytes = {"device": berths, **session.homes.capacities()}
+    for entry in session.entries():
+        if entry.ref not in step.facts and entry.home in nbytes:
+            nbytes[entry.home] -= entry.place.extent.nbytes
+    if holes:  # between entries of different sizes; what finds none goes to disk
+        nbytes["host"] -= nbytes["host"] // HOLES
+    reach, ring = session.reaches_host, session.ways().ring_bytes
+    return Room(nbytes, reach, reach, ring, session.split.held_bytes)

@@ -18,13 +18,14 @@ from torch import Tensor, fx, nn
 import zcompile
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
-from zcompile.ir import ops
+from zcompile.ir import ops, printer
 from zcompile.ir.graph import assign_phases, output_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import aot_backend, boxed, gradient_of, handle_input, hint
 from zcompile.ir.types import Phase
 from zcompile.ir.units import MiB
+from zcompile.memory.footprint import footprint
 from zcompile.passes.instrument import Watcher
 from zcompile.passes.pipeline import SILENT, Silence, Watch, pipeline, run
 from zcompile.runtime.eager import streaming
@@ -61,6 +62,12 @@ class Joint:
         made = self.copy()
         made.plan = run(made.gm, made.plan, passes, watch=watch)
         return made
+
+    @property
+    def text(self) -> str:
+        """The graph as a dump shows it, with the bytes live at each line."""
+        live = footprint(self.graph, self.plan.params, slots=True).curve
+        return printer.text(self.graph, live)
 
     def through_each(self, *passes: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         """The name of each pass, and `results` of a copy of the graph right after it."""

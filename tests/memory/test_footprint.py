@@ -81,7 +81,7 @@ def test_ops_of_every_kind_are_counted_as_they_take_memory(build):
     gm, held = plainly(build, x)
     curve = [
         n
-        for node, n in zip(held.nodes, held.curve(), strict=True)
+        for node, n in zip(held.nodes, held.curve, strict=True)
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
     ]
     seen: list[int] = []
@@ -121,7 +121,7 @@ def regions_of(held: Footprint) -> list[Region]:
     """The nodes of each run, as the schedule takes them together."""
     found: list[Region] = []
     before: object = None
-    for node, nbytes in zip(held.nodes, held.curve(), strict=True):
+    for node, nbytes in zip(held.nodes, held.curve, strict=True):
         if is_compute(node):
             if region_of(node) != before:
                 found.append(Region(f"region {region_of(node)}", []))
@@ -149,7 +149,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         made = partition(self, joint, *args, **kwargs)
         held = footprint(joint.graph, self.plan.params)
         kept[id(self.plan)] = held.handed_over(n.name for n in held.nodes)
-        saved[id(self.plan)] = {n.name for n, of in held.of.items() if {*of} & {*held.saved}}
+        saved[id(self.plan)] = {
+            node.name
+            for node, storages in held.of.items()
+            if any(s.first < held.boundary <= s.last and not is_tangent(s.maker) for s in storages)
+        }
         return made
 
     def lowered(gm: fx.GraphModule, plan: GraphPlan, phase: Phase, *rest: Any) -> Any:

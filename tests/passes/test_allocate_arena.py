@@ -3,24 +3,24 @@
 from dataclasses import replace
 
 import pytest
-from joint import captured, least_budget
+from joint import Joint, captured, least_budget
 from small_models import SMALL_MODELS
-from torch import fx
 
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
-from zcompile.ir.graph import LiveRange, live_ranges
 from zcompile.ir.types import ALIGNMENT
 from zcompile.memory.allocator import Block, live_peak
+from zcompile.memory.footprint import Storage, footprint
 from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.pipeline import pipeline
 
 PASSES = pipeline(Config(device="cpu"))
 
 
-def gathered_ranges(graph: fx.Graph) -> list[LiveRange]:
-    return [r for r in live_ranges(graph) if r.value.target in (ops.gather, ops.fetch)]
+def gathered(joint: Joint) -> list[Storage]:
+    held = footprint(joint.graph, joint.plan.params, slots=True)
+    return [s for s in held.values if s.maker.target in (ops.gather, ops.fetch)]
 
 
 def test_addresses_of_a_two_layer_model(golden):
@@ -32,7 +32,7 @@ def test_addresses_of_a_two_layer_model(golden):
 @pytest.mark.parametrize("model", SMALL_MODELS)
 def test_what_is_alive_together_lies_apart(model):
     joint = captured(model).through(*PASSES)
-    ranges = [(r, joint.plan.slots[r.value.name]) for r in gathered_ranges(joint.graph)]
+    ranges = [(s, joint.plan.slots[s.maker.name]) for s in gathered(joint)]
     for i, (one, slot) in enumerate(ranges):
         assert slot.address % ALIGNMENT == 0
         assert slot.nbytes >= one.nbytes
@@ -51,7 +51,7 @@ def test_the_arena_is_hardly_larger_than_what_is_alive(model, record_property):
     joint = captured(model)
     for budget in (None, least_budget(joint)):
         packed = joint.copy(budget_bytes=budget).through(*PASSES)
-        ranges = gathered_ranges(packed.graph)
+        ranges = gathered(packed)
         alive = live_peak([Block(r.first, r.last, r.nbytes) for r in ranges])
         ratio = packed.plan.arena_bytes / alive
         record_property("packed over alive", round(ratio, 3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from joint import Joint, captured
 
-from zcompile.ir import ops, printer
+from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, aliases_of, bases_of, find, output_of, phase_of
 from zcompile.ir.types import Phase
 from zcompile.passes.gather_params import GatherParams
@@ -27,7 +27,7 @@ def fetches(joint: Joint) -> Counter:
 
 
 def test_a_parameter_is_fetched_before_its_first_reader_and_again_in_backward(golden):
-    assert printer.text(gathered("mlp").graph) == golden
+    assert gathered("mlp").text == golden
 
 
 def test_what_forward_and_backward_share_of_a_parameter_is_its_handle():
@@ -77,7 +77,7 @@ def test_a_result_that_views_a_parameter_is_copied(golden):
     joint = gathered("returns a view")
     (results,) = output_of(joint.graph).args
     assert results[1].target is aten.clone.default
-    assert printer.text(joint.graph) == golden
+    assert joint.text == golden
 
 
 def test_backward_that_does_not_read_a_parameter_does_not_fetch_it():

@@ -170,7 +170,7 @@ def test_off_nothing_is_computed_and_nothing_is_written(tmp_path, monkeypatch):
     def forbidden(*args: object) -> None:
         raise AssertionError("somebody looks although nobody is told")
 
-    for name in ("_census", "_nodes", "_plan", "_instruction", "profile"):
+    for name in ("_census", "_nodes", "_plan", "_instruction", "footprint"):
         monkeypatch.setattr(instrument, name, forbidden)
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()

@@ -6,7 +6,7 @@ from moved import WAYS, Forced
 from small_models import SMALL_MODELS
 
 import zcompile
-from zcompile.ir import ops, printer
+from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of
 from zcompile.ir.saved_values import SavedValues, storage_bytes
 from zcompile.ir.types import Phase
@@ -26,11 +26,11 @@ def test_results_are_the_same_to_the_bit(model, how):
 
 
 def test_a_moved_value_is_read_back_as_a_parameter_is(golden):
-    assert printer.text(decided("mlp", "host").graph) == golden
+    assert decided("mlp", "host").text == golden
 
 
 def test_a_value_made_again_is_made_before_its_first_reader(golden):
-    assert printer.text(decided("mlp", "again").graph) == golden
+    assert decided("mlp", "again").text == golden
 
 
 @pytest.mark.parametrize("model", ["transformer block", "view in two places", "bf16 autocast"])

@@ -11,7 +11,7 @@ from small_models import SMALL_MODELS
 
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
-from zcompile.ir import ops, printer
+from zcompile.ir import ops
 from zcompile.ir.graph import find, phase_of, positions, region_of
 from zcompile.ir.types import ALIGNMENT
 from zcompile.memory.allocator import Block, pack, packed_bytes
@@ -122,12 +122,12 @@ def test_the_refusal_names_what_is_alive_at_the_peak():
 
 
 def test_the_next_fetch_starts_before_the_compute_it_hides_behind(golden):
-    assert printer.text(scheduled("mlp").graph) == golden
+    assert scheduled("mlp").text == golden
 
 
 def test_no_lead_leaves_every_fetch_in_place(golden):
     joint = scheduled("mlp", lead=0)
-    assert printer.text(joint.graph) == golden
+    assert joint.text == golden
     where = positions(joint.graph)
     for fetch in find(joint.graph, ops.fetch):
         (wait,) = fetch.users
@@ -137,7 +137,7 @@ def test_no_lead_leaves_every_fetch_in_place(golden):
 
 def test_under_the_smallest_budget_a_fetch_follows_the_releases_that_make_its_room(golden):
     tight = scheduled("mlp", budget_bytes=least_budget(captured("mlp")))
-    assert printer.text(tight.graph) == golden
+    assert tight.text == golden
 
 
 @pytest.mark.parametrize("model", SMALL_MODELS)

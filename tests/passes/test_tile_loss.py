@@ -12,7 +12,8 @@ from vocabularies import BATCH, CLASSES, KEPT, LENGTH, TILED, WIDTH, Pattern, fl
 
 from zcompile.config import Config
 from zcompile.ir import ops, printer
-from zcompile.ir.graph import find, profile
+from zcompile.ir.graph import find
+from zcompile.memory.footprint import footprint
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_loss.match import SOFTMAX, SOFTMAX_BACKWARD
@@ -109,8 +110,10 @@ def test_the_peak_falls_by_the_logits_but_for_one_piece_of_them():
     pattern = TILED["mean"]
     joint = catch(pattern.build(classes), *pattern.inputs(classes, length))
     logits = BATCH * length * classes * 4
-    before = max(profile(joint.graph))
-    after = max(profile(joint.through(TileLoss(tile_bytes)).graph))
+    tiled = joint.through(TileLoss(tile_bytes))
+    before, after = (
+        footprint(made.graph, made.plan.params, slots=True).peak for made in (joint, tiled)
+    )
     weights_and_gradients = 4 * classes * WIDTH * 4
     assert before > 2 * logits
     assert after < weights_and_gradients + 3 * tile_bytes
@@ -165,4 +168,4 @@ def test_without_tile_bytes_the_budget_decides(caught):
 def test_forward_and_backward_of_a_loss_in_two_tiles(golden):
     pattern = TILED["mean"]
     joint = catch(pattern.build(), *pattern.inputs())
-    assert printer.text(joint.through(TileLoss(1300)).graph) == golden
+    assert joint.through(TileLoss(1300)).text == golden

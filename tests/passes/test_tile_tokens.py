@@ -304,4 +304,4 @@ def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():
 
 
 def test_forward_and_backward_of_a_block_in_two_slices(golden):
-    assert printer.text(caught("mlp").through(TileTokens(None, 2)).graph) == golden
+    assert caught("mlp").through(TileTokens(None, 2)).text == golden

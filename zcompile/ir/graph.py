@@ -1,23 +1,17 @@
-"""Edits and questions on joint graphs: find, insert, follow views, phases of nodes, live ranges.
+"""Edits and questions on joint graphs: find, insert, follow views, phases of nodes.
 
 A node is asked what it is by its target, never by its name. Aliasing is read from op schemas.
-
-A live range reaches from the node that makes a value to the last reader of its bytes: a view keeps
-its base alive; a pending value is alive from its start, since its destination is taken there. A
-tiered parameter weighs nothing. Times are node indices, sizes are bytes; a dynamic size counts as
-it was when the graph was traced.
 """
 
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.torch_compat import Dispatched, handle_input, hint, is_tangent
+from zcompile.ir.torch_compat import Dispatched, is_tangent
 from zcompile.ir.types import Phase
 
 _PHASE = "zinf_phase"
@@ -301,61 +295,3 @@ def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
 
 def _needed_by(roots: list[fx.Node]) -> set[fx.Node]:
     return set(reached_from(roots, lambda node: node.all_input_nodes))
-
-
-@dataclass(frozen=True)
-class LiveRange:
-    """The nodes during which the storage of one value is needed.
-
-    value   the node that allocates
-    first   index of that node
-    last    index of its last reader, views included; a graph output lives to the end
-    nbytes  of its storage
-    """
-
-    value: fx.Node
-    first: int
-    last: int
-    nbytes: int
-
-
-def nbytes_of(node: fx.Node) -> int:
-    """Bytes that a node allocates; 0 for views, handles, symbols and empty tensors."""
-    value = node.meta.get("val")
-    if bases_of(node) or handle_input(node) is not None or not isinstance(value, torch.Tensor):
-        return 0
-    span = 1
-    for size, stride in zip(value.size(), value.stride(), strict=True):
-        if hint(size) == 0:
-            return 0
-        span += (hint(size) - 1) * hint(stride)
-    return span * value.dtype.itemsize
-
-
-def live_ranges(graph: fx.Graph) -> list[LiveRange]:
-    """One range per value that allocates, in graph order. A released value ends at its release."""
-    where = positions(graph)
-    ranges = []
-    for node, first in where.items():
-        if not (nbytes := nbytes_of(node)):
-            continue
-        last = max(
-            (where[user] for alias in aliases_of(node) for user in (alias, *alias.users)),
-            default=first,
-        )
-        ranges.append(LiveRange(node, first, last, nbytes))
-    return ranges
-
-
-def profile(graph: fx.Graph) -> list[int]:
-    """Bytes alive while each node runs, in graph order."""
-    ranges = live_ranges(graph)
-    change = [0] * (len(graph.nodes) + 1)
-    for r in ranges:
-        change[r.first] += r.nbytes
-        change[r.last + 1] -= r.nbytes
-    alive, now = [], 0
-    for index in range(len(graph.nodes)):
-        now += change[index]
-        alive.append(now)
-    return alive

@@ -3,13 +3,13 @@
 Also lines up rows of text as columns (`table`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from zcompile.ir.effects import Instruction, Lane
-from zcompile.ir.graph import phase_of, profile
+from zcompile.ir.graph import phase_of
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.units import show_size
@@ -72,24 +72,21 @@ def line(node: fx.Node) -> str:
     return call if node.meta.get("val") is None else f"{left} = {call}"
 
 
-def lines(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, int]]:
-    """Each node, its text, and the bytes alive while it runs."""
-    for node, alive in zip(graph.nodes, profile(graph), strict=True):
-        yield node, line(node), alive
+def text(graph: fx.Graph, live: Sequence[int] | None = None) -> str:
+    """The graph by phase, one node a line.
 
-
-def text(graph: fx.Graph) -> str:
-    """The graph by phase, one node a line; the right column is the bytes alive while that node
-    runs."""
+    live  bytes live while each node runs, for a column at the right; None: no column
+    """
     rows: list[str] = []
     phase = None
-    for node, left, alive in lines(graph):
+    for index, node in enumerate(graph.nodes):
         if node.op == "placeholder":
             continue
         if node.op != "output" and phase_of(node) is not phase:
             phase = phase_of(node)
             rows.append(f"{phase.value}:")
-        rows.append(f"  {left:<86} {show_size(alive)}".rstrip())
+        size = "" if live is None else show_size(live[index])
+        rows.append(f"  {line(node):<86} {size}".rstrip())
     return "\n".join(rows) + "\n"
 
 

@@ -71,8 +71,9 @@ class NodeRecord:
     phase       one of PHASES
     args        each argument as printed; a node that is read is written "%name"
     shape       a symbolic size is its text; None, like dtype, if the value is not a tensor
-    nbytes      of the value itself; 0 for a view
-    live_bytes  alive on the device while this line runs
+    nbytes      of the storages that it makes; 0 for a view, and for what the caller holds
+    live_bytes  that the graph has live on the device while this line runs, slots of gathered
+                parameters included
     module      dotted name of the module it was traced in
     param       dotted name of the parameter behind this handle, gather, wait, release or reduction
     """

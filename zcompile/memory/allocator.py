@@ -24,7 +24,7 @@ so that the same blocks get the same addresses everywhere.
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zcompile.ir.types import ALIGNMENT, aligned
+from zcompile.memory.live_bytes import live_bytes
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,8 @@ def sections(intervals: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Sect
         if not end:
             begins[block] = section
         ended = bool(end)
-    changes = [0] * (section + 2)
-    for begin, last, size in zip(begins, ends, sizes, strict=True):
-        changes[begin] += size
-        changes[last + 1] -= size
-    alive = tuple(accumulate(changes[:-1]))
-    return Sections(tuple(begins), tuple(ends), tuple(sizes), alive)
+    alive = live_bytes(zip(begins, ends, sizes, strict=True), section + 1)
+    return Sections(tuple(begins), tuple(ends), tuple(sizes), tuple(alive))
 
 
 Key = Callable[[Sections, int], tuple[int, ...]]

@@ -25,12 +25,8 @@ Times are node indices, sizes are bytes; a dynamic size counts as it was when th
 or as `size` says: a call is counted at its own sizes before it is carried out (`sized.py`).
 Aliasing is read from the schemas of ops, bytes from the fake tensors of tracing.
 
-To ask what a decision would change, give `Footprint.curve` the bytes that it takes away or adds:
-
-    held = footprint(graph, plan.params)
-    value = max(held.saved, key=lambda v: v.nbytes)
-    held.peak                                              # bytes
-    max(held.curve([value.absent(held.boundary)]))         # were it not saved for backward
+The bytes beside each line of a dump are counted in the same way, with the slots of gathered
+parameters (`footprint(..., slots=True)`).
 
 The file has four parts: when gradients in flight are joined (`plan_joins`), who keeps which storage
 alive (`StorageWalk`), the footprint of a graph, and the live bytes of a schedule, instruction by
@@ -41,7 +37,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from operator import getitem
 from types import MappingProxyType
 
@@ -52,7 +47,6 @@ from zcompile.ir import ops
 from zcompile.ir.graph import (
     KEEP_STRIDES,
     is_compute,
-    is_ours,
     module_of,
     output_of,
     phase_of,
@@ -63,6 +57,7 @@ from zcompile.ir.memory_curve import MemoryCurve
 from zcompile.ir.schedule import Register, Schedule
 from zcompile.ir.torch_compat import hint, is_tangent
 from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Phase
+from zcompile.memory.live_bytes import live_bytes
 
 
 @dataclass(frozen=True)
@@ -166,12 +161,9 @@ def _with(
     held: Sequence[int], leaving: Sequence[Departure], until: Mapping[Hashable, int]
 ) -> list[int]:
     """Bytes per node, with storages that gradients in flight keep alive."""
-    change = [0] * (len(held) + 1)
-    for key, (nbytes, last) in {k: row for g in leaving for k, row in g.holds.items()}.items():
-        if until[key] > last:
-            change[last + 1] += nbytes
-            change[until[key] + 1] -= nbytes
-    return [n + more for n, more in zip(held, accumulate(change), strict=False)]
+    rows = {key: row for gradient in leaving for key, row in gradient.holds.items()}
+    lives = ((last + 1, until[key], nbytes) for key, (nbytes, last) in rows.items())
+    return [n + more for n, more in zip(held, live_bytes(lives, len(held)), strict=True)]
 
 
 DEPARTURES = ops.SINKS
@@ -186,21 +178,31 @@ Size = Callable[[int | torch.SymInt], int]
 call."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Storage:
-    """A `Held` while its lifetime is being found."""
+    """The lifetime of a storage.
+
+    maker  the node that makes it; its placeholder, if a call is given it
+    part   number of the result, of a node that has several
+    first  index of the maker
+    last   index of the last node that it is alive in, that one included; grows while it is found
+    """
 
     maker: fx.Node
     part: int
     nbytes: int
     first: int
     last: int
-    readers: set[int]
+
+
+SLOTTED = (ops.gather, ops.fetch, ops.wait)
+"""Ops whose results lie in slots of the arena."""
 
 
 class StorageWalk:
     """Finds the lifetimes of the storages of a graph, node after node.
 
+    slots     whether gathered parameters count too
     boundary  index of the first node of backward that computes; number of nodes, if there is one
               phase
     parts     node -> storages of each of its results
@@ -212,9 +214,10 @@ class StorageWalk:
         params: Mapping[NodeName, ParamSpec],
         given: Given,
         size: Size = hint,
+        slots: bool = False,
     ) -> None:
         self.nodes: tuple[fx.Node, ...] = tuple(graph.nodes)
-        self.params, self.given, self.size = params, given, size
+        self.params, self.given, self.size, self.slots = params, given, size, slots
         gathered = (n.meta["val"] for n in self.nodes if n.target in (ops.fetch, ops.gather))
         self.device = next((value.device for value in gathered), None)
         self.where = {node: index for index, node in enumerate(self.nodes)}
@@ -245,7 +248,7 @@ class StorageWalk:
         for index, node in enumerate(self.nodes):
             if node.op == "placeholder":
                 self.parts[node] = [self._placed(index, node)]
-            elif node.op == "call_function" and not is_ours(node):
+            elif is_compute(node) or (self.slots and node.target in SLOTTED):
                 self.parts[node] = self._made(index, node)
         for node in self.parts:
             self._read(node)
@@ -259,7 +262,7 @@ class StorageWalk:
         found = []
         for key, nbytes in self.given.get(NodeName(node.name), ()):
             if key not in self.keyed:
-                self.keyed[key] = Storage(node, 0, nbytes, 0, index, set())
+                self.keyed[key] = Storage(node, 0, nbytes, 0, index)
                 self.storages.append(self.keyed[key])
             found.append(self.keyed[key])
         return found
@@ -295,7 +298,7 @@ class StorageWalk:
             nbytes = (size(lies.storage_offset()) + span) * value.dtype.itemsize
         if not nbytes or (self.device is not None and value.device != self.device):
             return []
-        self.storages.append(Storage(node, part, nbytes, index, index, set()))
+        self.storages.append(Storage(node, part, nbytes, index, index))
         return [self.storages[-1]]
 
     def _read(self, node: fx.Node) -> None:
@@ -309,7 +312,6 @@ class StorageWalk:
         if node in self.results or (node.op == "placeholder" and not readers):
             last = len(self.nodes) - 1 if self._ends_last(node) else self.boundary - 1
         for storage in held:
-            storage.readers |= readers
             storage.last = max(storage.last, last, *readers, storage.first)
 
     def _ends_last(self, node: fx.Node) -> bool:
@@ -367,11 +369,7 @@ class StorageWalk:
     def _curve(self) -> list[int]:
         """Bytes live while each node runs, without storages that only a gradient in flight keeps
         alive."""
-        change = [0] * (len(self.nodes) + 1)
-        for storage in self.storages:
-            change[storage.first] += storage.nbytes
-            change[storage.last + 1] -= storage.nbytes
-        return list(accumulate(change[:-1]))
+        return live_bytes(((s.first, s.last, s.nbytes) for s in self.storages), len(self.nodes))
 
     def _carried(self, node: fx.Node) -> list[Storage]:
         """Storages that a departure keeps alive: the gradient's, or that of a copy in the
@@ -387,7 +385,7 @@ class StorageWalk:
         if as_it_is or not any(self.parts.get(grad, ())):
             return unique(self.parts.get(grad, ()))
         index = self.where[node]
-        self.storages.append(Storage(node, 0, _dense_bytes(value), index, index, {index}))
+        self.storages.append(Storage(node, 0, _dense_bytes(value), index, index))
         return [self.storages[-1]]
 
 
@@ -420,42 +418,6 @@ MOST_HOLDERS = 8
 
 
 @dataclass(frozen=True)
-class Change:
-    """`nbytes` more (or, if negative, fewer) are live while the nodes `first` to `last` run."""
-
-    first: int
-    last: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class LiveStorage:
-    """The lifetime of a storage.
-
-    maker    the node that makes it; its placeholder, if a call is given it
-    part     number of the result, of a node that has several
-    nbytes   of the whole storage
-    first    index of the maker
-    last     index of the last node that it is alive in, that one included
-    readers  indices of all nodes that read it or a view of it, ascending
-    """
-
-    maker: fx.Node
-    part: int
-    nbytes: int
-    first: int
-    last: int
-    readers: tuple[int, ...]
-
-    def absent(self, boundary: int) -> Change:
-        """The change of live bytes, were it not saved from its last reader in forward to its first
-        in backward."""
-        before = max((r for r in self.readers if r < boundary), default=self.first)
-        after = min((r for r in self.readers if r >= boundary), default=self.last + 1)
-        return Change(before + 1, after - 1, -self.nbytes)
-
-
-@dataclass(frozen=True)
 class Footprint:
     """Bytes that calls of a graph have live outside the arena.
 
@@ -472,57 +434,38 @@ class Footprint:
 
     nodes: tuple[fx.Node, ...]
     boundary: int
-    values: tuple[LiveStorage, ...]
-    of: Mapping[fx.Node, tuple[LiveStorage, ...]]
+    values: tuple[Storage, ...]
+    of: Mapping[fx.Node, tuple[Storage, ...]]
     departing: Mapping[fx.Node, int] = field(default_factory=dict)
     left_bytes: int = 0
     alone: frozenset[fx.Node] = frozenset()
     carried: Mapping[fx.Node, int] = field(default_factory=dict)
 
-    def curve(self, changes: Iterable[Change] = ()) -> list[int]:
-        """Bytes live while each node runs, with `changes`."""
-        change = [0] * (len(self.nodes) + 1)
-        own = (Change(v.first, v.last, v.nbytes) for v in self.values)
-        for c in (*own, *changes):
-            if c.first <= c.last:
-                change[c.first] += c.nbytes
-                change[c.last + 1] -= c.nbytes
-        return list(accumulate(change[:-1]))
+    @cached_property
+    def curve(self) -> list[int]:
+        """Bytes live while each node runs."""
+        return live_bytes(((v.first, v.last, v.nbytes) for v in self.values), len(self.nodes))
 
     @cached_property
     def peak(self) -> int:
         """Largest number of bytes live at one node."""
-        return max(self.curve(), default=0)
+        return max(self.curve, default=0)
 
     @cached_property
     def peak_at(self) -> int:
         """Index of the first node at the peak."""
-        return self.curve().index(self.peak)
-
-    @cached_property
-    def saved(self) -> tuple[LiveStorage, ...]:
-        """Storages made in forward and read in backward."""
-        return tuple(
-            v for v in self.values if v.first < self.boundary <= v.last and not is_tangent(v.maker)
-        )
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(v.nbytes for v in self.saved)
-
-    def holders(self, index: int) -> list[LiveStorage]:
-        """Storages alive while node `index` runs, the largest first."""
-        alive = [v for v in self.values if v.first <= index <= v.last]
-        return sorted(alive, key=lambda v: -v.nbytes)
+        return self.curve.index(self.peak)
 
     def describe(self, index: int) -> list[tuple[str, int]]:
-        """Storages alive at node `index`, for people: name with module, bytes."""
+        """Storages alive at node `index`, the largest first, for people: name with module,
+        bytes."""
+        alive = [v for v in self.values if v.first <= index <= v.last]
         return [
             (
                 f"{v.maker.name} ({module})" if (module := module_of(v.maker)) else v.maker.name,
                 v.nbytes,
             )
-            for v in self.holders(index)
+            for v in sorted(alive, key=lambda v: -v.nbytes)
         ]
 
     @property
@@ -536,7 +479,7 @@ class Footprint:
         return MemoryCurve(
             tuple(node.name for node in self.nodes),
             self.boundary,
-            tuple(self.curve()),
+            tuple(self.curve),
             self.where,
             dict(self.describe(self.peak_at)[:MOST_HOLDERS]),
         )
@@ -557,25 +500,19 @@ def footprint(
     params: Mapping[NodeName, ParamSpec],
     given: Given | None = None,
     size: Size = hint,
+    slots: bool = False,
 ) -> Footprint:
     """The footprint of a joint graph, or of one phase of it.
 
     params  handle placeholder -> the parameter behind it
     given   of a backward graph: what its forward saved for it (`Footprint.handed_over`)
     size    evaluates dynamic sizes
+    slots   whether gathered parameters, which lie in slots of the arena, count too
     """
-    walk = StorageWalk(graph, params, given or {}, size)
+    walk = StorageWalk(graph, params, given or {}, size, slots)
     departing, left, alone, carried = walk.walk()
-    kept = {
-        id(s): LiveStorage(s.maker, s.part, s.nbytes, s.first, s.last, tuple(sorted(s.readers)))
-        for s in walk.storages
-    }
-    of = {
-        node: tuple(kept[id(s)] for s in unique(parts))
-        for node, parts in walk.parts.items()
-        if any(parts)
-    }
-    values = tuple(sorted(kept.values(), key=lambda v: v.first))
+    of = {node: tuple(unique(parts)) for node, parts in walk.parts.items() if any(parts)}
+    values = tuple(sorted(walk.storages, key=lambda s: s.first))
     return Footprint(walk.nodes, walk.boundary, values, of, departing, left, alone, carried)
 
 
@@ -617,14 +554,8 @@ def memory_profile(
 def _levels(held: Footprint) -> Iterator[LiveBytes]:
     """One level for each region, each gradient that is sent, and each value whose offload is waited
     for."""
-    curve = held.curve()
-    # Bytes that are live after each node.
-    after = [0] * len(curve)
-    for value in held.values:
-        after[value.first] += value.nbytes
-        after[value.last] -= value.nbytes
-    for index in range(1, len(after)):
-        after[index] += after[index - 1]
+    curve = held.curve
+    after = live_bytes(((v.first, v.last - 1, v.nbytes) for v in held.values), len(curve))
 
     def level(first: int, last: int) -> LiveBytes:
         before = after[first - 1] if first else 0

@@ -22,9 +22,7 @@ from zcompile.ir.graph import (
     find,
     is_compute,
     module_of,
-    nbytes_of,
     phase_of,
-    profile,
     region_of,
 )
 from zcompile.ir.plan import GraphPlan
@@ -32,6 +30,7 @@ from zcompile.ir.regions import structure
 from zcompile.ir.schedule import Instruction, Run, Schedule
 from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.ir.version import VERSION
+from zcompile.memory.footprint import Footprint, footprint
 
 log = logging.getLogger("zcompile.passes")
 
@@ -98,21 +97,24 @@ class Watcher:
     def before(self, graph: fx.Graph, plan: GraphPlan) -> None:
         """Record the graph before the first pass."""
         if not self._idle:
-            self._counts, self._peak = _census(graph), max(profile(graph), default=0)
-            self._record(form.PassRecord(0, form.CAPTURED, {}, self._peak, self._peak), graph, plan)
+            held = footprint(graph, plan.params, slots=True)
+            self._counts, self._peak = _census(graph), held.peak
+            row = form.PassRecord(0, form.CAPTURED, {}, self._peak, self._peak)
+            self._record(row, graph, plan, held)
 
     def after(self, step: int, name: str, graph: fx.Graph, plan: GraphPlan) -> None:
         """Record what pass number `step` did."""
         if self._idle:
             return
-        counts, peak = _census(graph), max(profile(graph), default=0)
+        held = footprint(graph, plan.params, slots=True)
+        counts, peak = _census(graph), held.peak
         did = {op: counts[op] - self._counts[op] for op in counts | self._counts}
         notes = tuple(note.text for note in plan.notes if note.by == name)
         row = form.PassRecord(
             step, name, {op: n for op, n in did.items() if n}, self._peak, peak, notes
         )
         self._counts, self._peak = counts, peak
-        self._record(row, graph, plan)
+        self._record(row, graph, plan, held)
 
     def planned(self, graph: fx.Graph, plan: GraphPlan) -> None:
         """Record the plan after the last pass."""
@@ -161,14 +163,17 @@ class Watcher:
         text = form.schedule_text_file(self._dir, phase, len(known))
         text.write_text(printer.schedule_text(schedule))
 
-    def _record(self, row: form.PassRecord, graph: fx.Graph, plan: GraphPlan) -> None:
+    def _record(
+        self, row: form.PassRecord, graph: fx.Graph, plan: GraphPlan, held: Footprint
+    ) -> None:
         log.debug("%s %s", self.name, form.pass_line(row))
         self._passes.append(row)
         if self._dir is not None:
             form.passes_file(self._dir).write_text(serialize.encode(self._passes))
-            form.text_file(self._dir, row.step, row.name).write_text(printer.text(graph))
+            text = form.text_file(self._dir, row.step, row.name)
+            text.write_text(printer.text(graph, held.curve))
             nodes = form.nodes_file(self._dir, row.step, row.name)
-            nodes.write_text(serialize.encode(_nodes(graph, plan)))
+            nodes.write_text(serialize.encode(_nodes(graph, plan, held)))
 
 
 def _plain(value: object) -> object:
@@ -200,10 +205,10 @@ def _owners(graph: fx.Graph, plan: GraphPlan) -> dict[fx.Node, str]:
     return {n: name for n, name in owners.items() if n.op == "placeholder" or n.target in ops.OURS}
 
 
-def _nodes(graph: fx.Graph, plan: GraphPlan) -> list[form.NodeRecord]:
+def _nodes(graph: fx.Graph, plan: GraphPlan, held: Footprint) -> list[form.NodeRecord]:
     owners = _owners(graph, plan)
     rows = []
-    for node, alive in zip(graph.nodes, profile(graph), strict=True):
+    for node, alive in zip(graph.nodes, held.curve, strict=True):
         value = node.meta.get("val")
         tensor = isinstance(value, torch.Tensor)
         rows.append(
@@ -217,7 +222,7 @@ def _nodes(graph: fx.Graph, plan: GraphPlan) -> list[form.NodeRecord]:
                 if tensor
                 else None,
                 dtype=str(value.dtype).removeprefix("torch.") if tensor else None,
-                nbytes=nbytes_of(node),
+                nbytes=sum(s.nbytes for s in held.of.get(node, ()) if s.maker is node),
                 live_bytes=alive,
                 module=module_of(node) or None,
                 param=owners.get(node),

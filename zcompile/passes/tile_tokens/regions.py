@@ -24,6 +24,7 @@ from zcompile.ir.graph import module_of, phase_of, positions, reached_from
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
 from zcompile.ir.types import NEVER_RECOMPUTED, Phase
+from zcompile.memory.live_bytes import live_bytes
 from zcompile.passes.tile_tokens.rules import (
     PRODUCTS,
     ROWS,
@@ -314,16 +315,10 @@ class RowwiseAnalysis:
         order = (*part.recomputed, *part.nodes)
         last: dict[fx.Node, int] = {}
         for at, node in enumerate(order):
-            for n in (node, *node.all_input_nodes):
-                if self.values.root(n) in inside:
-                    last[self.values.root(n)] = at
-        now = most = 0
-        for at, node in enumerate(order):
-            if node in inside:
-                now += storage_bytes(node)
-                most = max(most, now)
-            now -= sum(storage_bytes(root) for root, end in last.items() if end == at)
-        return most
+            roots = {self.values.root(n) for n in (node, *node.all_input_nodes)}
+            last |= dict.fromkeys(roots & inside, at)
+        lives = [(at, last[n], storage_bytes(n)) for at, n in enumerate(order) if n in inside]
+        return max(live_bytes(lives, len(order)), default=0)
 
 
 WIDEST_OVER = 2

@@ -47,7 +47,7 @@ def test_a_failed_write_is_raised_by_its_ticket_later_operations_and_drain(store
 
 def test_a_fault_names_an_entry_as_it_is_called_now(store, faults):
     entry = store.create("w.state", EntryKind.STATE, 1 * MiB)
-    entry.name = "w.exp_avg"
+    entry.rename("w.exp_avg")
     faults.fail("write")
     ticket = store.put(entry, ones(1 * MiB))
     with pytest.raises(IOFault, match=r"write of 'w\.exp_avg' failed"):

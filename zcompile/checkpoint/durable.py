@@ -8,7 +8,6 @@ import copy
 import logging
 import math
 import os
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,7 +78,7 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
             "a commit holds the state of one optimizer; use one with several groups, or "
             "durable=False and zcompile.save",
         )
-    commit_log.optimizer = weakref.ref(optimizer)
+    commit_log.follow(optimizer)
 
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:
@@ -159,7 +158,7 @@ def commit(
     kept = commit_log.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     named = {name: (tensor.entry, tensor.entry_layout) for name, tensor in state.tiered.items()}
     commit_log.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
-    commit_log.extra, commit_log.extra_step = kept, given
+    commit_log.keep_extra(kept, given)
 
 
 def resume_durable(
@@ -183,10 +182,10 @@ def resume_durable(
     adopter = Recovery(commit_log, found)
     source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
     extra = restore(source, model, optimizer)
-    commit_log.resume(found, adopter.untaken())
-    commit_log.extra, commit_log.extra_step = extra, _extra_step(found)
-    commit_log.optimizer = None if optimizer is None else weakref.ref(optimizer)
-    commit_log.unresumed = _optimizer_in(found) if optimizer is None else None
+    unresumed = _optimizer_in(found) if optimizer is None else None
+    commit_log.resume(found, adopter.untaken(), unresumed)
+    commit_log.keep_extra(extra, _extra_step(found))
+    commit_log.follow(optimizer)
     logger.info("%s: resumed at step %d", commit_log.files.home.path, found.step)
     _warn_of_age(commit_log.files.home.path, extra, found)
     return {**extra, "step": found.step}

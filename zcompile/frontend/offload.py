@@ -25,7 +25,7 @@ from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.frontend.replan import StepController
 from zcompile.frontend.rescheduling import Rescheduling
-from zcompile.ir.handles import REBUILD_ADVICE, leaf_of
+from zcompile.ir.handles import REBUILD_ADVICE, disown
 from zcompile.ir.torch_compat import (
     check_torch,
     forget_hooks,
@@ -107,7 +107,7 @@ def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
         _become_tiered(session, old._name_in_store(), param, first)
     elif not param.sink and param.store_key == old.store_key and type(param) is TieredTensor:
         own(param)  # made of what a `state_dict` of this very model holds
-        param._title = old._name_in_store()
+        param.set_title(old._name_in_store())
 
 
 register_module_parameter_registration_hook(_take_place)
@@ -168,7 +168,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
             todo = "call zcompile.offload once, or only zcompile.init; for other budgets "
             todo += REBUILD_ADVICE
             raise Unsupported("the model is offloaded already, or was until it was closed", todo)
-        session_of(tiered[0].entry).root = weakref.ref(model)
+        session_of(tiered[0].entry).belong_to(model)
         return model
     if tiered:
         raise Unsupported(
@@ -203,7 +203,7 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         raise
     _log_other_holders(model)
     _move_buffers(model, session.device.torch_device)
-    session.root = weakref.ref(model)
+    session.belong_to(model)
     return model
 
 
@@ -483,7 +483,7 @@ def _become_plain(param: Any, device: torch.device) -> None:
     marks = {key: value for key, value in vars(param).items() if key not in ours}
     value = torch.empty_like(param, device="meta") if param.entry.unset else param.on_host()
     grad, param.grad = param.grad, None
-    leaf_of(param._handle).owner = None  # swap_tensors refuses what is referred to weakly
+    disown(param._handle)  # swap_tensors refuses what is referred to weakly
     forget_hooks(param)
     swap_tensors(param, nn.Parameter(value.to(device), param.requires_grad))
     vars(param).update(marks)
@@ -507,6 +507,8 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             continue
         for name, param in root.named_parameters():
             if isinstance(param, TieredTensor):
-                param.entry.name = param._title = name
+                param.entry.rename(name)
+                param.set_title(name)
         _move_buffers(root, session.device.torch_device)
-        session.root = weakref.ref(root) if session.root is None else session.root
+        if session.root is None:
+            session.belong_to(root)

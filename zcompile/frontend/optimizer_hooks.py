@@ -49,7 +49,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             _begin(optimizer, tiered, begun)
     except BaseException:
         for session in begun:
-            session.stepping = None  # it has changed nothing yet
+            session.cancel_step()
         raise
 
 
@@ -95,10 +95,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for param in tiered:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
-                state, name = value.entry, f"{param._name_in_store()}.{key}"
-                state.kind = EntryKind.STATE
-                if state.name != name:
-                    state.name = name
+                value.entry.become_state(f"{param._name_in_store()}.{key}")
     for session in _sessions(tiered):
         session.end_step()
         session.meter.count("steps")

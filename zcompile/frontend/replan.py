@@ -323,7 +323,7 @@ class StepController(Rescheduling):
 
     def _near(self) -> list[Entry]:
         """Entries that rest on the device."""
-        return [entry for entry in self.session.entries() if entry.place.tier.on_device]
+        return [entry for entry in self.session.entries() if entry.on_device]
 
     def _is_misplaced(self, entry: Entry, homes: Mapping[EntryRef, str]) -> bool:
         """Whether an entry is to leave the device, or its address there."""

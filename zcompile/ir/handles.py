@@ -48,13 +48,14 @@ class Held(Protocol):
     """What the ops need of an entry; `runtime.store.Entry` is the one that exists."""
 
     key: int
-    name: str
     nbytes: int
     owner: "weakref.ref[Any] | None"
     shown: object
     store: Any
     """Has `offload(value, tier, name)`: makes a new entry of `value` and returns its handle."""
 
+    @property
+    def name(self) -> str: ...
     def gather(
         self, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
     ) -> Tensor:
@@ -194,6 +195,11 @@ def leaf_of(handle: Tensor) -> Leaf:
     raises  ParameterChanged if the entry is gone
     """
     return _SHARES.get(_key_of(handle)) or entry_of(handle)
+
+
+def disown(handle: Tensor) -> None:
+    """Let the parameter that owns a handle be nobody's owner any more."""
+    leaf_of(handle).owner = None
 
 
 def leaves_of(handles: Sequence[Tensor], entries: Sequence[Held]) -> Sequence[Leaf]:

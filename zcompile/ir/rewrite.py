@@ -147,6 +147,10 @@ class GraphBuilder:
         self.made.append(node)
         return node
 
+    def write_before(self, point: fx.Node) -> None:
+        """Write calls before `point` from here on."""
+        self.point = point
+
     def undo(self) -> None:
         """Erase what was written."""
         for node in reversed(self.made):

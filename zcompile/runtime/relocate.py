@@ -136,11 +136,11 @@ def move(session: Session, entry: Entry, home: str) -> bool:
             if value is not None:
                 session.put(entry, value).wait()
         except BaseException:
-            place.tier, place.extent = old, old_extent
+            place.rest(old, old_extent)
             for low, high in held:
                 place.written.add(low, high)
             new.release(new_extent)
             raise
-        entry.version = version
+        entry.kept_value(version)
         old.release(old_extent)
     return True

@@ -354,6 +354,10 @@ class Session(Store):
         disk, ring = self.durable, self._context.staging
         self.commit_log = None if disk is None else CommitLog(self, disk, ring)
 
+    def belong_to(self, model: torch.nn.Module) -> None:
+        """Let `model` be the one that is committed."""
+        self.root = weakref.ref(model)
+
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
         if key not in self.steps:
@@ -388,6 +392,10 @@ class Session(Store):
             )
         self.stepping = optimizer
 
+    def cancel_step(self) -> None:
+        """The step that has begun does not come; it has changed nothing yet."""
+        self.stepping = None
+
     def end_step(self) -> None:
         self.stepping = None
         self.executor.wait_for_in_flight()
@@ -414,7 +422,7 @@ class Session(Store):
         self.drain()
         self.controller.arena_resizes()
         self.forget_steps()
-        return [entry for entry in self.entries() if entry.place.tier.on_device]
+        return [entry for entry in self.entries() if entry.on_device]
 
     @property
     def window_bytes(self) -> int:
@@ -531,7 +539,7 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.fetch`, after transfers that still read the bytes of `target`."""
         after = [*after, *self._pending_reads.of(target)]
-        if resident.is_on_device(entry):
+        if entry.on_device:
             return resident.fetch(self, entry, target, begin, after, ahead)
         return super().fetch(entry, target, begin=begin, after=after, ahead=ahead)
 
@@ -551,7 +559,7 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
-        if resident.is_on_device(entry):
+        if entry.on_device:
             ticket = resident.put(self, entry, source, begin, after)
         else:
             ticket = super().put(entry, source, begin=begin, after=after)
@@ -563,7 +571,7 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
-        if resident.is_on_device(entry):
+        if entry.on_device:
             ticket = resident.add(self, entry, source, begin, after)
         else:
             ticket = super().add(entry, source, begin=begin, after=after)
@@ -573,7 +581,7 @@ class Session(Store):
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         """As `Store.read`, also from the device."""
-        if resident.is_on_device(entry):
+        if entry.on_device:
             return resident.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)
 

@@ -143,7 +143,7 @@ class DryRunSession(Session):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         self.enter(entry.name)
-        entry.version += 1
+        entry.written()
         return Ready()
 
     def add(
@@ -168,7 +168,8 @@ class DryRunSession(Session):
         ahead: bool = False,
     ) -> Tensor:
         self.enter(entry.name)
-        entry.version += int(writes)
+        if writes:
+            entry.written()
         return blank((nbytes,), (1,), torch.uint8)
 
 
@@ -203,7 +204,7 @@ class _DryRunExecutor(Executor):
         for x in schedule.instructions:
             home = x.effects.home
             if home is not None and x.effects.writes_home:
-                entries[home.entry].version += 1
+                entries[home.entry].written()
         return []
 
     def _prepare_memory(self, schedule: Schedule) -> None:

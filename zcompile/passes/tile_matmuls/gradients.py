@@ -151,7 +151,7 @@ class _Contribution:
         self.is_whole = self._make is None and self._known is None
         if self.is_whole:
             after = self.leaf if self.leaf.op == "call_function" else node
-            self.build.point = after.next if after is self.leaf else after
+            self.build.write_before(after.next if after is self.leaf else after)
             parts = self.build.split(self.leaf, self._sizes, self._dim)
             self._make = parts.__getitem__
 
@@ -160,7 +160,7 @@ class _Contribution:
         if self._known is not None:
             made: fx.Node | None = self._known[n]
             assert made is not None
-            self.build.point = made.next
+            self.build.write_before(made.next)
         else:
             assert self._make is not None
             made = self._make(n)

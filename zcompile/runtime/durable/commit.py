@@ -129,7 +129,6 @@ class CommitLog:
     ) -> None:
         # Until the end, and after an error, nobody knows which copies and which index are good.
         self._failed = CommitFailed(self.files.home.path, step, self.step, _INTERRUPTED)
-        self.files.outcome_unknown = False
         large, small = _split_by_size(named)
         try:
             # Large tensors are completed on disk, the files synced, and the index switched.
@@ -155,11 +154,26 @@ class CommitLog:
         self.step, self.serial = step, self.serial + 1
         self._failed = None
 
-    def resume(self, index: durable_index.Index, left: Sequence[Extent]) -> None:
+    def begin_recovery(self) -> None:
+        """Entries begin to take over what the directory held."""
+        self.recovering = True
+
+    def resume(
+        self, index: durable_index.Index, left: Sequence[Extent], unresumed: str | None
+    ) -> None:
         """Note that entries hold what `index` names, but for the extents `left`, which nobody
-        wanted."""
+        wanted, and for states of an optimizer that is `unresumed`."""
         self.step, self.serial, self.resumed = index.step, index.serial + 1, True
+        self.unresumed = unresumed
         self.tier.release_at_next_commit(left)
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Commit the states of this optimizer from here on."""
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def keep_extra(self, extra: dict[str, Any], step: int) -> None:
+        """Add `extra`, which was given at `step`, to each commit from here on."""
+        self.extra, self.extra_step = extra, step
 
     def keep_copy(self, entry: Entry, versions: Versions) -> None:
         """Note that an entry on the host is, as of now, what a commit names."""

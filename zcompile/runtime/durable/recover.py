@@ -60,7 +60,7 @@ class Recovery(Copier):
         if not same or kept.nbytes != entry.nbytes or kept.name in self._adopted:
             return False
         self._adopted.add(kept.name)
-        self._commit_log.recovering = True
+        self._commit_log.begin_recovery()
         versions = Versions(committed=_extent(kept), pieces=Pieces(kept.pieces), step=kept.step)
         written = [(begin, end) for begin, end in kept.written]
         if entry.place.tier.in_memory:
@@ -100,12 +100,12 @@ def _rest_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -
     entry.store.drain()
     before_write(entry)
     place, old = entry.place, entry.place.extent
-    place.extent = extent
+    place.rest(place.tier, extent)
     place.written.clear()
     for begin, end in written:
         place.written.add(begin, end)
-    entry.unset = False
-    entry.version += 1
+    entry.overwritten()
+    entry.written()
     place.tier.release(old)
 
 

@@ -16,7 +16,6 @@ from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.session import session_of
-from zcompile.runtime.store.resident import is_on_device
 from zcompile.runtime.store.sources import before_write
 from zcompile.runtime.store.store import Deferred
 
@@ -93,7 +92,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
         return NotImplemented  # of complex numbers, then of their parts: one after the other
-    if all(map(is_on_device, entries.values())):
+    if all(entry.on_device for entry in entries.values()):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:

@@ -93,12 +93,12 @@ def _point_to(cls: Any, tiered: Any, handle: Tensor, layout: Layout) -> None:
     left: Entry = tiered.entry
     is_param = getattr(tiered, "_is_param", False)
     if is_param:
-        tiered._title = tiered._name_in_store()
+        tiered.set_title(tiered._name_in_store())
         shows(tiered, None)
         handle = claimed(handle, tiered)
     if layout != tiered.entry_layout:
         set_data(tiered, cls.named_by(handle, layout, tiered))
-    tiered._handle, tiered.entry_layout, tiered._known = handle, layout, None
+    tiered._name_by(handle, layout)
     entry: Entry = tiered.entry
     if is_param:
         shows(tiered, layout)
@@ -112,7 +112,7 @@ def _rename(entry: Entry) -> None:
     """Give an entry the name of a parameter that shows it, if any does."""
     names = [p._name_in_store() for p in owners_of(entry) if p.entry is entry]
     if names and entry.name not in names:
-        entry.name = names[0]
+        entry.rename(names[0])
 
 
 def _take_values(cls: Any, tiered: Any, value: Tensor) -> None:

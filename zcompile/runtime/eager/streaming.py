@@ -37,7 +37,6 @@ from zcompile.runtime.eager.rows import (
 )
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import Repeat, Session, session_of
-from zcompile.runtime.store.resident import is_on_device
 from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
@@ -187,7 +186,7 @@ class _StreamedCall:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.entry_layout
-        if is_on_device(entry) or any(c.layout.dtype != layout.dtype for c in entry.deferred):
+        if entry.on_device or any(c.layout.dtype != layout.dtype for c in entry.deferred):
             # Changed in place, as anything there; or asked of other elements than pass by here.
             entry.store.deferrals.apply(entry)
         column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
@@ -249,7 +248,7 @@ def _run_with_changes(
     written = {entry.key for entry, _, writes in changing if writes}
     with deferred_interrupts():  # one after the last write would leave it deferred once more
         for entry, _, _ in changing:
-            entry.deferred = ()
+            entry.defer_only(())
         done = False
         try:
             session.executor.run(schedule, inputs, entries)
@@ -257,7 +256,7 @@ def _run_with_changes(
         finally:
             for entry, changes, _ in changing:
                 if not (done and entry.key in written):
-                    entry.deferred = changes
+                    entry.defer_only(changes)
 
 
 # --- Computing ---
@@ -487,9 +486,8 @@ def list_call(
             entry = entries[at] = tiered.entry
             if entry.deferred or entry.copies:
                 return None
-            place = entry.place
-            near = place.tier.on_device or entry.store.can_view_in_place(entry)
-            known.append((tiered.entry_layout, place.nbytes, entry.kind, near))
+            in_place = entry.store.can_view_in_place(entry)
+            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place))
         elif isinstance(leaf, Tensor):
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
         else:

@@ -153,6 +153,14 @@ class TieredTensor(Unbacked):
         made._store = like._store
         return made
 
+    def _name_by(self, handle: Tensor, layout: Layout) -> None:
+        """Show what `handle` names, in `layout`, from here on."""
+        self._handle, self.entry_layout, self._known = handle, layout, None
+
+    def set_title(self, name: str) -> None:
+        """Let this parameter be called `name`, whatever others call its entry."""
+        self._title = name
+
     def _name_in_store(self) -> str:
         return self._title or self.entry.name
 

@@ -21,7 +21,7 @@ from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import LiveStorage
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store.resident import copy_dense, is_on_device
+from zcompile.runtime.store.resident import copy_dense
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.base import Place
 
@@ -96,7 +96,7 @@ class DeviceGradients:
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
-            assert is_on_device(made), "a reserved address that was free is not any more"
+            assert made.on_device, "a reserved address that was free is not any more"
             target = self._store.arena.view(made.place.extent.offset, layout)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
 

@@ -92,13 +92,13 @@ class Tiers:
         if home == "device":
             if not self.device.has_reserved(ref, place.nbytes):
                 return None
-            place.tier, place.extent = self.device, self.device.take_reserved(ref)
+            place.rest(self.device, self.device.take_reserved(ref))
         else:
             try:
                 extent = tiers[home].reserve(place.nbytes, place.name)
             except (KeyError, TierFull):
                 return None
-            place.tier, place.extent = tiers[home], extent
+            place.rest(tiers[home], extent)
             self._account(place.tier, kind, extent, 1)
         self._account(old, kind, before, -1)
         return old
@@ -115,7 +115,7 @@ class Tiers:
         if made is None:
             return False
         for place, extent in zip(mine, made, strict=True):
-            place.extent = extent
+            place.rest(host, extent)
         return True
 
     def _order(self, kind: EntryKind, nbytes: int) -> Sequence[TierIO]:

@@ -31,11 +31,6 @@ class OnDevice(Protocol):
         """A tensor over the bytes of an entry from `begin` on, not to be handed to others."""
 
 
-def is_on_device(entry: Entry) -> bool:
-    """Whether an entry rests in the device's own memory."""
-    return entry.place.tier.on_device
-
-
 # --- Views in place ---
 
 
@@ -45,12 +40,10 @@ def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
 
     raises  what an earlier transfer of one of them failed with
     """
-    still = store._mover.are_ready(entry.place for entry in entries)
+    ready = store._mover.are_ready(entry.place for entry in entries)
     extents = [
-        e.place.extent
-        if yes and is_on_device(e) and not (e.unset or e.deferred or e.sources)
-        else None
-        for e, yes in zip(entries, still, strict=True)
+        e.place.extent if yes and e.on_device and not (e.unset or e.deferred or e.sources) else None
+        for e, yes in zip(entries, ready, strict=True)
     ]
     return ResidentViews(store, entries, extents)
 
@@ -75,7 +68,8 @@ class ResidentViews:
         if extent is None or entry.place.extent is not extent:
             nbytes = borrow.layout.end_bytes
             return borrow.layout.view(self.store.view_in_place(entry, begin, nbytes, borrow.writes))
-        entry.version += borrow.writes
+        if borrow.writes:
+            entry.written()
         return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
 
 
@@ -97,8 +91,7 @@ def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[
     for ticket in after:
         ticket.join_compute()
     if source.numel() == entry.nbytes:
-        entry.deferred = ()
-        entry.unset = False
+        entry.overwritten()
     copy_dense(store.view_in_place(entry, begin, source.numel(), True, overwrites=True), source)
     return store.device.mark()
 

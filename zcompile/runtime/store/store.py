@@ -167,10 +167,6 @@ class Entry:
     def name(self) -> str:
         return self.place.name
 
-    @name.setter
-    def name(self, name: str) -> None:
-        self.place.name = name
-
     @property
     def home(self) -> str:
         return self.place.tier.name
@@ -179,6 +175,37 @@ class Entry:
     def of(self) -> int | None:
         """Key of the parameter that it is the gradient of."""
         return self.ref.number if self.ref.is_gradient else None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it rests in the device's own memory, where compute itself moves its bytes."""
+        return self.place.tier.on_device
+
+    def rename(self, name: str) -> None:
+        self.place.rename(name)
+
+    def written(self) -> None:
+        """Its bytes change: by a write that was submitted, or by compute in place."""
+        self.version += 1
+
+    def overwritten(self) -> None:
+        """All of its bytes are written: it has a value, and nothing of the old one is to come."""
+        self.deferred = ()
+        self.unset = False
+
+    def defer_only(self, changes: tuple[Deferred, ...]) -> None:
+        """Let `changes` be all that is still to be applied to the bytes."""
+        self.deferred = changes
+
+    def kept_value(self, version: int) -> None:
+        """It has moved, and has the value that it had at `version`."""
+        self.version = version
+
+    def become_state(self, name: str) -> None:
+        """It is the state of an optimizer from here on, called `name`."""
+        self.kind = EntryKind.STATE
+        if self.name != name:
+            self.rename(name)
 
     def become_parameter(self) -> None:
         """It is what a parameter shows, from here on, and nobody's gradient."""
@@ -336,8 +363,8 @@ class Store:
         That is on the device, or on the host of the emulated one, unless throttled links must show.
         """
         place, tier = entry.place, entry.place.tier
-        if tier.on_device or not (tier.in_memory and self.reaches_host):
-            return tier.on_device
+        if entry.on_device or not (tier.in_memory and self.reaches_host):
+            return entry.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     @uninterrupted
@@ -421,9 +448,8 @@ class Store:
         self.enter(entry.name)
         before_write(entry)
         self._mover.mark_blank(entry.place)
-        entry.deferred = ()
-        entry.unset = False
-        entry.version += 1
+        entry.overwritten()
+        entry.written()
 
     @uninterrupted
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:

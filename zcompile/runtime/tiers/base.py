@@ -174,10 +174,16 @@ class Place:
         """Of the entry, for people; said once, where its bytes rest."""
         return self.extent.name
 
-    @name.setter
-    def name(self, name: str) -> None:
-        """The name of the entry, for people; kept once, in its extent."""
+    def rename(self, name: str) -> None:
         self.extent = replace(self.extent, name=name)
+
+    def rest(self, tier: TierIO, extent: Extent) -> None:
+        """Let the entry rest in `extent` of `tier` from here on; what lies there is its value."""
+        self.tier, self.extent = tier, extent
+
+    def free(self) -> None:
+        """The entry is dead: nothing new is submitted."""
+        self.freed = True
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""

@@ -113,7 +113,7 @@ class TransferQueue:
     def free(self, place: Place) -> None:
         """Give the extent back once nothing is in flight on it."""
         with self._lock:
-            place.freed = True
+            place.free()
             idle = not place.in_flight
         if idle:
             place.tier.release(place.extent)

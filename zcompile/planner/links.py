@@ -3,13 +3,15 @@
 A transfer is cut into pieces, and each piece passes its links one after the other, so that while
 one is copied the next is read. A link carries one piece at a time; two that share a lane take
 turns, reads first. Bytes of the staging ring that a transfer in flight takes are not there for
-others. Compute is a transfer that takes its time and no link.
+others. Compute is a transfer that takes its time and no link; other work that is given in seconds
+goes over a `TaskLane`, which does one piece of work at a time.
 
 `LinkPaths` says which links the bytes of an instruction travel over, by the tier of its entry.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -24,60 +26,51 @@ from zcompile.machine.model import Link
 from zcompile.machine.staging import lane_bytes
 
 
+@dataclass(frozen=True)
+class TaskLane:
+    """Carries work that is given in seconds, one piece at a time: a CPU, for example."""
+
+    name: str
+    bytes_per_s: float = 1.0
+    latency_s: float = 0.0
+    shares: str | None = None
+
+
+@dataclass(slots=True, eq=False)
 class SimTransfer:
     """One transfer: `nbytes` over the links of `route`.
 
     over_after   number of links until its memory on the device is free, or filled
+    seconds      its duration, if it is compute; None: it has bytes
+    adds         it is added to the bytes at home: on the host, half of each buffer for either
+    disk_nbytes  bytes that a disk moves for it: whole blocks
+    unseen       a link that it passes in no time
     begin_s      when its first piece set out; None before
     queued_s     when the last piece set out on the link to, or from, the device
     over_s       when its memory was free or filled
     home_s       when all of it was done
-    disk_nbytes  bytes that a disk moves for it: whole blocks
-    unseen       a link that it passes in no time
-    seconds      its duration, if it is compute
-    adds         it is added to the bytes at home: on the host, half of each buffer for either
     blockers     number of events before it may set out
     over_left    pieces whose memory on the device is not yet free or filled
     home_left    pieces that are not yet done
     after_over   transfers that wait for `over_s`; after_home: for `home_s`
     """
 
-    __slots__ = (
-        "adds",
-        "after_home",
-        "after_over",
-        "begin_s",
-        "blockers",
-        "disk_nbytes",
-        "home_left",
-        "home_s",
-        "nbytes",
-        "over_after",
-        "over_left",
-        "over_s",
-        "queued_s",
-        "route",
-        "seconds",
-        "unseen",
-    )
-
-    def __init__(
-        self, nbytes: int, route: Sequence[Link] = (), over_after: int = 0, seconds: float = 0.0
-    ) -> None:
-        self.seconds = seconds
-        self.adds = False
-        self.nbytes = self.disk_nbytes = nbytes
-        self.unseen: str | None = None
-        self.route = route
-        self.over_after = over_after
-        self.begin_s: float | None = None
-        self.queued_s: float | None = None
-        self.over_s: float | None = None
-        self.home_s: float | None = None
-        self.blockers = 1
-        self.over_left = self.home_left = 0
-        self.after_over: list[SimTransfer] = []
-        self.after_home: list[SimTransfer] = []
+    nbytes: int
+    route: Sequence[Link | TaskLane] = ()
+    over_after: int = 0
+    seconds: float | None = None
+    adds: bool = False
+    disk_nbytes: int = 0
+    unseen: str | None = None
+    begin_s: float | None = None
+    queued_s: float | None = None
+    over_s: float | None = None
+    home_s: float | None = None
+    blockers: int = 1
+    over_left: int = 0
+    home_left: int = 0
+    after_over: "list[SimTransfer]" = field(default_factory=list)
+    after_home: "list[SimTransfer]" = field(default_factory=list)
 
     @property
     def staged(self) -> bool:
@@ -103,53 +96,45 @@ than its slower link alone: with 4 pieces at most a quarter of that, which the t
 hide."""
 
 
+@dataclass(slots=True, eq=False)
 class _Piece:
-    """A piece of a transfer. ways: the links it passes; pool: that holds `ring_bytes` for it; None,
-    if not staged."""
+    """A piece of a transfer.
 
-    __slots__ = ("at", "journey", "last", "nbytes", "pool", "ring_bytes", "ways")
+    queues  of the links that it passes
+    nbytes  or seconds, on a lane
+    pool    that holds `ring_bytes` for it; None, if not staged
+    at      number of links that it has passed
+    """
 
-    def __init__(
-        self,
-        journey: SimTransfer,
-        ways: "_Ways",
-        nbytes: int,
-        last: bool,
-        pool: "_Pool | None",
-        ring_bytes: int,
-    ) -> None:
-        self.journey = journey
-        self.ways = ways
-        self.nbytes = nbytes
-        self.last = last
-        self.pool, self.ring_bytes = pool, ring_bytes
-        self.at = 0
+    transfer: SimTransfer
+    queues: "_Queues"
+    nbytes: float
+    last: bool
+    pool: "_Pool | None" = None
+    ring_bytes: int = 0
+    at: int = 0
 
 
-class _Lane:
+@dataclass(slots=True, eq=False)
+class _Turns:
     """A resource that one piece at a time may use, and the pieces that wait for it, by urgency."""
 
-    __slots__ = ("busy", "first", "then")
-
-    def __init__(self) -> None:
-        self.busy = False
-        self.first: deque[_Piece] = deque()
-        self.then: deque[_Piece] = deque()
+    busy: bool = False
+    first: deque[_Piece] = field(default_factory=deque)
+    then: deque[_Piece] = field(default_factory=deque)
 
 
-_Ways = tuple[tuple[_Lane, deque[_Piece], float, float], ...]
-"""The links of a route: (lane, its queue for this link, bytes per second, latency) of each."""
+_Queues = tuple[tuple[_Turns, deque[_Piece], float, float], ...]
+"""The links of a route: (turns, their queue for this link, bytes per second, latency) of each."""
 
 
+@dataclass(slots=True, eq=False)
 class _Pool:
     """Bytes of the staging ring that pieces of one direction hold; waiting pieces are served in
     order."""
 
-    __slots__ = ("held", "waiting")
-
-    def __init__(self) -> None:
-        self.held = 0
-        self.waiting: deque[_Piece] = deque()
+    held: int = 0
+    waiting: deque[_Piece] = field(default_factory=deque)
 
 
 class LinkSimulator:
@@ -160,22 +145,24 @@ class LinkSimulator:
                  served first: in a ring of four chunks writes get one
     """
 
-    def __init__(self, links: Mapping[str, Link], chunk_bytes: int, ring_bytes: int) -> None:
+    def __init__(
+        self, links: Mapping[str, Link | TaskLane], chunk_bytes: int = 1, ring_bytes: int = 1
+    ) -> None:
         self.now = 0.0
         self._chunk_bytes = chunk_bytes
         self._events: list[tuple[float, int, Callable[[LinkSimulator, Any], None], Any]] = []
         self._count = 0
-        self._lanes: dict[str, _Lane] = {}
+        self._turns: dict[str, _Turns] = {}
         for name, link in links.items():
-            shared = self._lanes.get(link.shares) if link.shares else None
-            self._lanes[name] = shared or _Lane()
-        self._ways: dict[int, tuple[Sequence[Link], _Ways]] = {}
+            shared = self._turns.get(link.shares) if link.shares else None
+            self._turns[name] = shared or _Turns()
+        self._queues: dict[int, tuple[Sequence[Link | TaskLane], _Queues]] = {}
         self._ring_bytes, self._lane_bytes = ring_bytes, lane_bytes(ring_bytes)
         self._reads, self._writes = _Pool(), _Pool()
 
     def start(
         self,
-        journey: SimTransfer,
+        transfer: SimTransfer,
         at_s: float,
         after: Iterable[SimTransfer] = (),
         after_home: Iterable[SimTransfer] = (),
@@ -187,13 +174,13 @@ class LinkSimulator:
         """
         for other in after:
             if other.over_s is None:
-                other.after_over.append(journey)
-                journey.blockers += 1
+                other.after_over.append(transfer)
+                transfer.blockers += 1
         for other in after_home:
             if other.home_s is None:
-                other.after_home.append(journey)
-                journey.blockers += 1
-        self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, journey)
+                other.after_home.append(transfer)
+                transfer.blockers += 1
+        self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, transfer)
 
     def advance(self, to_s: float) -> None:
         """Let everything happen until `to_s`."""
@@ -209,10 +196,10 @@ class LinkSimulator:
             self.advance(self._events[0][0])
         return self.now
 
-    def until(self, journey: SimTransfer, moment: str) -> float:
-        """Let events happen until `journey` has the time `moment`, which is returned."""
+    def until(self, transfer: SimTransfer, moment: str) -> float:
+        """Let events happen until `transfer` has the time `moment`, which is returned."""
         events = self._events
-        while (time_s := getattr(journey, moment)) is None:
+        while (time_s := getattr(transfer, moment)) is None:
             assert events, "what is waited for was never started"
             self.now, _, act, what = heappop(events)
             act(self, what)
@@ -222,54 +209,57 @@ class LinkSimulator:
         self._count = count = self._count + 1
         heappush(self._events, (time_s, count, act, what))
 
-    def _unblock(self, journey: SimTransfer) -> None:
-        journey.blockers -= 1
-        if not journey.blockers:
-            self._set_out(journey)
+    def _unblock(self, transfer: SimTransfer) -> None:
+        transfer.blockers -= 1
+        if not transfer.blockers:
+            self._set_out(transfer)
 
-    def _set_out(self, journey: SimTransfer) -> None:
-        if not journey.route or not journey.nbytes:
-            journey.begin_s = journey.queued_s = self.now
-            if journey.seconds:
-                self._at(self.now + journey.seconds, LinkSimulator._end, journey)
+    def _set_out(self, transfer: SimTransfer) -> None:
+        seconds = transfer.seconds
+        if not transfer.route or (seconds is None and not transfer.nbytes):
+            transfer.begin_s = transfer.queued_s = self.now
+            if seconds:
+                self._at(self.now + seconds, LinkSimulator._end, transfer)
             else:
-                self._end(journey)
+                self._end(transfer)
             return
-        ways = self._ways_of(journey.route)
-        if not journey.staged:
-            journey.over_left = journey.home_left = 1
-            self._queue(_Piece(journey, ways, journey.nbytes, True, None, 0))
+        queues = self._queues_of(transfer.route)
+        if not transfer.staged:
+            transfer.over_left = transfer.home_left = 1
+            amount = transfer.nbytes if seconds is None else seconds
+            self._queue(_Piece(transfer, queues, amount, True))
             return
-        pool = self._reads if journey.arrives else self._writes
-        size, cut_in = self._size(journey), journey.cut_in
-        whole, rest = divmod(journey.nbytes, size)
-        journey.over_left = journey.home_left = whole + bool(rest)
+        pool = self._reads if transfer.arrives else self._writes
+        size, cut_in = self._size(transfer), transfer.cut_in
+        whole, rest = divmod(transfer.nbytes, size)
+        transfer.over_left = transfer.home_left = whole + bool(rest)
         ring_bytes, last = self._buffer(size) * cut_in, 0 if rest else whole
         for number in range(1, whole + 1):
-            pool.waiting.append(_Piece(journey, ways, size, number == last, pool, ring_bytes))
+            piece = _Piece(transfer, queues, size, number == last, pool, ring_bytes)
+            pool.waiting.append(piece)
         if rest:
             ring_bytes = self._buffer(rest) * cut_in
-            pool.waiting.append(_Piece(journey, ways, rest, True, pool, ring_bytes))
+            pool.waiting.append(_Piece(transfer, queues, rest, True, pool, ring_bytes))
         self._admit()
 
-    def _ways_of(self, route: Sequence[Link]) -> _Ways:
-        found = self._ways.get(id(route))
+    def _queues_of(self, route: Sequence[Link | TaskLane]) -> _Queues:
+        found = self._queues.get(id(route))
         if found is None:
             made = []
             for link in route:
-                lane = self._lanes[link.name]
-                queue = lane.then if link.name == "disk_write" else lane.first
-                made.append((lane, queue, link.bytes_per_s, link.latency_s))
+                turns = self._turns[link.name]
+                queue = turns.then if link.name == "disk_write" else turns.first
+                made.append((turns, queue, link.bytes_per_s, link.latency_s))
             # The route is kept, so that no other can have its id.
-            found = self._ways[id(route)] = route, tuple(made)
+            found = self._queues[id(route)] = route, tuple(made)
         return found[1]
 
-    def _size(self, journey: SimTransfer) -> int:
+    def _size(self, transfer: SimTransfer) -> int:
         """Bytes of the pieces of a transfer, but for the last."""
-        chunk = self._chunk_bytes // journey.cut_in
-        chunks = -(-journey.nbytes // chunk)
+        chunk = self._chunk_bytes // transfer.cut_in
+        chunks = -(-transfer.nbytes // chunk)
         size = -(-chunks // MOST_PIECES) * chunk
-        return max(chunk, min(size, self._lane_bytes // 4 // journey.cut_in))
+        return max(chunk, min(size, self._lane_bytes // 4 // transfer.cut_in))
 
     def _buffer(self, nbytes: int) -> int:
         """Bytes of the ring for so many bytes: whole blocks."""
@@ -292,31 +282,31 @@ class LinkSimulator:
                 self._queue(waiting.popleft())
 
     def _queue(self, piece: _Piece) -> None:
-        lane, queue, _, _ = piece.ways[piece.at]
-        if lane.busy:
+        turns, queue, _, _ = piece.queues[piece.at]
+        if turns.busy:
             queue.append(piece)
         else:
-            lane.busy = True
+            turns.busy = True
             self._carry(piece)
 
     def _carry(self, piece: _Piece) -> None:
         """Start a piece on its lane, which is free."""
-        journey, at, now = piece.journey, piece.at, self.now
-        if journey.begin_s is None:
-            journey.begin_s = now
-        if piece.last and at + 1 == journey.over_after:
-            journey.queued_s = now
+        transfer, at, now = piece.transfer, piece.at, self.now
+        if transfer.begin_s is None:
+            transfer.begin_s = now
+        if piece.last and at + 1 == transfer.over_after:
+            transfer.queued_s = now
         self._count = count = self._count + 1
-        over_s = now + piece.nbytes / piece.ways[at][2]
+        over_s = now + piece.nbytes / piece.queues[at][2]
         heappush(self._events, (over_s, count, LinkSimulator._passed, piece))
 
     def _passed(self, piece: _Piece) -> None:
         """Free the lane of a piece for the next one."""
-        lane, _, _, latency_s = piece.ways[piece.at]
-        if queue := lane.first or lane.then:
+        turns, _, _, latency_s = piece.queues[piece.at]
+        if queue := turns.first or turns.then:
             self._carry(queue.popleft())
         else:
-            lane.busy = False
+            turns.busy = False
         if latency_s:
             self._count = count = self._count + 1
             heappush(self._events, (self.now + latency_s, count, LinkSimulator._arrive, piece))
@@ -324,38 +314,38 @@ class LinkSimulator:
             self._arrive(piece)
 
     def _arrive(self, piece: _Piece) -> None:
-        journey = piece.journey
+        transfer = piece.transfer
         piece.at = at = piece.at + 1
-        if at == journey.over_after:
-            journey.over_left -= 1
-            if not journey.over_left:
-                self._over(journey)
-        if at < len(piece.ways):
+        if at == transfer.over_after:
+            transfer.over_left -= 1
+            if not transfer.over_left:
+                self._over(transfer)
+        if at < len(piece.queues):
             self._queue(piece)
             return
         if (pool := piece.pool) is not None:
             pool.held -= piece.ring_bytes
             if self._reads.waiting or self._writes.waiting:
                 self._admit()
-        journey.home_left -= 1
-        if not journey.home_left:
-            self._home(journey)
+        transfer.home_left -= 1
+        if not transfer.home_left:
+            self._home(transfer)
 
-    def _end(self, journey: SimTransfer) -> None:
-        self._over(journey)
-        self._home(journey)
+    def _end(self, transfer: SimTransfer) -> None:
+        self._over(transfer)
+        self._home(transfer)
 
-    def _over(self, journey: SimTransfer) -> None:
-        journey.over_s = self.now
-        self._release(journey.after_over)
+    def _over(self, transfer: SimTransfer) -> None:
+        transfer.over_s = self.now
+        self._release(transfer.after_over)
 
-    def _home(self, journey: SimTransfer) -> None:
-        journey.home_s = self.now
-        self._release(journey.after_home)
+    def _home(self, transfer: SimTransfer) -> None:
+        transfer.home_s = self.now
+        self._release(transfer.after_home)
 
     def _release(self, waiting: list[SimTransfer]) -> None:
-        for journey in waiting:
-            self._unblock(journey)
+        for transfer in waiting:
+            self._unblock(transfer)
         waiting.clear()
 
 

@@ -12,9 +12,8 @@ the machine does not say is in `Assumptions`, each with its source), the step (`
 placement of a transformer's bytes that fits a machine (`fastest`, `group_of`).
 """
 
-import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,6 +32,7 @@ from zcompile.planner.analytic.model import (
     hierarchical_gather,
     use_of,
 )
+from zcompile.planner.links import LinkSimulator, SimTransfer, TaskLane
 
 
 @dataclass(frozen=True)
@@ -62,64 +62,20 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """When each task starts and ends.
 
     A lane does one task at a time, in the order in which they become ready; a task is ready when
-    all tasks that it comes after have ended; of tasks ready at one instant the first goes first.
-    Tasks come after earlier ones only, so there is no cycle and all of them end. Nothing is random.
+    all tasks that it comes after have ended. Tasks come after earlier ones only, so there is no
+    cycle and all of them end. Nothing is random.
     """
-    walk = _Walk(tasks)
-    walk.start(walk.ready(i for i, task in enumerate(tasks) if not task.after))
-    while walk.running:
-        walk.start(walk.end_next())
+    lanes = {task.lane: (TaskLane(task.lane),) for task in tasks}
+    simulator = LinkSimulator({name: lane for name, (lane,) in lanes.items()})
+    works = [SimTransfer(0, lanes[task.lane], 1, task.seconds) for task in tasks]
     busy: dict[str, float] = defaultdict(float)
-    for task in tasks:
+    for number, (task, work) in enumerate(zip(tasks, works, strict=True)):
+        assert all(other < number for other in task.after)
+        simulator.start(work, 0.0, after_home=[works[other] for other in task.after])
         busy[task.lane] += task.seconds
-    return Timeline(tuple(walk.starts), tuple(walk.ends), dict(busy))
-
-
-class _Walk:
-    """The state at one instant, `now`."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.tasks = tasks
-        self.starts, self.ends = [0.0] * len(tasks), [0.0] * len(tasks)
-        self.now = 0.0
-        self.running: list[tuple[float, int]] = []  # a heap of (end, task)
-        self._waiting: dict[str, list[tuple[float, int]]] = {task.lane: [] for task in tasks}
-        self._working: set[str] = set()
-        self._missing = [len(set(task.after)) for task in tasks]
-        self._followers: dict[int, list[int]] = defaultdict(list)
-        for i, task in enumerate(tasks):
-            for other in set(task.after):
-                assert other < i
-                self._followers[other].append(i)
-
-    def ready(self, found: Iterable[int]) -> set[str]:
-        """Queue tasks; returns the lanes that have something new to look at."""
-        lanes = set()
-        for i in found:
-            heapq.heappush(self._waiting[self.tasks[i].lane], (self.now, i))
-            lanes.add(self.tasks[i].lane)
-        return lanes
-
-    def start(self, lanes: set[str]) -> None:
-        for lane in sorted(lanes - self._working):
-            if self._waiting[lane]:
-                _, i = heapq.heappop(self._waiting[lane])
-                self.starts[i], self.ends[i] = self.now, self.now + self.tasks[i].seconds
-                self._working.add(lane)
-                heapq.heappush(self.running, (self.ends[i], i))
-
-    def end_next(self) -> set[str]:
-        """End all tasks that end at the next instant; returns the lanes that are free or have new
-        tasks."""
-        self.now, lanes = self.running[0][0], set[str]()
-        while self.running and self.running[0][0] == self.now:
-            _, done = heapq.heappop(self.running)
-            self._working.discard(self.tasks[done].lane)
-            lanes.add(self.tasks[done].lane)
-            for i in self._followers[done]:
-                self._missing[i] -= 1
-            lanes |= self.ready(i for i in self._followers[done] if not self._missing[i])
-        return lanes
+    simulator.finish()
+    starts, ends = (work.begin_s or 0.0 for work in works), (work.home_s or 0.0 for work in works)
+    return Timeline(tuple(starts), tuple(ends), dict(busy))
 
 
 STATE_ON_DISK_BYTES = 12

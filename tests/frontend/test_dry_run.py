@@ -300,3 +300,20 @@ def test_a_model_that_looks_at_values_is_told_so():
 
     with pytest.raises(Unsupported, match="asks for the value of a tensor"):
         zcompile.plan(Looks(), torch.empty(4, 8), machine=SMALL)
+
+
+def test_a_plan_made_where_new_tensors_are_on_meta_is_the_same():
+    class Positions(nn.Module):
+        """Makes tensors of its own, on whatever device is the default."""
+
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return (self.table(x) + torch.arange(16.0)).square().mean()
+
+    with torch.device("meta"):
+        model, x = Positions(), torch.ones(4, 16)
+        inside = zcompile.plan(model, x, machine="desktop-24gb")
+    assert str(inside) == str(zcompile.plan(model, x, machine="desktop-24gb"))

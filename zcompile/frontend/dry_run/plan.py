@@ -7,7 +7,7 @@ a real one is once it was seen. Weights are not needed: a model on `meta` will d
 import gc
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zcompile.config import Config, build
 from zcompile.errors import ConfigInvalid, Unsupported
-from zcompile.frontend.dry_run.device import DryRunDevice, blank_like
+from zcompile.frontend.dry_run.device import CPU, DryRunDevice, blank_like
 from zcompile.frontend.dry_run.session import (
     DryRunMode,
     DryRunSession,
@@ -78,6 +78,12 @@ def gc_paused() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+def on_cpu() -> AbstractContextManager[object]:
+    """A context in which new tensors are on the CPU, as all of a dry run is; a caller's `with
+    torch.device("meta")` would take its measurements and what the model makes elsewhere."""
+    return CPU if torch.get_default_device() != CPU else nullcontext()
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -145,9 +151,10 @@ def plan(
                     one region reads), MachineUnknown, MachineInvalid, UserCodeFailed (the model
                     fails with these inputs; the cause is its error)
     """
-    terms = terms_of(build(config, fields, "zcompile.plan"), machine)
-    traced = trace(model, example_inputs, terms, optimizer, micro_batches)
-    return report_of(traced, terms)
+    with on_cpu():
+        terms = terms_of(build(config, fields, "zcompile.plan"), machine)
+        traced = trace(model, example_inputs, terms, optimizer, micro_batches)
+        return report_of(traced, terms)
 
 
 def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:

@@ -26,7 +26,7 @@ AREAS = {
     " runtime/eager/tensor runtime/eager/unbacked",
     "streaming": "runtime/eager/streaming ir/optimizer_step",
     "transfers": "runtime/transfer/transfer runtime/transfer/queue runtime/transfer/staging"
-    " runtime/store/resident runtime/store/placement runtime/gradients/near"
+    " runtime/store/resident runtime/store/placement runtime/gradients/on_device"
     " runtime/io/engine runtime/tiers/disk",
     "extents": "runtime/tiers/base runtime/tiers/extents runtime/device/arena",
     "gradients": "runtime/gradients/gradients runtime/gradients/leaves",

@@ -60,7 +60,7 @@ class Listing:
 
 def home_of(x: Fetch | Store | Borrow) -> Hashable:
     cast = getattr(x, "cast", None)
-    return (int(x.entry), cast.narrow if cast else None)
+    return (int(x.entry), cast.copy_dtype if cast else None)
 
 
 def extent_of(x: Fetch | Store | Borrow) -> tuple[int, int]:

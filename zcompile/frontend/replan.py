@@ -216,7 +216,7 @@ class StepController(Rescheduling):
             self.plan = None
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
-            evict(session, self._near(), {})
+            evict(session, self._resident(), {})
             device.clear()
             device.open_window(session.arena.budget_bytes)
         return True
@@ -283,7 +283,7 @@ class StepController(Rescheduling):
         device = session.homes.device
         self._quiet()
         device.open_window(plan.arena.window_bytes)
-        left = evict(session, [e for e in self._near() if self._is_misplaced(e, homes)], homes)
+        left = evict(session, [e for e in self._resident() if self._is_misplaced(e, homes)], homes)
         device.clear()
         wanted = sorted(
             (ref for ref, home in homes.items() if home == "device"),
@@ -321,7 +321,7 @@ class StepController(Rescheduling):
         session.forget_steps()
         self.forget()
 
-    def _near(self) -> list[Entry]:
+    def _resident(self) -> list[Entry]:
         """Entries that rest on the device."""
         return [entry for entry in self.session.entries() if entry.on_device]
 

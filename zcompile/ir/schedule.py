@@ -27,10 +27,10 @@ from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Ph
 
 @dataclass(frozen=True)
 class Cast:
-    """Dtype of an entry's elements (`wide`), and dtype of a low-precision copy of it (`narrow`)."""
+    """Dtype of an entry's elements, and dtype of a low-precision copy of it."""
 
-    wide: torch.dtype
-    narrow: torch.dtype
+    dtype: torch.dtype
+    copy_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Fetch:
 
     @cached_property
     def effects(self) -> Effects:
-        narrow = None if self.cast is None else self.cast.narrow
+        narrow = None if self.cast is None else self.cast.copy_dtype
         return Effects(
             "fetch",
             self.name,

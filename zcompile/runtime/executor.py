@@ -408,9 +408,9 @@ class _Call:
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
             self.views = resident.resident_views(self.store, self.entries)
             self.gradients.begin()
-            self.gradients.near.begin(self.schedule, self.leaves)
+            self.gradients.on_device.begin(self.schedule, self.leaves)
             self._run_instructions()
-            self.gradients.near.end()
+            self.gradients.on_device.end()
         except BaseException:
             self.gradients.abandon()
             self._abandon()
@@ -440,7 +440,7 @@ class _Call:
 
     def _run(self, run: Run) -> None:
         self.held.rises()
-        targets = self.gradients.near.targets(run.into, self.leaves)
+        targets = self.gradients.on_device.targets(run.into, self.leaves)
         compute(run, self.values, targets)
         self.held.ran(run, self.values, bool(targets))
         if run.ticket is not None:
@@ -486,7 +486,7 @@ class _Call:
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
         leaf = self.leaves[reduce.entry]
-        held = self.gradients.near.receive(leaf, grad)
+        held = self.gradients.on_device.receive(leaf, grad)
         if held is not None:
             in_flight.note(held, self.begun)
         else:

@@ -53,9 +53,9 @@ class Call:
     def called(self) -> ScheduleCall:
         """The call as the proof of a handover sees it."""
         copies: Copies = {
-            (entry.key, narrow): copy.key
+            (entry.key, dtype): copy.key
             for entry in self.entries
-            for narrow, (copy, _) in entry.copies.items()
+            for dtype, (copy, _) in entry.copies.items()
         }
         return ScheduleCall(self.schedule, [entry.key for entry in self.entries], copies)
 
@@ -66,7 +66,7 @@ class Call:
         return {
             fetch.ticket: written[key]
             for fetch in self.schedule.fetches()
-            if (fetch.cast is None or fetch.cast.narrow in self.entries[fetch.entry].copies)
+            if (fetch.cast is None or fetch.cast.copy_dtype in self.entries[fetch.entry].copies)
             and (key := source_of(fetch, self.entries).key) in written
         }
 
@@ -160,7 +160,7 @@ class Foresight:
             named = self._next.entries[fetch.entry]
             if not self._store.holds(named):
                 continue
-            if fetch.cast is not None and fetch.cast.narrow not in named.copies:
+            if fetch.cast is not None and fetch.cast.copy_dtype not in named.copies:
                 continue
             entry = source_of(fetch, self._next.entries)
             arena, slot = self._store.arena, fetch.slot

@@ -195,14 +195,14 @@ class CopyCasts:
 
 
 def make_copy(entry: Entry, cast: Cast) -> None:
-    """Make `entry.copies[cast.narrow]`, or make it again. raises  TierFull, and what a transfer
+    """Make `entry.copies[cast.copy_dtype]`, or make it again. raises  TierFull, and what a transfer
     raises"""
-    session, numel = session_of(entry), entry.nbytes // cast.wide.itemsize
-    copy = copy_of(entry, cast.narrow, numel)
+    session, numel = session_of(entry), entry.nbytes // cast.dtype.itemsize
+    copy = copy_of(entry, cast.copy_dtype, numel)
     version = entry.version
     columns = (
-        column_of(entry, EntryIndex(0), cast.wide, writes=False),
-        column_of(copy, EntryIndex(1), cast.narrow, writes=True),
+        column_of(entry, EntryIndex(0), cast.dtype, writes=False),
+        column_of(copy, EntryIndex(1), cast.copy_dtype, writes=True),
     )
     row = Row(numel, columns, (), CopyCasts(((0, 1),)))
     build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_room)
@@ -215,7 +215,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         make_copy(entry, cast)  # anew, since they rest elsewhere now
         return
     session.executor.run(schedule, [], [entry, copy])
-    entry.copies[cast.narrow] = (copy, version)
+    entry.copies[cast.copy_dtype] = (copy, version)
 
 
 def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:

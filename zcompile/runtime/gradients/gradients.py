@@ -43,7 +43,7 @@ from zcompile.runtime.gradients.leaves import (
     store_tile,
     whole_layout,
 )
-from zcompile.runtime.gradients.near import DeviceGradients
+from zcompile.runtime.gradients.on_device import DeviceGradients
 from zcompile.runtime.gradients.shared import SharedGradients
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.store import Entry, Store
@@ -92,7 +92,9 @@ class Gradients:
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
         self._shared = SharedGradients(self._move_to_store)
-        self.near = DeviceGradients(store, wrap, norms, self._sole_parameter, self._store_result)
+        self.on_device = DeviceGradients(
+            store, wrap, norms, self._sole_parameter, self._store_result
+        )
 
     @uninterrupted
     def expect(self, leaves: Iterable[Leaf]) -> None:
@@ -320,7 +322,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """A call failed: forget its contributions."""
-        self.near.abandon()
+        self.on_device.abandon()
         self.returned.clear()
         self._after_call = None
 

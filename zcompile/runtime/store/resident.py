@@ -126,18 +126,18 @@ def copy_dense(target: Tensor, source: Tensor) -> None:
 # --- Low-precision copies ---
 
 MakeCopy = Callable[[Entry, Cast], None]
-"""Makes `entry.copies[cast.narrow]`, or makes it again; given from the side that can compute."""
+"""Makes `entry.copies[cast.copy_dtype]`, or makes it again."""
 
 
 def source_of(fetch: Fetch, entries: Sequence[Entry]) -> Entry:
     """The entry whose bytes a fetch brings."""
     entry = entries[fetch.entry]
-    return entry if fetch.cast is None else entry.copies[fetch.cast.narrow][0]
+    return entry if fetch.cast is None else entry.copies[fetch.cast.copy_dtype][0]
 
 
 def is_fresh(entry: Entry, cast: Cast) -> bool:
     """Whether the copy for `cast` was cast from the entry as it is now."""
-    found = entry.copies.get(cast.narrow)
+    found = entry.copies.get(cast.copy_dtype)
     return found is not None and found[1] == entry.version
 
 

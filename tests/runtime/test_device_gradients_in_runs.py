@@ -16,7 +16,7 @@ from zcompile.ir.units import MiB
 from zcompile.planner import step_plan
 from zcompile.runtime.gradients import near
 from zcompile.runtime.gradients.gradients import Gradients
-from zcompile.runtime.gradients.near import DeviceGradients
+from zcompile.runtime.gradients.on_device import DeviceGradients
 
 ROOM = {"device_memory": "16MiB"}
 """All states and gradients rest on the device."""

@@ -7,7 +7,7 @@ import torch
 
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
-from zcompile.runtime.gradients.near import DeviceGradients
+from zcompile.runtime.gradients.on_device import DeviceGradients
 
 SHAPE = (4, 6)
 

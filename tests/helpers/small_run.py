@@ -5,7 +5,7 @@ from pathlib import Path
 from zcompile.ir import serialize as rf
 from zcompile.ir.serialize import encode
 
-STAGES = ("captured", "gather-params", "schedule-prefetch")
+STAGES = ("captured", "gather-params", "cut-regions")
 
 
 def node(
@@ -78,8 +78,7 @@ def write_graph(run: Path, index: int) -> None:
         rf.nodes_file(graph, step, name).write_text(encode(nodes))
     rf.passes_file(graph).write_text(encode(rows))
     param = rf.ParamRecord("up_weight", "up.weight", (32, 8), "f32", 1024, "disk")
-    slot = rf.SlotRecord("pending", "up.weight", "forward", 0, 1024, 2, 7)
-    plan = rf.PlanRecord(f"frame {index}", 4096, (param,), (slot,), 2, 2)
+    plan = rf.PlanRecord(f"frame {index}", 4096, (param,), 2, 2)
     rf.plan_file(graph).write_text(encode(plan))
     rf.schedule_file(graph, "forward").write_text(encode(instructions()))
     rows_text = (f"{i.index}  {i.stream}  {i.kind}  {i.name}\n" for i in instructions())

@@ -1,28 +1,20 @@
 """Addresses: nothing alive overlaps, and no packing needs much more than what is alive."""
 
-from itertools import takewhile
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joint import captured, least_budget
+from programs import blocks, least_window, programs
 from sampled import crossed
 from small_models import SMALL_MODELS
 
-from zcompile.config import Config
-from zcompile.ir import ops
-from zcompile.ir.graph import find
 from zcompile.ir.types import ALIGNMENT, aligned
 from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
 from zcompile.memory.window import Need
-from zcompile.passes.allocate_arena import AllocateArena
-from zcompile.passes.pipeline import pipeline
-from zcompile.passes.schedule_prefetch import SchedulePrefetch, choose_starts
+from zcompile.passes.schedule_prefetch import choose_starts, schedule_prefetch
 
-BEFORE = tuple(
-    takewhile(lambda p: not isinstance(p, SchedulePrefetch), pipeline(Config(device="cpu")))
-)
 KB = 2 * ALIGNMENT
 
 
@@ -149,17 +141,12 @@ def test_a_stream_of_equal_sizes_needs_what_is_alive(gaps, lasting):
     assert packed_bytes(blocks, pack(blocks)) == live_peak(blocks)
 
 
-def scheduled_blocks(model: str, lead: int, budget_bytes: int) -> list[list[Block]]:
-    """Of both phases, as PlanArena meets them."""
-    met: list[list[Block]] = []
-    joint = captured(model).copy(budget_bytes).through(*BEFORE, SchedulePrefetch(lead))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "zcompile.passes.allocate_arena.pack", lambda blocks: met.append(blocks) or pack(blocks)
-        )
-        AllocateArena().rewrite(joint.graph, joint.plan)
-    assert sum(len(blocks) for blocks in met) == len(list(find(joint.graph, ops.fetch)))
-    return met
+def scheduled_blocks(model: str, lead: int, room: float) -> list[list[Block]]:
+    """Of both phases, with `room` times the arena that each needs at least."""
+    return [
+        blocks(schedule_prefetch(replace(p, budget_bytes=int(least_window(p) * room)), lead))
+        for p in programs(model)
+    ]
 
 
 LEADS = (0, 1, 2, 4, 8)
@@ -168,10 +155,9 @@ LEADS = (0, 1, 2, 4, 8)
 
 @pytest.mark.parametrize(("model", "lead"), crossed(SMALL_MODELS, LEADS))
 def test_a_model_needs_at_most_two_percent_more_than_what_is_alive(model, lead):
-    least = least_budget(captured(model))
     for share in (1, 1.1, 1.25, 1.5, 2, 3, 4):
-        for blocks in scheduled_blocks(model, lead, int(least * share)):
-            assert packed_bytes(blocks, pack(blocks)) <= 1.02 * live_peak(blocks), share
+        for met in scheduled_blocks(model, lead, share):
+            assert packed_bytes(met, pack(met)) <= 1.02 * live_peak(met), share
 
 
 QUICK = 1.25
@@ -181,10 +167,9 @@ as early as such a packing allows (`choose_starts`), so that what it wastes cost
 
 @pytest.mark.parametrize(("model", "lead"), crossed(SMALL_MODELS, LEADS))
 def test_a_quick_packing_of_a_model_needs_at_most_a_quarter_more_than_what_is_alive(model, lead):
-    least = least_budget(captured(model))
     for share in (1, 1.25, 1.5, 2, 3):
-        for blocks in scheduled_blocks(model, lead, int(least * share)):
-            assert packed_bytes(blocks, pack_quickly(blocks)) <= QUICK * live_peak(blocks), share
+        for met in scheduled_blocks(model, lead, share):
+            assert packed_bytes(met, pack_quickly(met)) <= QUICK * live_peak(met), share
 
 
 LAYER = (2, 24, 8, 2, 32, 32, 1)

@@ -19,7 +19,7 @@ from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.ir.types import Phase, aligned
 from zcompile.ir.units import KiB, MiB
-from zcompile.passes.lower import arrange
+from zcompile.passes.arrange import rearrange
 
 UNSEEN = "100GB/s"
 """A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""
@@ -74,9 +74,9 @@ def of_model(name: str) -> dict[str, Schedule]:
         found[f"{told} tight"] = schedule
         if schedule.phase is Phase.STEP or not any(schedule.fetches()):
             continue
-        found[f"{told} roomy"] = arrange(schedule, frozenset(), MiB, 8)
+        found[f"{told} roomy"] = rearrange(schedule, MiB, 8)
         half = frozenset(EntryIndex(k) for k in range(0, len(schedule.handles), 2))
-        found[f"{told} half resident"] = arrange(schedule, half, schedule.budget_bytes, 8)
+        found[f"{told} half resident"] = rearrange(schedule, schedule.budget_bytes, 8, half)
     return found
 
 

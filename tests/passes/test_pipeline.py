@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from joint import captured, least_budget
 from sampled import sampled
 from small_models import SMALL_MODELS
@@ -10,11 +11,11 @@ from small_models import SMALL_MODELS
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, GraphInvalid, PassOrder
 from zcompile.ir import printer
-from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.gather_params import GatherParams
+from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.pipeline import pipeline, run
-from zcompile.passes.schedule_prefetch import SchedulePrefetch
+from zcompile.passes.split_budget import SplitBudget
 
 PASSES = pipeline(Config(device="cpu"))
 
@@ -37,16 +38,16 @@ def test_every_pass_shows_the_graph_before_and_after():
 def test_a_pass_before_its_time_is_refused_with_the_order():
     joint = captured("mlp").copy()
     with pytest.raises(PassOrder) as caught:
-        run(joint.gm, joint.plan, (GatherParams(), AllocateArena()))
+        run(joint.gm, joint.plan, (GatherParams(), SplitBudget()))
     assert str(caught.value) == (
-        "allocate-arena needs fetches placed, which no earlier pass gives "
-        "(order: gather-params > allocate-arena)"
+        "split-budget needs regions cut, which no earlier pass gives "
+        "(order: gather-params > split-budget)"
     )
 
 
 def test_a_wish_becomes_a_field_of_a_pass():
-    passes = pipeline(Config(device="cpu", max_lead=3))
-    assert [p.max_lead for p in passes if isinstance(p, SchedulePrefetch)] == [3]
+    passes = pipeline(Config(device="cpu", param_dtype=torch.bfloat16))
+    assert [p.dtype for p in passes if isinstance(p, NarrowParams)] == [torch.bfloat16]
 
 
 class Watched:
@@ -96,14 +97,9 @@ def test_the_same_graph_gives_the_same_plan(name):
 def test_every_budget_from_the_least_on_is_kept(name):
     joint = captured(name)
     least = least_budget(joint)
-    roomy = joint.through(*PASSES).plan
-    held, most = roomy.beside.nbytes, roomy.beside.nbytes + roomy.arena_bytes
     with pytest.raises(BudgetExceeded):
         joint.copy(budget_bytes=511).through(*PASSES)
-    arenas = []
-    for budget in range(least, most + 512, max(512, (most - least) // 12 // 512 * 512)):
-        planned = joint.copy(budget_bytes=budget).through(*PASSES)
-        assert planned.plan.arena_bytes + held <= budget
-        arenas.append(planned.plan.arena_bytes)
-    assert arenas == sorted(arenas), "more room is never used worse"
-    assert arenas[-1] == roomy.arena_bytes
+    for budget in range(least, 2 * least, max(512, least // 12 // 512 * 512)):
+        plan = joint.copy(budget_bytes=budget).through(*PASSES).plan
+        assert plan.budget_bytes + plan.beside.nbytes == budget
+        assert 0 < plan.least_bytes <= plan.budget_bytes

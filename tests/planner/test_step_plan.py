@@ -18,7 +18,7 @@ from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.lower import ArenaShare, arranged
+from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import step_plan
 from zcompile.planner.bounds import demand_of
 from zcompile.planner.placement import Room

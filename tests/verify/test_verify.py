@@ -11,8 +11,7 @@ from zcompile.config import Config
 from zcompile.errors import GraphInvalid
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find, insert, output_of, phase_of, positions, region_of, set_region
-from zcompile.ir.schedule import Slot
-from zcompile.ir.types import NodeName, Phase
+from zcompile.ir.types import Phase
 from zcompile.passes.pipeline import pipeline
 from zcompile.verify.graph import RULES, verify
 
@@ -139,28 +138,6 @@ def view_of_another_region(joint: Joint) -> str:
     return f"%{reader.name} reads %{view.name}, a view made in another region"
 
 
-def overlapping_slots(joint: Joint) -> str:
-    first, second = find(joint.graph, ops.fetch)[:2]
-    slots = dict(joint.plan.slots)
-    slots[NodeName(second.name)] = slots[NodeName(first.name)]
-    joint.plan = replace(joint.plan, slots=slots)
-    return f"%{second.name} lies over %{first.name}, which is still alive"
-
-
-def no_address(joint: Joint) -> str:
-    last = find(joint.graph, ops.fetch)[-1]
-    slots = {name: slot for name, slot in joint.plan.slots.items() if name != last.name}
-    joint.plan = replace(joint.plan, slots=slots)
-    return f"%{last.name} has no address"
-
-
-def beyond_the_budget(joint: Joint) -> str:
-    name = max(joint.plan.slots, key=lambda n: joint.plan.slots[n].end)
-    end = joint.plan.slots[name].end
-    joint.plan = replace(joint.plan, budget_bytes=end - 1)
-    return f"%{name} ends at byte {end} of a budget of {end - 1}"
-
-
 CASES = {
     no_value: "values_are_known",
     unknown_parameter: "handles_are_params",
@@ -174,9 +151,6 @@ CASES = {
     never_released: "everything_is_released_once",
     computes_with_a_sink: "grads_of_sinks_stay",
     view_of_another_region: "views_stay_in_their_region",
-    overlapping_slots: "slots_do_not_overlap",
-    no_address: "slots_do_not_overlap",
-    beyond_the_budget: "budget_holds",
 }
 """What breaks a graph, and the rule that sees it."""
 
@@ -239,30 +213,3 @@ def test_no_release_can_stand_earlier_without_being_seen(model):
         reader.prepend(release)
         with pytest.raises(GraphInvalid, match="released above"):
             verify(joint.graph, joint.plan, after="a-pass", facts=FACTS)
-
-
-@pytest.mark.parametrize("model", ["mlp", "module called twice", "tied embeddings"])
-def test_any_two_slots_that_are_alive_together_may_not_meet(model):
-    joint = planned(model)
-    names = list(joint.plan.slots)
-    seen = 0
-    for one in names:
-        for other in names:
-            there = Slot(joint.plan.slots[other].address, joint.plan.slots[one].nbytes)
-            plan = replace(joint.plan, slots={**joint.plan.slots, NodeName(one): there})
-            if one != other and alive_together(joint, one, other):
-                seen += 1
-                with pytest.raises(GraphInvalid, match="still alive"):
-                    verify(joint.graph, plan, after="a-pass", facts=FACTS)
-    assert seen or len(names) < 3
-
-
-def alive_together(joint: Joint, one: str, other: str) -> bool:
-    where = positions(joint.graph)
-    spans = []
-    for name in (one, other):
-        (fetch,) = [n for n in joint.graph.nodes if n.name == name]
-        (wait,) = fetch.users
-        spans.append((where[fetch], max(where[u] for u in wait.users)))
-    (a, b), (c, d) = spans
-    return a <= d and c <= b

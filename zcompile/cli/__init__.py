@@ -71,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     asked.set_defaults(command=lambda args: show.diff(args.run, args.graph, args.a, args.b))
     asked = add("schedule", "the instructions that the runtime walks", "RUN")
     asked.add_argument("--phase", choices=PHASES, help="only this phase")
-    asked.set_defaults(command=lambda args: show.schedule(args.run, args.graph, args.phase))
+    asked.add_argument(
+        "--regions", action="store_true", help="by region: what is fetched, read, and leaves"
+    )
+    asked.set_defaults(
+        command=lambda args: show.schedule(args.run, args.graph, args.phase, args.regions)
+    )
     asked = add("timeline", "the last step that was written: measured beside predicted", "RUN")
     asked.set_defaults(command=lambda args: timeline.timeline(args.run))
     asked = add(

@@ -27,7 +27,6 @@ from zcompile.ir.serialize import (
     NodeRecord,
     ParamRecord,
     PassRecord,
-    SlotRecord,
     open_run,
 )
 from zcompile.ir.units import show_seconds, show_size
@@ -188,27 +187,25 @@ class Event:
 
 @dataclass(frozen=True)
 class PhaseLife:
-    """The events of one phase. alive: lines from the first event that holds bytes to the last;
-    lines: in the phase."""
+    """The events of one phase.
+
+    instructions  about the parameter, of the schedules that calls walk
+    ahead         regions that each of its fetches starts before the first that reads it
+    """
 
     phase: str
-    lines: int
-    alive: int
     events: tuple[Event, ...]
-    slots: tuple[SlotRecord, ...]
     instructions: tuple[InstructionRecord, ...]
+    ahead: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What one pass did to the parameter. lead: lines from each fetch to its wait, after the
-    pass."""
+    """What one pass did to the parameter: op -> how many more or fewer."""
 
     step: int
     name: str
     did: dict[str, int]
-    lead: tuple[int, ...]
-    lead_before: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -263,21 +260,26 @@ def _phase_life(
     graph: Graph, param: ParamRecord, phase: str, nodes: Sequence[NodeRecord]
 ) -> PhaseLife:
     mine = [node for node in nodes if node.phase == phase]
-    events = tuple(_events(param.name, mine))
-    held = [event.line for event in events if event.target not in ("placeholder", _GRAD)]
-    scheduled = [
-        row
-        for arrangement in graph.arrangements(phase)
-        for row in graph.schedule(phase, arrangement)
-    ]
+    schedules = [graph.schedule(phase, number) for number in graph.arrangements(phase)]
     return PhaseLife(
         phase=phase,
-        lines=len(mine),
-        alive=held[-1] - held[0] + 1 if held else 0,
-        events=events,
-        slots=tuple(s for s in graph.plan().slots if s.param == param.name and s.phase == phase),
-        instructions=tuple(row for row in scheduled if row.name == param.name),
+        events=tuple(_events(param.name, mine)),
+        instructions=tuple(r for rows in schedules for r in rows if r.name == param.name),
+        ahead=tuple(lead for rows in schedules for lead in _leads(param.name, rows)),
     )
+
+
+def _leads(name: str, rows: Sequence[InstructionRecord]) -> Iterator[int]:
+    """For each fetch of the parameter, the regions that compute between it and its wait."""
+    fetched: dict[int | None, int] = {}
+    runs = 0
+    for row in rows:
+        if row.kind == "run":
+            runs += 1
+        elif row.name == name and row.kind == "fetch":
+            fetched[row.ticket] = runs
+        elif row.name == name and row.kind == "wait":
+            yield runs - fetched[row.ticket]
 
 
 def _events(name: str, nodes: Sequence[NodeRecord]) -> Iterator[Event]:
@@ -307,20 +309,7 @@ def _effects(
         counts = Counter(node.target for node in after if node.param == name)
         counts.subtract(Counter(node.target for node in before if node.param == name))
         did = {target: count for target, count in sorted(counts.items()) if count}
-        yield Effect(row.step, row.name, did, _leads(name, after), _leads(name, before))
-
-
-def _leads(name: str, nodes: Sequence[NodeRecord]) -> tuple[int, ...]:
-    """Lines from each fetch of the parameter to the wait that reads it."""
-    line = {node.name: i for i, node in enumerate(nodes)}
-    waits = (node for node in nodes if node.param == name and node.target == "zinf.wait")
-    return tuple(
-        line[node.name] - line[read]
-        for node in waits
-        for arg in node.args
-        for read in _READ.findall(arg)
-        if read in line
-    )
+        yield Effect(row.step, row.name, did)
 
 
 def _text(life: Life) -> str:
@@ -344,20 +333,20 @@ def _phase_lines(phase: PhaseLife) -> Iterator[str]:
             f"    {event.line:5d}  {event.what:<18} {event.target:<20} %{event.node:<24} "
             f"{show_size(event.live_bytes):>9} live{where}"
         )
-    for slot in phase.slots:
-        yield (
-            f"           compiled to slot [{slot.address}, {slot.address + slot.nbytes}) of the "
-            f"arena for %{slot.node}, lines {slot.first} to {slot.last}"
-        )
-    if phase.alive:
-        yield f"           on the device for {phase.alive} of {phase.lines} lines"
     if phase.instructions:
-        steps = ", ".join(f"{row.index} {row.kind}" for row in phase.instructions)
+        steps = ", ".join(map(_instruction_text, phase.instructions))
         yield f"           in the schedule that calls walk: {steps}"
+    if phase.ahead:
+        leads = ", ".join(map(str, phase.ahead))
+        yield f"           fetched so many regions before the first that reads it: {leads}"
+
+
+def _instruction_text(row: InstructionRecord) -> str:
+    said = f"{row.index} {row.kind}"
+    if row.kind != "fetch" or row.address is None:
+        return said
+    return f"{said} into [{row.address}, {row.address + row.nbytes}) of the arena"
 
 
 def _effect_text(row: Effect) -> str:
-    said = [f"{target} {count:+d}" for target, count in row.did.items()]
-    if row.lead != row.lead_before and row.lead:
-        said.append(f"lines from its start to its wait: {', '.join(map(str, row.lead))}")
-    return ", ".join(said) or "nothing"
+    return ", ".join(f"{target} {count:+d}" for target, count in row.did.items()) or "nothing"

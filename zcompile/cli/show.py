@@ -124,8 +124,10 @@ def _difference(graph: Graph, a: str, b: str) -> Difference:
     return Difference(graph.index, before.name, after.name, not told, told)
 
 
-def schedule(path: Path, graph: int | None, phase: str | None) -> Answer:
+def schedule(path: Path, graph: int | None, phase: str | None, regions: bool = False) -> Answer:
     """The instructions that calls of every phase, or of one, walked last.
+
+    regions  the region programs that these were lowered from, in place of their text
 
     raises  RunUnreadable, NotInRun if no graph asked about has such a phase
     """
@@ -141,7 +143,10 @@ def schedule(path: Path, graph: int | None, phase: str | None) -> Answer:
         known = sorted({p for g in run.graphs for p in g.phases()})
         raise NotInRun(run.path, "schedule of phase", phase or "any", known)
     texts = [
-        (f"graph{g.index} {p}" + (f", arrangement {n}" if n > 1 else ""), g.schedule_text(p, n))
+        (
+            f"graph{g.index} {p}" + (f", arrangement {n}" if n > 1 else ""),
+            g.program_text(p, n) if regions else g.schedule_text(p, n),
+        )
         for g, p, n in found
     ]
     rows = [Scheduled(g.index, p, g.schedule(p, n), n) for g, p, n in found]

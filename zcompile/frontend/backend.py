@@ -40,8 +40,9 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
 from zcompile.memory.footprint import Size, footprint, memory_profile
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
+from zcompile.passes.arrange import arrange
+from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
-from zcompile.passes.lower import lower
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor
@@ -198,9 +199,11 @@ class _Graph:
         session = self.session()
         regions = session.regions if session is not None else {}
         known = frozenset(regions)
-        # Lower, count live bytes, and prove the schedule safe.
-        schedule = lower(gm, self.plan, phase, self.watch.name, regions, sinks)
-        schedule = replace(schedule, trains=told_as == "forward")
+        # Schedule, count live bytes, and prove the schedule safe.
+        program = program_of(
+            gm, self.plan, phase, self.watch.name, regions, sinks, trains=told_as == "forward"
+        )
+        schedule = arrange(program, self.plan.budget_bytes, self.config.max_lead)
         count = partial(self._holds, gm.graph, schedule)
         schedule = replace(schedule, holds=count(hint))
         verify_schedule(schedule)

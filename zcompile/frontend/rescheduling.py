@@ -15,7 +15,7 @@ from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import Phase
 from zcompile.memory.step_footprint import held_peak
-from zcompile.passes.lower import arrange
+from zcompile.passes.arrange import rearrange
 from zcompile.planner.step_plan import UNBOUNDED_LEAD
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
@@ -39,7 +39,7 @@ def refitted(
     stay    entries whose gradients stay there
     raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
     """
-    made = arrange(schedule, resident, budget_bytes, lead_of(session), stay)
+    made = rearrange(schedule, budget_bytes, lead_of(session), resident, stay)
     verify_schedule(made)
     return made
 

@@ -9,7 +9,7 @@ from zcompile.frontend.rescheduling import lead_of
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, EntryRef
 from zcompile.machine.cost import Costs
-from zcompile.passes.lower import ArenaShare
+from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.floor import floor
 from zcompile.planner.placement import Room

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from torch import fx
 
 from zcompile.ir.memory_curve import Memory, MemoryCurve, SlicedRegion
-from zcompile.ir.schedule import Slot
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase, Work
 
 
@@ -78,10 +77,6 @@ class ActivationCost:
     least_s: float | None
 
 
-def _nothing() -> Mapping[NodeName, Slot]:
-    return MappingProxyType({})
-
-
 def _not_counted() -> Mapping[Phase, Work]:
     return MappingProxyType({})
 
@@ -123,7 +118,6 @@ class GraphPlan:
     cuts             handle of each weight that is to be cut -> most bytes of a tile; None as long
                      as that is not decided
     sliced           regions that run over slices of tokens, in graph order
-    slots            fetch node -> its range of the arena
     notes            what was left undone, and why
     activations      what becomes of each value that backward needs, in the order they are made
     activation_cost  of those together; None as long as they are not planned
@@ -139,7 +133,6 @@ class GraphPlan:
     beside: GraphMemory = NOTHING_BESIDE
     cuts: Mapping[str, int] | None = None
     sliced: tuple[SlicedRegion, ...] = ()
-    slots: Mapping[NodeName, Slot] = field(default_factory=_nothing)
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()
     activation_cost: ActivationCost | None = None
@@ -159,8 +152,3 @@ class GraphPlan:
         """Memory curves with all saved values kept, and as it was chosen; None as long as the
         budget is not split."""
         return None if self.held is None else Memory(self.kept or self.held, self.held)
-
-    @property
-    def arena_bytes(self) -> int:
-        """End of the highest slot."""
-        return max((slot.end for slot in self.slots.values()), default=0)

@@ -3,6 +3,7 @@
 Also lines up rows of text as columns (`table`).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx
 
 from zcompile.ir.effects import Instruction, Lane
 from zcompile.ir.graph import phase_of
-from zcompile.ir.schedule import Schedule
+from zcompile.ir.schedule import Departure, RegionProgram, Schedule
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.units import show_size
 
@@ -131,3 +132,37 @@ def schedule_text(schedule: Schedule) -> str:
         row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
         rows.append(row.rstrip())
     return "\n".join(rows) + "\n"
+
+
+def program_text(program: RegionProgram) -> str:
+    """The region program: for each region what starts before it, what it reads, and what leaves
+    after it."""
+    outline = program.outline
+    fetched, budget = len(program.fetched), program.budget_bytes
+    within = "" if budget is None else f" within {show_size(budget)}"
+    rows = [
+        f"{outline.phase.value} of {outline.name}: {len(program.regions)} regions read "
+        f"{len(program.values)} values, {fetched} of them fetched{within}"
+    ]
+    starting, reading = defaultdict(list), defaultdict(list)
+    for value in program.values:
+        until = f" until region {value.last}" if value.last > value.first else ""
+        if value.in_place:
+            reading[value.first].append(f"  reads    {value.name} in place{until}")
+            continue
+        reading[value.first].append(f"  reads    {value.name}{until}")
+        slot = value.slot
+        where = "" if slot is None else f" into [{slot.address}, {slot.end})"
+        ahead = value.first - value.start
+        lead = f", {ahead} ahead" if ahead else ""
+        starting[value.start].append(f"  fetches  {value.name}{where}{lead}")
+    rows += map(_departure_row, program.departures[0])
+    for n, run in enumerate(program.regions):
+        rows += [f"region {n}: {run.region.text}", *starting[n], *reading[n]]
+        rows += map(_departure_row, program.departures[n + 1])
+    return "\n".join(rows) + "\n"
+
+
+def _departure_row(x: Departure) -> str:
+    _, kind, name, _ = instruction_row(x)
+    return f"  {kind:<7}  {name}"

@@ -1,18 +1,25 @@
-"""Defines instructions and schedules: the door between compile time and run time.
+"""Defines instructions, schedules and region programs: the border of compile time and run time.
 
 A schedule is a flat list. Compute instructions (`Wait`, `Run`, `Free`, `Borrow`, `Left`) act in
 order on the compute stream; transfers (`Fetch`, `Reduce`, `Store`, `Offload`) are started in order
 on the stream of their link and run beside it. What a transfer must wait for is named by tickets, so
 that safety can be read off the list alone. Each instruction says in its `effects` what it does
 (`ir/effects.py`).
+
+A region program stands between a graph and its schedule. A graph says what is computed from what; a
+schedule, at which instruction each byte moves. A region program of one phase says which regions
+compute, in order, which values each of them reads from the arena, and what leaves the device
+between them. Where a value rests, when its fetch starts and where it lies are decided on it, by
+passes (`passes/arrange.py`): once when the graph is compiled, when every value is fetched, and
+again for each placement that a plan of the whole step gives.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -347,6 +354,7 @@ class Schedule:
     scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
     traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
                  it was not traced
+    program      what it was lowered from, so that it can be arranged anew; None for a step
     """
 
     phase: Phase
@@ -370,6 +378,7 @@ class Schedule:
     traced_work: Work | None = None
     least_bytes: int = 0
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
+    program: "RegionProgram | None" = field(default=None, compare=False, repr=False)
 
     @property
     def call_kind(self) -> str:
@@ -448,3 +457,63 @@ class GradientOf(Literal):
     """
 
     entry: EntryIndex
+
+
+class ReadValue(NamedTuple):
+    """A parameter, or an offloaded value, that regions read.
+
+    first, last  regions that read it, by number
+    register     of a tensor of `layout` over its bytes
+    begin        first of its `nbytes` bytes in the entry, or in the entry's copy
+    lasting      the entry outlives the step
+    cast         the regions read the entry's copy in another dtype
+    in_place     it rests on the device, and is read there: nothing is fetched
+    start        number of the region before which its fetch starts
+    slot         its range of the arena; None as long as that is not decided, or if in place
+    """
+
+    entry: EntryIndex
+    name: str
+    register: Register
+    layout: Layout
+    begin: int
+    nbytes: int
+    first: int
+    last: int
+    lasting: bool = True
+    cast: Cast | None = None
+    in_place: bool = False
+    start: int = 0
+    slot: Slot | None = None
+
+
+Departure = Reduce | Offload | Left
+"""What leaves the device, or has left, between two regions. Nothing waits for anything yet; the
+ticket of an offload, and of its `Left`, is its number among those of a call."""
+
+
+@dataclass(frozen=True)
+class RegionProgram:
+    """One phase of a graph, by regions.
+
+    outline       the schedule that it becomes, still without instructions
+    regions       in order; nobody waits for any of them yet
+    values        that they read, in the order of their first readers
+    departures    departures[n]: what leaves before region n; one more than there are regions
+    budget_bytes  of the arena, for what is fetched; None: unbounded
+    """
+
+    outline: Schedule
+    regions: tuple[Run, ...]
+    values: tuple[ReadValue, ...]
+    departures: tuple[tuple[Departure, ...], ...]
+    budget_bytes: int | None = None
+
+    @property
+    def fetched(self) -> tuple[ReadValue, ...]:
+        """The values that are not read in place."""
+        return tuple(value for value in self.values if not value.in_place)
+
+    def with_values(self, values: Iterable[ReadValue]) -> "RegionProgram":
+        """The program with these values, of which something was decided."""
+        return replace(self, values=tuple(values))

@@ -104,19 +104,6 @@ class ParamRecord:
 
 
 @dataclass(frozen=True)
-class SlotRecord:
-    """The address of a gathered value, from its first to its last line of a phase."""
-
-    node: str
-    param: str | None
-    phase: str
-    address: int
-    nbytes: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
 class ActivationRecord:
     """What becomes of one value of forward that backward needs.
 
@@ -157,7 +144,6 @@ class PlanRecord:
     name: str
     budget_bytes: int | None
     params: tuple[ParamRecord, ...]
-    slots: tuple[SlotRecord, ...]
     regions: int
     distinct_regions: int
     notes: tuple[str, ...] = ()
@@ -269,12 +255,18 @@ def schedule_text_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
     return graph / f"{_schedule_name(phase, arrangement)}.txt"
 
 
+def program_text_file(graph: Path, phase: str, arrangement: int = 1) -> Path:
+    """Path of the region program that a schedule was lowered from, as text."""
+    return graph / f"{_schedule_name(phase, arrangement).replace('schedule', 'program', 1)}.txt"
+
+
 def remove_schedules(graph: Path, phase: str) -> None:
     """Remove every arrangement of one phase."""
     arrangement = 1
     while schedule_file(graph, phase, arrangement).exists():
         schedule_file(graph, phase, arrangement).unlink()
         schedule_text_file(graph, phase, arrangement).unlink(missing_ok=True)
+        program_text_file(graph, phase, arrangement).unlink(missing_ok=True)
         arrangement += 1
 
 
@@ -472,6 +464,10 @@ class Graph:
 
     def schedule_text(self, phase: str, arrangement: int = 1) -> str:
         return _text(schedule_text_file(self.path, phase, arrangement))
+
+    def program_text(self, phase: str, arrangement: int = 1) -> str:
+        """The region program that the schedule was lowered from."""
+        return _text(program_text_file(self.path, phase, arrangement))
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,7 @@ class Fact(enum.Enum):
     PARAMS_RELEASED = "params released"
     GRADS_REDUCED = "gradients reduced"
     REGIONS_CUT = "regions cut"
-    FETCHES_PLACED = "fetches placed"
     BUDGET_SPLIT = "budget split"
-    BUDGET_MET = "budget met"
 
 
 class Pass(ABC):

@@ -6,7 +6,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from zcompile.ir import ops, printer, serialize
 from zcompile.ir import serialize as form
 from zcompile.ir.graph import (
     aliases_of,
-    find,
     is_compute,
     module_of,
     phase_of,
@@ -162,6 +161,9 @@ class Watcher:
         form.schedule_file(self._dir, phase, len(known)).write_text(serialize.encode(rows))
         text = form.schedule_text_file(self._dir, phase, len(known))
         text.write_text(printer.schedule_text(schedule))
+        assert schedule.program is not None, "a phase of a graph"
+        program = form.program_text_file(self._dir, phase, len(known))
+        program.write_text(printer.program_text(schedule.program))
 
     def _record(
         self, row: form.PassRecord, graph: fx.Graph, plan: GraphPlan, held: Footprint
@@ -241,7 +243,6 @@ def _plan(name: str, graph: fx.Graph, plan: GraphPlan) -> form.PlanRecord:
         name=name,
         budget_bytes=plan.budget_bytes,
         params=tuple(_param(handle, spec) for handle, spec in plan.params.items()),
-        slots=tuple(_slots(graph, plan)),
         regions=len(regions),
         distinct_regions=len({structure(nodes) for nodes in regions.values()}),
         notes=tuple(note.text for note in plan.notes),
@@ -261,22 +262,6 @@ def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
     layout = spec.layout
     dtype = str(layout.dtype).removeprefix("torch.")
     return form.ParamRecord(handle, spec.name, layout.size, dtype, spec.nbytes, spec.home)
-
-
-def _slots(graph: fx.Graph, plan: GraphPlan) -> Iterator[form.SlotRecord]:
-    """The slot of each fetch, in graph order; lines count from 0 within its phase."""
-    owners = _owners(graph, plan)
-    lines: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
-        lines.setdefault(phase_of(node).value, []).append(node)
-    for fetch in find(graph, ops.fetch):
-        slot = plan.slots[NodeName(fetch.name)]
-        phase = phase_of(fetch).value
-        (wait,) = fetch.users
-        first = lines[phase].index(fetch)
-        last = max(lines[phase].index(user) for user in wait.users)
-        owner = owners.get(fetch)
-        yield form.SlotRecord(fetch.name, owner, phase, slot.address, slot.nbytes, first, last)
 
 
 def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord:

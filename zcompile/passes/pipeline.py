@@ -14,7 +14,6 @@ from zcompile.config import Config
 from zcompile.errors import PassOrder
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.work import work_by_phase
-from zcompile.passes.allocate_arena import AllocateArena
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
@@ -23,7 +22,6 @@ from zcompile.passes.plan_activations import PlanActivations
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
-from zcompile.passes.schedule_prefetch import SchedulePrefetch
 from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
@@ -87,8 +85,6 @@ def pipeline(
         in_tiles,
         activations,
         *within,
-        SchedulePrefetch(config.max_lead),  # start each fetch early enough, within the budget
-        AllocateArena(),  # every gathered parameter has an address; the peak is proven
     )
 
 

@@ -1,66 +1,32 @@
 """Starts each fetch early enough to be there in time, and no earlier than the budget allows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
-from torch import fx
-
-from zcompile.ir import ops
-from zcompile.ir.graph import find, phase_of, region_of
-from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan
-from zcompile.ir.types import Phase, aligned
+from zcompile.ir.schedule import RegionProgram
+from zcompile.ir.types import aligned
 from zcompile.memory.allocator import live_peak
-from zcompile.memory.window import (
-    Need,
-    blocks_of,
-    check_fits,
-    in_place,
-    needs_of,
-    quickly_packed,
-)
-from zcompile.passes.base import Fact, Pass
+from zcompile.memory.window import Need, blocks_of, check_fits, in_place, quickly_packed
 
 
-@dataclass(frozen=True)
-class SchedulePrefetch(Pass):
-    """Move fetches ahead of the compute they can hide behind.
+def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
+    """Start fetches ahead of the regions that they can hide behind.
 
-        %a = zinf.wait(%a_pending)                %a = zinf.wait(%a_pending)
-        %y = aten.mm(%x, %a)                      %b_pending = zinf.fetch(%b_handle)
-        zinf.release(%a)                  ->      %y = aten.mm(%x, %a)
-        %b_pending = zinf.fetch(%b_handle)        zinf.release(%a)
-        %b = zinf.wait(%b_pending)                %b = zinf.wait(%b_pending)
+        a: read by region 0, starts before 0          a: read by region 0, starts before 0
+        b: read by region 1, starts before 1    ->    b: read by region 1, starts before 0
 
-    max_lead  regions a fetch may start ahead of its first reader; 0 leaves every fetch in place
+    max_lead  regions that a fetch may start ahead of its first reader; 0 leaves each right there
+    raises    BudgetExceeded, if what regions read together does not fit the arena
     """
-
-    max_lead: int = 8
-
-    name: ClassVar[str] = "schedule-prefetch"
-    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
-    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.FETCHES_PLACED})
-
-    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            fetches = [n for n in find(graph, ops.fetch) if phase_of(n) is phase]
-            if not fetches:
-                continue
-            _settle_boundaries(graph, phase)
-            needs = needs_of(graph, plan, phase)
-            starts = choose_starts(
-                needs, plan.budget_bytes, self.max_lead, phase.value, plan.beside
-            )
-            _move(graph, phase, dict(zip(fetches, starts, strict=True)))
-        return plan
+    needs = [Need(v.name, v.first, v.last, v.nbytes) for v in program.fetched]
+    where = program.outline.phase.value
+    starts = iter(choose_starts(needs, program.budget_bytes, max_lead, where))
+    return program.with_values(
+        v if v.in_place else v._replace(start=next(starts)) for v in program.values
+    )
 
 
 def choose_starts(
-    needs: Sequence[Need],
-    budget_bytes: int | None,
-    max_lead: int,
-    where: str,
-    beside: GraphMemory = NOTHING_BESIDE,
+    needs: Sequence[Need], budget_bytes: int | None, max_lead: int, where: str
 ) -> tuple[int, ...]:
     """For each fetch the region before which it starts: that of its first reader, or up to
     `max_lead` earlier.
@@ -70,14 +36,13 @@ def choose_starts(
     addresses still fit.
 
     where   phase, for the error
-    beside  live bytes outside the arena, for the error
     raises  BudgetExceeded, if they do not fit even without any lead
     """
     latest = in_place(needs)
     if budget_bytes is None:
         return tuple(max(0, first - max_lead) for first in latest)
     if quickly_packed(needs, latest) > budget_bytes:
-        check_fits(needs, budget_bytes, where, beside)
+        check_fits(needs, budget_bytes, where)
         return latest  # addresses are hard enough to find as it is
     best, low, high = latest, live_peak(blocks_of(needs, latest)), budget_bytes
     starts = _leads(needs, high, max_lead)
@@ -109,40 +74,3 @@ def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, .
             alive[start] += size
         starts.append(start)
     return tuple(starts)
-
-
-def _settle_boundaries(graph: fx.Graph, phase: Phase) -> None:
-    """Between two regions, put releases and reductions before fetches and waits.
-
-    A release that came after the wait of the next parameter would keep both alive at once.
-    """
-    nodes = [n for n in graph.nodes if n.op == "call_function" and phase_of(n) is phase]
-    pending: list[fx.Node] = []
-    for node in nodes:
-        if node.target in (ops.fetch, ops.wait):
-            pending.append(node)
-        elif node.target in (ops.release, *ops.SINKS):
-            if pending and node.args[0] not in pending:
-                pending[0].prepend(node)
-        else:
-            pending = []
-
-
-def _move(graph: fx.Graph, phase: Phase, starts: dict[fx.Node, int]) -> None:
-    """Put each fetch at the head of the block of waits that precedes its region."""
-    heads: dict[int, fx.Node] = {}
-    head: fx.Node | None = None
-    for node in graph.nodes:
-        if node.op != "call_function" or phase_of(node) is not phase:
-            continue
-        region = region_of(node)
-        if region is not None:
-            heads.setdefault(region, head or node)
-            head = None
-        elif node.target is ops.wait:
-            head = head or node
-        elif node.target in (ops.release, *ops.SINKS):
-            head = None
-    first = min(heads)
-    for fetch, start in starts.items():
-        heads[max(start, first)].prepend(fetch)

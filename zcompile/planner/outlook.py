@@ -13,7 +13,7 @@ from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, Ways
 from zcompile.machine.model import TIERS, Machine
 from zcompile.machine.staging import backlog_bytes, staging_size
-from zcompile.passes.lower import ArenaShare, arranged
+from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
 from zcompile.planner.placement import Placement, Room, group, place, totals

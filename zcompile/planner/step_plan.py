@@ -19,7 +19,7 @@ from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
 from zcompile.memory.step_footprint import held_in_steps, staying, staying_bytes
-from zcompile.passes.lower import ArenaShare, arranged, window_bytes
+from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
 from zcompile.planner.placement import Placement, Room, place
 
 LEADS = (1, 2, 4, 8, 16)

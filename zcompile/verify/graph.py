@@ -13,7 +13,7 @@ from zcompile.errors import GraphInvalid
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import aliases_of, find, is_ours, phase_of, positions, region_of
 from zcompile.ir.plan import GraphPlan
-from zcompile.ir.types import NodeName, Phase
+from zcompile.ir.types import Phase
 
 Finding = tuple[fx.Node, str]
 Rule = Callable[[fx.Graph, GraphPlan], Iterator[Finding]]
@@ -109,30 +109,6 @@ def views_stay_in_their_region(graph: fx.Graph, plan: GraphPlan) -> Iterator[Fin
                     yield user, f"%{user.name} reads %{view.name}, a view made in another region"
 
 
-def slots_do_not_overlap(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
-    where = positions(graph)
-    alive: list[tuple[fx.Node, int]] = []
-    for fetch in find(graph, ops.fetch):
-        slot = plan.slots.get(NodeName(fetch.name))
-        if slot is None:
-            yield fetch, f"%{fetch.name} has no address"
-            return
-        alive = [(other, end) for other, end in alive if end > where[fetch]]
-        for other, _ in alive:
-            if slot.overlaps(plan.slots[NodeName(other.name)]):
-                yield fetch, f"%{fetch.name} lies over %{other.name}, which is still alive"
-        (wait,) = fetch.users
-        end = max(where[user] for user in wait.users)
-        alive.append((fetch, end))
-
-
-def budget_holds(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
-    for name, slot in plan.slots.items():
-        if plan.budget_bytes is not None and slot.end > plan.budget_bytes:
-            (node,) = [n for n in graph.nodes if n.name == name]
-            yield node, f"%{name} ends at byte {slot.end} of a budget of {plan.budget_bytes}"
-
-
 def tensors_have_sizes(graph: fx.Graph, plan: GraphPlan) -> Iterator[Finding]:
     for fetch in find(graph, ops.gather, ops.fetch, ops.wait):
         value = fetch.meta["val"]
@@ -154,6 +130,4 @@ RULES: tuple[tuple[str | None, Rule], ...] = (
     ("PARAMS_RELEASED", everything_is_released_once),
     ("GRADS_REDUCED", grads_of_sinks_stay),
     ("REGIONS_CUT", views_stay_in_their_region),
-    ("BUDGET_MET", slots_do_not_overlap),
-    ("BUDGET_MET", budget_holds),
 )

@@ -1,0 +1,154 @@
+"""Schedules a region program: when each fetch starts, and where it lies in the arena.
+
+The same passes do so twice. When a graph is compiled nobody knows which entries its calls will be
+about, so every value is fetched. Once a placement says what rests on the device, `arrange` makes
+the schedule for it: resident values are read in place, and the fetches that are left start as early
+as the arena's window allows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
+from zcompile.ir.schedule import Departure, EntryIndex, Reduce, RegionProgram, Schedule
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Phase
+from zcompile.memory.allocator import Block, live_peak
+from zcompile.passes.allocate_arena import allocate_arena
+from zcompile.passes.lower import lower
+from zcompile.passes.schedule_prefetch import schedule_prefetch
+
+NONE: frozenset[EntryIndex] = frozenset()
+
+
+def arrange(
+    program: RegionProgram,
+    budget_bytes: int | None,
+    max_lead: int,
+    resident: frozenset[EntryIndex] = NONE,
+    stay: frozenset[EntryIndex] = NONE,
+) -> Schedule:
+    """The schedule of a program for calls whose `resident` entries rest on the device.
+
+    budget_bytes  of the arena, for what is fetched
+    max_lead      regions that a fetch may start ahead of its first reader
+    stay          entries whose gradients stay where they are made
+    raises        BudgetExceeded, if what one region reads does not fit
+    """
+    program = replace(program, budget_bytes=budget_bytes)
+    program = apply_placement(program, resident, stay)  # what is read in place, what stays
+    program = schedule_prefetch(program, max_lead)  # start each fetch early enough
+    program = allocate_arena(program)  # every fetched value has an address
+    return lower(program)
+
+
+def rearrange(
+    schedule: Schedule,
+    budget_bytes: int | None,
+    max_lead: int,
+    resident: frozenset[EntryIndex] = NONE,
+    stay: frozenset[EntryIndex] = NONE,
+) -> Schedule:
+    """`schedule`, which is of a graph, arranged anew (`arrange`)."""
+    assert schedule.program is not None, "a step is lowered anew from its rows"
+    made = arrange(schedule.program, budget_bytes, max_lead, resident, stay)
+    return replace(made, holds=schedule.holds)
+
+
+def apply_placement(
+    program: RegionProgram, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+) -> RegionProgram:
+    """Read `resident` entries where they rest, and leave the gradients of `stay` where they are
+    made.
+
+        a: fetched, read by region 0                  a: read in place by region 0
+        after region 3: the gradient of a       ->    after region 3: the gradient of a stays
+
+    A copy in another dtype is fetched even if its entry is resident.
+    """
+
+    def placed(x: Departure) -> Departure:
+        stays = isinstance(x, Reduce) and x.entry in stay
+        return replace(x, stays=stays) if isinstance(x, Reduce) and x.stays != stays else x
+
+    departures = tuple(tuple(map(placed, rows)) for rows in program.departures)
+    return replace(program, departures=departures).with_values(
+        v._replace(in_place=v.entry in resident and v.cast is None, start=v.first, slot=None)
+        for v in program.values
+    )
+
+
+@dataclass(frozen=True)
+class ArenaShare:
+    """How the schedules of a step share the arena with entries that rest there.
+
+    window_bytes  for what is fetched
+    max_lead      runs that a fetch may start ahead
+    chunk_bytes   most bytes per operand and chunk of the optimizer's step
+    reach         whether the optimizer's step computes with entries on the host in place
+    depth         most chunks of that step in the arena at once
+    scratch       memory outside the arena that no graph holds during that step; used if it is
+                  larger
+    """
+
+    window_bytes: int
+    max_lead: int
+    chunk_bytes: int
+    reach: bool = False
+    depth: int = DEPTH
+    scratch: StepRoom = NO_ROOM
+
+    @property
+    def step_room(self) -> StepRoom:
+        """Memory that the optimizer's step streams through."""
+        window = StepRoom(0, self.window_bytes, self.chunk_bytes, self.depth)
+        return self.scratch if self.scratch.nbytes > window.nbytes else window
+
+
+def arranged(step: StepTrace, homes: Mapping[EntryRef, str], arena: ArenaShare) -> StepTrace:
+    """A whole step under a placement, as the runtime will walk it.
+
+    homes   key of an entry -> the tier that it rests on
+    raises  BudgetExceeded, if what one run reads does not fit the window
+    """
+    made: dict[tuple[object, ...], Schedule] = {}
+    calls, held = [], {ref for ref, home in homes.items() if home == HELD}
+    for call in step.calls:
+        at = tuple(homes.get(ref, step.facts[ref].home) for ref in call.entries)
+        stay = call.making(held)
+        known = call.schedule.serial, at, stay
+        if known not in made:
+            made[known] = _arranged(call.schedule, at, stay, arena)
+        as_held = replace(made[known], holds=call.schedule.holds)
+        calls.append(replace(call, schedule=as_held))
+    facts = {ref: replace(f, home=homes.get(ref, f.home)) for ref, f in step.facts.items()}
+    return replace(step, calls=tuple(calls), facts=facts)
+
+
+def _arranged(
+    schedule: Schedule, homes: Sequence[str], stay: frozenset[EntryIndex], arena: ArenaShare
+) -> Schedule:
+    if schedule.budget_bytes is None:
+        return schedule
+    if schedule.phase is not Phase.STEP:
+        resident = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home in ON_DEVICE)
+        return rearrange(schedule, arena.window_bytes, arena.max_lead, resident, stay)
+    still = ON_DEVICE | {"host"} if arena.reach else ON_DEVICE
+    rows = [
+        replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
+        for row in schedule.rows
+    ]
+    return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), arena.step_room)
+
+
+def _rests(column: Column, home: str, still: frozenset[str]) -> Column:
+    """`column` with its operand on tier `home`."""
+    resident = home in ON_DEVICE if column.eased else home in still
+    return replace(column, resident=resident, far=home == "disk")
+
+
+def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:
+    """Bytes of the arena in which each fetch of a graph could start `lead` regions ahead."""
+    assert schedule.program is not None, "of a graph"
+    values = (v for v in schedule.program.values if v.entry not in resident)
+    return live_peak([Block(max(0, v.first - lead), v.last, v.nbytes) for v in values])

@@ -142,7 +142,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     saved: dict[int, set[str]] = {}
     callers: dict[int, list[int]] = {}
     running: deque[Region] = deque()
-    lower, partition = backend.lower, backend._Graph.partition
+    graphs: list[tuple[fx.GraphModule, GraphPlan, Phase]] = []
+    build, arrange, partition = backend.program_of, backend.arrange, backend._Graph.partition
     compute, run = executor.compute, executor.Executor.run
 
     def parted(self: Any, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +157,13 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         }
         return made
 
-    def lowered(gm: fx.GraphModule, plan: GraphPlan, phase: Phase, *rest: Any) -> Any:
-        schedule = lower(gm, plan, phase, *rest)
+    def built(gm: fx.GraphModule, plan: GraphPlan, phase: Phase, *rest: Any, **named: Any) -> Any:
+        graphs.append((gm, plan, phase))
+        return build(gm, plan, phase, *rest, **named)
+
+    def arranged(*args: Any) -> Any:
+        schedule = arrange(*args)
+        gm, plan, phase = graphs.pop()
         given = kept.get(id(plan), {}) if phase is Phase.BACKWARD else {}
         held = found.held[schedule.serial] = footprint(gm.graph, plan.params, given)
         found.phases[schedule.serial] = phase
@@ -202,7 +208,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
         compute(instruction, values, targets)
         meter.least, meter.after_op = NORM_BYTES, lambda: None
 
-    monkeypatch.setattr(backend, "lower", lowered)
+    monkeypatch.setattr(backend, "program_of", built)
+    monkeypatch.setattr(backend, "arrange", arranged)
     monkeypatch.setattr(backend._Graph, "partition", parted)
     monkeypatch.setattr(executor.Executor, "run", ran)
     monkeypatch.setattr(executor, "compute", computed)

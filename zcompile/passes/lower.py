@@ -113,13 +113,14 @@ class _Lowering:
         """The fetch of a value, after the last region that read its bytes of the arena."""
         slot = _slot_of(value)
         last = max(self._read.over(slot.address, slot.end), default=None)
+        after = () if last is None else (self._mark(last),)
         return Fetch(
             value.entry,
             value.begin,
             value.nbytes,
             slot,
             self._ticket(),
-            () if last is None else (self._mark(last),),
+            after,
             value.name,
             value.lasting,
             value.cast,

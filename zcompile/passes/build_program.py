@@ -286,8 +286,8 @@ class _Builder:
 def _cast(spec: ParamSpec, brings: Layout) -> Cast | None:
     """The cast from the dtype of a parameter to that of the copy a fetch brings; None, if it brings
     the parameter itself."""
-    wide = spec.layout.dtype
-    return None if brings.dtype is wide else Cast(wide, brings.dtype)
+    dtype = spec.layout.dtype
+    return None if brings.dtype is dtype else Cast(dtype, brings.dtype)
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -1,4 +1,4 @@
-"""Defines `Config`: what the user asked for, one frozen dataclass, checked at the door.
+"""Defines `Config`: what the user asked for, one frozen dataclass, checked when it is made.
 
 Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is dumped, never what
 is done. Where measurements are kept is up to `runtime/probe.py`.

@@ -1,4 +1,4 @@
-"""Compiles graphs of torch.compile: joins passes and runtime. The only file that knows both wings.
+"""Compiles the graphs of torch.compile: runs the passes, and hands the schedules to the executor.
 
 Dynamo hands over a graph and its inputs; AOTAutograd makes the joint graph and asks for a cut; the
 passes run in between. Nothing of a parameter's identity is baked in: an executor reads the handles

@@ -1,2 +1,2 @@
-"""The words that compiler and runtime share: ops, graphs, schedules, steps, and how they are
-printed."""
+"""The ir package defines the words that compiler and runtime share: ops, graphs, schedules, steps,
+and how they are printed."""

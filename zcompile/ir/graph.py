@@ -1,4 +1,4 @@
-"""Edits and questions on joint graphs: find, insert, follow views, phases of nodes.
+"""Finds and inserts nodes of joint graphs, follows views, and tells the phase of a node.
 
 A node is asked what it is by its target, never by its name. Aliasing is read from op schemas.
 """

@@ -1,6 +1,6 @@
-"""The zinf:: ops: schema, meaning and fake of each.
+"""Declares the zinf:: ops: schema, meaning and fake of each.
 
-An op is declared in one breath. Its meaning is what it does on one rank when it is simply called; a
+One call declares an op. Its meaning is what it does on one rank when it is simply called; a
 schedule does the same things earlier, in parallel. Between any two passes a graph that holds these
 ops can be run as it stands and must give the same numbers.
 """

@@ -1,4 +1,4 @@
-"""Rows of text as columns that line up."""
+"""Lines rows of text up as columns."""
 
 from collections.abc import Sequence
 

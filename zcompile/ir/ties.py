@@ -1,6 +1,6 @@
-"""Reports the death of objects by C code alone, to whoever looks next.
+"""Records which objects have died, by C code alone, for whoever looks next.
 
-A callback written in Python may be struck by Ctrl-C, and what is raised within a finalizer is
+Ctrl-C may interrupt a callback written in Python, and what is raised within a finalizer is
 printed and lost: the interrupt never reaches the program, and what the finalizer was to give back
 is never given back. `deque.append` and `SimpleQueue.put` run no bytecode, take no lock, and may be
 called in any thread, also within a garbage collection.

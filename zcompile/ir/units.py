@@ -1,6 +1,6 @@
-"""Sizes and rates as people write them, and back.
+"""Turns sizes and rates as people write them into numbers, and back.
 
-Inside the house a size is an int of bytes and a rate is bytes per second; this file is the only
+Everywhere else a size is an int of bytes and a rate is bytes per second; this file is the only
 place where "20GiB" and "300MB/s" become numbers, and numbers become text.
 """
 

@@ -1,3 +1,3 @@
-"""The version of zcompile, which packaging reads without importing anything."""
+"""Holds the version of zcompile, which packaging reads without importing anything."""
 
 VERSION = "0.1.0"

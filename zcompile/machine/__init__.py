@@ -1,4 +1,4 @@
-"""Tiers, links and rates of a machine; what work costs on it."""
+"""The machine package describes tiers, links and rates of a machine, and what work costs on it."""
 
 from zcompile.machine.model import Compute, Link, Machine
 

@@ -1,4 +1,4 @@
-"""A linear program, row by row, and its optimum, which HiGHS finds through scipy.
+"""Builds a linear program row by row, and finds its optimum by HiGHS, through scipy.
 
 Three questions of the compiler are linear programs: what waits for backward, is made again or moves
 (`passes/plan_activations/solve.py`), where entries of a step rest (`planner/placement.py`), and the

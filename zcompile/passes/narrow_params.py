@@ -1,4 +1,4 @@
-"""Fetches a parameter that is only read after a cast in the dtype of that cast."""
+"""Fetches parameters that are only read after a cast in the dtype of that cast."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The least that a step can cost, whatever a plan does: bytes over each link, and seconds.
+"""Bounds from below what a step costs, whatever a plan does: bytes over each link, and seconds.
 
 A step is a sequence of segments: stretches of calls of one phase (forward, backward, step; one pair
 of the first two per micro-batch). Take one segment and let

@@ -1,4 +1,4 @@
-"""Facts of a leaf of autograd say who takes a gradient, in which layout, and past which hooks.
+"""Describes leaves of autograd: who takes a gradient, in which layout, and past which hooks.
 
 A contribution may come in tiles (`TiledContribution`): each tile is stored at once, and the last
 one completes the gradient.

@@ -14,7 +14,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.planner import step_plan
-from zcompile.runtime.gradients import near
+from zcompile.runtime.gradients import on_device
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.on_device import DeviceGradients
 
@@ -57,13 +57,13 @@ def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
 
 def test_products_are_made_in_their_berths_and_only_the_rest_is_copied(monkeypatch):
     model, compiled, optimizer = begun(4, **ROOM)
-    copied, copy = [], near.copy_dense
+    copied, copy = [], on_device.copy_dense
 
     def noted(target, source):
         copied.append(tuple(target.shape))
         copy(target, source)
 
-    monkeypatch.setattr(near, "copy_dense", noted)
+    monkeypatch.setattr(on_device, "copy_dense", noted)
     train(model, compiled, optimizer, 4, 5)
     whole = tuple(model.embed.weight.shape)  # the sum of two
     small = [tuple(p.shape) for p in model.parameters() if p.dim() == 1]

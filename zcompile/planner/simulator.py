@@ -19,7 +19,8 @@ from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
 from zcompile.memory.step_footprint import StepFootprint
-from zcompile.planner.links import LinkPaths, LinkSimulator, SimTransfer
+from zcompile.planner.links import LinkSimulator, SimTransfer
+from zcompile.planner.paths import LinkPaths
 
 
 class ComputeTask(NamedTuple):

@@ -1,0 +1,166 @@
+"""Finds the links that the bytes of an instruction travel over, by the tier of its entry."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from zcompile.errors import Unsupported
+from zcompile.ir.effects import Effects, HomeAccess, Instruction, Lane
+from zcompile.ir.handover import handover, last_writes, passes_by
+from zcompile.ir.step import StepCall, StepTrace
+from zcompile.ir.types import EntryKind, EntryRef, Phase
+from zcompile.machine.cost import Costs
+from zcompile.machine.model import Link
+from zcompile.planner.links import SimTransfer
+
+HOST, DISK = "host", "disk"
+Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
+"""The call that fetches are handed over to, and the instructions after which they start."""
+
+
+class LinkPaths:
+    """The links of each transfer of one step on one machine.
+
+    homes  entry -> tier; where it is silent, as the step was recorded
+    """
+
+    def __init__(self, step: StepTrace, costs: Costs, homes: Mapping[EntryRef, str]) -> None:
+        self._facts = step.facts
+        self._ways = costs.ways
+        self._machine = costs.machine
+        self._homes = {**{ref: fact.home for ref, fact in step.facts.items()}, **homes}
+        self._copies = {f.name: f.ref for f in step.facts.values() if f.kind is EntryKind.COPY}
+        self._written: set[EntryRef] = set()
+        self._came: set[tuple[EntryRef, int]] = set()
+        """Of which gradients, and from which byte of them on, a part went home in this step."""
+        self._links: dict[tuple[str, ...], tuple[Link, ...]] = {}
+
+    def begin(self) -> None:
+        """Begin a step, in which nothing was written yet."""
+        self._written.clear()
+        self._came.clear()
+
+    def home(self, ref: EntryRef) -> str:
+        return self._homes.get(ref, HOST)
+
+    def resident(self, tier: str) -> Iterable[int]:
+        """Bytes of each entry that rests on `tier`."""
+        return (fact.nbytes for ref, fact in self._facts.items() if self.home(ref) == tier)
+
+    def entry_of(self, call: StepCall, home: HomeAccess) -> EntryRef:
+        """The entry that an access is about, which may be a low-precision copy."""
+        ref = call.entry_of(home)
+        if home.narrow is None or ref not in self._facts:
+            return ref
+        dtype = str(home.narrow).removeprefix("torch.")
+        return self._copies.get(f"{self._facts[ref].name} in {dtype}", ref)
+
+    def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
+        """For each call, the fetches that start in it for a later call.
+
+        That is the next one, but for calls that are passed by, which hand over nothing themselves.
+        """
+        found: list[Ahead] = []
+        heeded = [not self._passes_by(call) for call in calls]
+        for number, now in enumerate(calls):
+            after = [*range(number + 1, len(calls)), *range(number + 1)]
+            if not heeded[number]:
+                found.append((None, {}))
+                continue
+            then = next(calls[n] for n in after if heeded[n])
+            writes = last_writes(now.schedule, now.entries.__getitem__)
+            written: dict[int, int] = {
+                x.ticket: writes[ref]
+                for x in (instruction.effects for instruction in then.schedule.instructions)
+                if x.lane is Lane.IN and x.home is not None and x.ticket is not None
+                if (ref := self.entry_of(then, x.home)) in writes
+            }
+            found.append((then, handover(now.schedule, then.schedule, written).starts))
+        return found
+
+    def _passes_by(self, call: StepCall) -> bool:
+        kinds = [
+            self._facts[r].kind if r in self._facts else EntryKind.RESULT for r in call.entries
+        ]
+        return passes_by(call.schedule, kinds.__getitem__)
+
+    def transfer(self, call: StepCall, ref: EntryRef, x: Effects) -> SimTransfer:
+        """The transfer of an instruction, to or from the bytes of `ref`."""
+        assert x.home is not None, "a transfer moves bytes of an entry"
+        if x.lane is Lane.IN:
+            return self._arriving(call, ref, x.home)
+        if x.is_gradient:
+            return self._gradient(ref, x.home)
+        self._written.add(ref)
+        home = self.home(ref)
+        if home == DISK and self._ways.straight_write and x.reads_slot is not None:
+            journey = self._journey(x.home, 1, "disk_write")
+            journey.unseen = "d2h"
+            return journey
+        return self._leaving(home, x.home)
+
+    def _arriving(self, call: StepCall, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
+        """The transfer of bytes of an entry to the arena."""
+        home = self.home(ref)
+        if self._blank(call, ref):
+            return SimTransfer(0)
+        if home == DISK and self._ways.straight_read:
+            journey = self._journey(moved, 1, "disk_read")
+            journey.unseen = "h2d"
+            return journey
+        if home == DISK:
+            return self._journey(moved, 2, "disk_read", "h2d")
+        return self._journey(moved, 1, *(("h2d",) if home == HOST else ()))
+
+    def _gradient(self, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
+        """The transfer of a gradient home, where it is added to earlier parts."""
+        home, more = self.home(ref), (ref, moved.begin) in self._came
+        self._came.add((ref, moved.begin))
+        if more and home == DISK:
+            journey = self._journey(moved, 2, "disk_read", "d2h", "disk_write")
+        else:
+            journey = self._leaving(home, moved)
+        journey.adds = more
+        return journey
+
+    def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes and busy seconds over each link."""
+        nbytes = dict.fromkeys(self._machine.links, 0)
+        busy_s = dict.fromkeys(self._machine.links, 0.0)
+        for journey in journeys:
+            for link in journey.route:
+                on_disk = link.name.startswith(DISK)
+                nbytes[link.name] += journey.disk_nbytes if on_disk else journey.nbytes
+                busy_s[link.name] += journey.nbytes / link.bytes_per_s
+            if journey.unseen and not self._ways.asynchronous:
+                nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
+        return nbytes, busy_s
+
+    def _leaving(self, home: str, moved: HomeAccess) -> SimTransfer:
+        if home == DISK:
+            return self._journey(moved, 1, "d2h", "disk_write")
+        return self._journey(moved, 1, *(("d2h",) if home == HOST else ()))
+
+    def _blank(self, call: StepCall, ref: EntryRef) -> bool:
+        """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
+        link."""
+        if call.phase is not Phase.STEP or (fact := self._facts.get(ref)) is None:
+            return False
+        return fact.kind is EntryKind.COPY or (
+            fact.kind is EntryKind.RESULT and ref not in self._written
+        )
+
+    def _journey(self, moved: HomeAccess, over_after: int, *links: str) -> SimTransfer:
+        if links not in self._links:
+            self._links[links] = tuple(map(self._link, links))
+        journey = SimTransfer(moved.nbytes, self._links[links], over_after)
+        unit = self._ways.granule
+        journey.disk_nbytes = -(-moved.end // unit) * unit - moved.begin // unit * unit
+        return journey
+
+    def _link(self, name: str) -> Link:
+        try:
+            return self._machine.links[name]
+        except KeyError:
+            raise Unsupported(
+                f"the step moves bytes over {name!r}, which {self._machine.name!r} does not have",
+                "give the machine that link, or keep everything on tiers that it reaches",
+            ) from None

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import FrameSummary
-from types import TracebackType
 
 from zcompile.ir.units import show_size
 
@@ -364,12 +363,7 @@ class Running:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, ZinfError):
             return
         reason, frames = self._failure(error)

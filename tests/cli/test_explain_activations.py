@@ -1,12 +1,13 @@
 """`zinf explain` tells what became of values that backward needs."""
 
 from zcompile.cli.explain import ALL, fate_text, fates_of
-from zcompile.ir.serialize import ActivationRecord, PlanRecord
+from zcompile.ir.memory_curve import Activation
+from zcompile.ir.serialize import PlanRecord
 
 ROWS = (
-    ActivationRecord("relu", "relu of 1", 1 << 20, "host", 0.002, "moving it costs least"),
-    ActivationRecord("gelu", "gelu of 2", 1 << 19, "again", 0.001, "making it again costs least"),
-    ActivationRecord("mm", "mm of 3", 1 << 18, "keep", 0.0, "there is room for it"),
+    Activation("relu", "relu of 1", 1 << 20, "host", 0.002, "moving it costs least"),
+    Activation("gelu", "gelu of 2", 1 << 19, "again", 0.001, "making it again costs least"),
+    Activation("mm", "mm of 3", 1 << 18, "keep", 0.0, "there is room for it"),
 )
 
 

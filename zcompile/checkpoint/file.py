@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from zcompile.errors import CheckpointInvalid, ZinfError
 from zcompile.runtime.io.files import close_or_warn, open_regular
@@ -78,12 +77,7 @@ class OpenFiles:
     def __enter__(self) -> "OpenFiles":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with deferred_interrupts():
             while self._held:  # which were only read
                 path, fd = self._held.pop()

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -374,12 +373,7 @@ class Loader:
     def __enter__(self) -> "Loader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.shutdown()
         try:
             while self._leaving and error is None:

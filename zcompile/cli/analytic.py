@@ -8,10 +8,11 @@ from types import MappingProxyType
 
 from zcompile.cli.format import Answer, Point, read_size, read_sweep, swept
 from zcompile.errors import ConfigInvalid, UnknownOption
+from zcompile.ir.tables import columns
 from zcompile.ir.units import show_size
 from zcompile.machine.files import find, names
 from zcompile.machine.model import Machine, with_tier
-from zcompile.planner.analytic.model import STRATEGIES, Transformer, Use, read_shape, use_of
+from zcompile.planner.analytic.model import STRATEGIES, RankBytes, Transformer, read_shape, use_of
 from zcompile.planner.analytic.paper import ASSUMED, FIGURES, TOLERANCE, Row
 from zcompile.planner.analytic.step import (
     Assumptions,
@@ -67,7 +68,7 @@ class Scaled:
     activation_working_bytes: int
     strategies: tuple[StrategyFit, ...]
     job: Job
-    use: Use
+    use: RankBytes
     fits: bool
     step: StepTime
     step_seconds: float
@@ -131,7 +132,7 @@ def paper_answer(name: str) -> Answer:
     assumed = [f"  {text}" for text in ASSUMED.get(key, ())]
     title = f"{key} of ZeRO-Infinity (arXiv:2104.07857). {FIGURES[key].__doc__}"
     head = ("", "", "ours", "paper", "ours/paper", "")
-    table = _table((head, *(_compared(row) for row in rows)), "<<>>><")
+    table = columns((head, *(_compared(row) for row in rows)), "<<>>><")
     parts = (("where they differ:", notes), ("assumed:", assumed))
     lines = [line for head, told in parts if told for line in (head, *told)]
     return Answer(
@@ -240,7 +241,7 @@ def _text(scaled: Scaled) -> list[str]:
     return [
         f"{scaled.parameters / 1e9:,.1f}B parameters: {shape.layers} layers, "
         f"hidden {shape.hidden}, {shape.heads} heads; {kept}",
-        *_table(
+        *columns(
             (
                 ("  model states", show_size(scaled.model_state_bytes)),
                 ("  activation checkpoints, all ranks", show_size(scaled.checkpoint_bytes)),
@@ -250,7 +251,7 @@ def _text(scaled: Scaled) -> list[str]:
             "<>",
         ),
         f"on {scaled.machine}, {scaled.ranks} rank{'s' * (scaled.ranks > 1)}, by strategy:",
-        *_table(
+        *columns(
             [
                 (
                     f"  {held.strategy}",
@@ -264,7 +265,7 @@ def _text(scaled: Scaled) -> list[str]:
         f"simulated: weights on {job.weights}, gradients on {job.gradients}, optimizer state on "
         f"{job.optimizer}, checkpoints on {job.checkpoints}, mp {job.mp}, overlap "
         f"{'on' if job.overlap else 'off'}: {verdict}",
-        *_table(
+        *columns(
             [
                 (f"  {tier} of one rank", show_size(nbytes))
                 for tier, nbytes in scaled.use.bytes_by_tier.items()
@@ -292,15 +293,3 @@ def _mics(group: Group) -> str:
         f"{group.hierarchical.hops:g} hops (flat: {group.flat.inter_node:.2f} in "
         f"{group.flat.hops:g})"
     )
-
-
-def _table(rows: Sequence[Sequence[str]], aligned: str) -> list[str]:
-    """Columns as wide as their widest cell; aligned: "<" or ">" for each."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    columns = list(zip(aligned, widths, strict=True))
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, (side, width) in zip(row, columns, strict=True)
-        ).rstrip()
-        for row in rows
-    ]

@@ -18,10 +18,8 @@ from pathlib import Path
 
 from zcompile.cli.format import Answer, curve_lines
 from zcompile.errors import NotInRun
-from zcompile.ir.memory_curve import Memory, SlicedRegion
+from zcompile.ir.memory_curve import Activation, ActivationCost, Memory, SlicedRegion
 from zcompile.ir.serialize import (
-    ActivationCostRecord,
-    ActivationRecord,
     Graph,
     InstructionRecord,
     NodeRecord,
@@ -96,7 +94,7 @@ class Fate:
     """What became of a value that backward needs."""
 
     graph: int
-    activation: ActivationRecord
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class GraphMemory:
 
     graph: int
     memory: Memory
-    cost: ActivationCostRecord | None
+    cost: ActivationCost | None
 
 
 def fates_of(graph: Graph, asked: str) -> Iterator[Fate]:

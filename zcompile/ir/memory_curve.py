@@ -1,4 +1,5 @@
-"""Holds the live bytes of a graph, node by node, as plan, dump and commands keep and print them.
+"""Holds the live bytes of a graph, node by node, and what became of its activations, as plan, dump
+and commands keep and print them.
 
 Data only, and without torch: commands that read a dump do not import it. `memory/footprint.py`
 counts.
@@ -78,6 +79,39 @@ class Memory:
         if self.before == self.after:
             return f"at most {self.after.describe()}; everything is kept"
         return f"at most {self.after.describe()}; were everything kept, {self.before.describe()}"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What becomes of one value of forward that backward needs.
+
+    node     that makes it
+    name     for people
+    action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
+    seconds  that this is expected to cost by itself: of recomputing, or of the links
+    why      for people
+    """
+
+    node: str
+    name: str
+    nbytes: int
+    action: str
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    """Expected seconds of a step that saved values cost together.
+
+    again_s    of compute that is done again
+    exposed_s  of transfers, beyond what compute hides
+    least_s    lower bound of any choice that fits; None: not known
+    """
+
+    again_s: float
+    exposed_s: float
+    least_s: float | None
 
 
 @dataclass(frozen=True)

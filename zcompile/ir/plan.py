@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from torch import fx
 
-from zcompile.ir.memory_curve import Memory, MemoryCurve, SlicedRegion
+from zcompile.ir.memory_curve import Activation, ActivationCost, Memory, MemoryCurve, SlicedRegion
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase, Work
 
 
@@ -42,39 +42,6 @@ class Rounding:
     by: str
     where: str
     why: str
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What becomes of one value of forward that backward needs.
-
-    node     that makes it
-    name     for people
-    action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
-    seconds  that this is expected to cost
-    why      for people
-    """
-
-    node: NodeName
-    name: str
-    nbytes: int
-    action: str
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True)
-class ActivationCost:
-    """Expected seconds of a step that saved values cost together.
-
-    again_s    of compute that is done again
-    exposed_s  of transfers, beyond what compute hides
-    least_s    lower bound of any choice that fits; None: not known
-    """
-
-    again_s: float
-    exposed_s: float
-    least_s: float | None
 
 
 def _not_counted() -> Mapping[Phase, Work]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from zcompile.errors import NotInRun, RunUnreadable
-from zcompile.ir.memory_curve import Memory, SlicedRegion
+from zcompile.ir.memory_curve import Activation, ActivationCost, Memory, SlicedRegion
 from zcompile.ir.units import show_size
 
 CAPTURED = "captured"
@@ -104,36 +104,6 @@ class ParamRecord:
 
 
 @dataclass(frozen=True)
-class ActivationRecord:
-    """What becomes of one value of forward that backward needs.
-
-    action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
-    seconds  that this was expected to cost by itself: of recomputing, or of the links
-    """
-
-    node: str
-    name: str
-    nbytes: int
-    action: str
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True)
-class ActivationCostRecord:
-    """Expected seconds of a step that saved values cost together.
-
-    again_s    of compute that is done again
-    exposed_s  of transfers, beyond what compute hides
-    least_s    lower bound of any choice
-    """
-
-    again_s: float
-    exposed_s: float
-    least_s: float | None
-
-
-@dataclass(frozen=True)
 class PlanRecord:
     """plan.json: the decisions about one graph.
 
@@ -147,8 +117,8 @@ class PlanRecord:
     regions: int
     distinct_regions: int
     notes: tuple[str, ...] = ()
-    activations: tuple[ActivationRecord, ...] = ()
-    activation_cost: ActivationCostRecord | None = None
+    activations: tuple[Activation, ...] = ()
+    activation_cost: ActivationCost | None = None
     memory: Memory | None = None
     sliced: tuple[SlicedRegion, ...] = ()
 

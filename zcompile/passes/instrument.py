@@ -238,7 +238,6 @@ def _plan(name: str, graph: fx.Graph, plan: GraphPlan) -> form.PlanRecord:
     for node in graph.nodes:
         if is_compute(node):
             regions.setdefault(region_of(node) or 0, []).append(node)
-    cost = plan.activation_cost
     return form.PlanRecord(
         name=name,
         budget_bytes=plan.budget_bytes,
@@ -246,13 +245,8 @@ def _plan(name: str, graph: fx.Graph, plan: GraphPlan) -> form.PlanRecord:
         regions=len(regions),
         distinct_regions=len({structure(nodes) for nodes in regions.values()}),
         notes=tuple(note.text for note in plan.notes),
-        activations=tuple(
-            form.ActivationRecord(str(a.node), a.name, a.nbytes, a.action, a.seconds, a.why)
-            for a in plan.activations
-        ),
-        activation_cost=None
-        if cost is None
-        else form.ActivationCostRecord(cost.again_s, cost.exposed_s, cost.least_s),
+        activations=plan.activations,
+        activation_cost=plan.activation_cost,
         memory=plan.memory,
         sliced=plan.sliced,
     )

@@ -16,7 +16,7 @@ from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
-from zcompile.planner.placement import Placement, Room, group, place, totals
+from zcompile.planner.placement import Room, group, lane_seconds, place
 from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_scratch
 
@@ -153,7 +153,7 @@ def evaluated(
     least = bound(demand, terms.machine.links, room)
     planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds, stay)
     homes = planned.placement.homes
-    used = _used(step, homes)
+    used, groups = _used(step, homes), group(step, terms.machine, room, planned.placement.stay)
     return Evaluation(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
@@ -164,7 +164,7 @@ def evaluated(
         missing=_missing(terms, room, used, beside_bytes),
         shadows=_shadows(step, terms, room, planned, demand, least) if prices else (),
         compute_s=compute_s,
-        lanes_s=_lanes(step, terms.machine, room, planned.placement),
+        lanes_s=lane_seconds(groups, homes, terms.machine.links),
     )
 
 
@@ -252,22 +252,3 @@ def _shadows(
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         made.append(Shadow(tier, least_s, saved_s, more))
     return tuple(made)
-
-
-def _lanes(
-    step: StepTrace, machine: Machine, room: Room, placement: Placement
-) -> dict[Phase, dict[str, float]]:
-    """Busy seconds of each lane in each phase, under a placement."""
-    groups, homes = group(step, machine, room, placement.stay), placement.homes
-    counts = []
-    for g in groups:
-        count: dict[str, float] = {}
-        for ref in g.refs:
-            count[homes[ref]] = count.get(homes[ref], 0) + 1
-        counts.append(count)
-    lanes: dict[Phase, dict[str, float]] = {}
-    for (phase, link), seconds in totals(groups, counts).items():
-        of = lanes.setdefault(phase, {})
-        lane = machine.links[link].lane
-        of[lane] = of.get(lane, 0.0) + seconds
-    return lanes

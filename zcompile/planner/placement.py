@@ -20,6 +20,7 @@ Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arX
 section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,12 +28,10 @@ from types import MappingProxyType
 
 from zcompile.ir.step import EntryFact, StepTrace
 from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, EntryRef, Phase, aligned
-from zcompile.machine.model import Link, Machine
+from zcompile.machine.model import TIERS, Link, Machine
 from zcompile.machine.staging import lane_bytes
 from zcompile.memory.linear_program import LinearProgram, Term
 
-TIERS = ("device", "host", "disk")
-"""Tiers, nearest to compute first."""
 PLACED = frozenset({EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE})
 Loads = Mapping[tuple[Phase, str], float]
 """(phase, link) -> seconds that the link is busy in the phase."""
@@ -138,27 +137,19 @@ def _loads(
     return loads
 
 
-def totals(
-    groups: Sequence[Group], counts: Sequence[Mapping[str, float]]
-) -> dict[tuple[Phase, str], float]:
-    """Seconds that each link is busy in each phase."""
+def lane_seconds(
+    groups: Sequence[Group], homes: Mapping[EntryRef, str], links: Mapping[str, Link]
+) -> dict[Phase, dict[str, float]]:
+    """Seconds that each lane is busy in each phase, under `homes`."""
     busy: dict[tuple[Phase, str], float] = {}
-    for g, count in zip(groups, counts, strict=True):
-        for tier, n in count.items():
+    for g in groups:
+        for tier, n in Counter(homes[ref] for ref in g.refs).items():
             for at, seconds in g.loads[tier].items():
                 busy[at] = busy.get(at, 0.0) + n * seconds
-    return busy
-
-
-def lanes_of(
-    phase: Phase, busy: Mapping[tuple[Phase, str], float], links: Mapping[str, Link]
-) -> dict[str, float]:
-    """Seconds that each lane is busy in a phase."""
-    lanes: dict[str, float] = {}
-    for (p, link), seconds in busy.items():
-        if p is phase:
-            lane = links[link].lane
-            lanes[lane] = lanes.get(lane, 0.0) + seconds
+    lanes: dict[Phase, dict[str, float]] = {}
+    for (phase, link), seconds in busy.items():
+        of, lane = lanes.setdefault(phase, {}), links[link].lane
+        of[lane] = of.get(lane, 0.0) + seconds
     return lanes
 
 
@@ -169,16 +160,10 @@ def evaluate(
     links: Mapping[str, Link],
 ) -> tuple[float, Mapping[Phase, str]]:
     """Seconds of a step under `homes`, and the lane or "compute" that binds in each phase."""
-    counts = []
-    for g in groups:
-        count: dict[str, float] = {}
-        for ref in g.refs:
-            count[homes[ref]] = count.get(homes[ref], 0) + 1
-        counts.append(count)
-    busy = totals(groups, counts)
+    found = lane_seconds(groups, homes, links)
     seconds, binding = 0.0, {}
-    for phase in dict.fromkeys((*compute_seconds, *(p for p, _ in busy))):
-        lanes = {"compute": compute_seconds.get(phase, 0.0), **lanes_of(phase, busy, links)}
+    for phase in dict.fromkeys((*compute_seconds, *found)):
+        lanes = {"compute": compute_seconds.get(phase, 0.0), **found.get(phase, {})}
         binding[phase] = max(lanes, key=lambda lane: lanes[lane])
         seconds += lanes[binding[phase]]
     return seconds, binding

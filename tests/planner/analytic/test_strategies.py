@@ -15,7 +15,7 @@ from zcompile.planner.analytic.model import (
     ZERO_2,
     ZERO_3,
     ZERO_OFFLOAD,
-    Rest,
+    ClassTiers,
     Strategy,
     Transformer,
     flat_gather,
@@ -66,9 +66,9 @@ def test_what_a_slow_tier_cannot_hold_goes_to_a_faster_one():
 def test_what_has_fewer_tiers_to_choose_from_chooses_first():
     picky = Strategy(
         "picky",
-        Rest(("device", "host"), True),
-        Rest(("device", "host"), True),
-        Rest(("host",), True),
+        ClassTiers(("device", "host"), True),
+        ClassTiers(("device", "host"), True),
+        ClassTiers(("host",), True),
     )
     tight = with_tier(machine(4, 4), "host", 4 * P)
     use = use_of(picky, SHAPE, tight)
@@ -96,7 +96,9 @@ def test_nothing_is_the_largest_on_a_device_without_room_to_work():
 
 
 def test_a_strategy_is_data_and_a_new_one_needs_no_code():
-    weights_on_host = Strategy("mine", Rest(("host",), False), *(Rest(("device",), True),) * 2)
+    weights_on_host = Strategy(
+        "mine", ClassTiers(("host",), False), *(ClassTiers(("device",), True),) * 2
+    )
     use = use_of(weights_on_host, SHAPE, machine(4, 4))
     assert use.bytes_by_tier["host"] == 2 * P
 

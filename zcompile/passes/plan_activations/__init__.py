@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.ir.graph import copy_graph
-from zcompile.ir.memory_curve import MemoryCurve
-from zcompile.ir.plan import Activation, ActivationCost, GraphPlan, Note
+from zcompile.ir.memory_curve import Activation, ActivationCost, MemoryCurve
+from zcompile.ir.plan import GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues
 from zcompile.ir.types import CheckpointPolicy, NodeName
 from zcompile.machine.model import Compute, Machine

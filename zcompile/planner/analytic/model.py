@@ -236,9 +236,12 @@ logits and fragmentation."""
 
 
 @dataclass(frozen=True)
-class Rest:
-    """A class of bytes. tiers: fastest first; sharded: each rank holds its share instead of
-    everything."""
+class ClassTiers:
+    """The tiers that a class of bytes may rest on.
+
+    tiers    fastest first
+    sharded  each rank holds its share instead of everything
+    """
 
     tiers: tuple[str, ...]
     sharded: bool
@@ -249,23 +252,23 @@ class Strategy:
     """The tiers of each class of bytes. checkpoints: the tier of activation checkpoints."""
 
     name: str
-    weights: Rest
-    gradients: Rest
-    optimizer: Rest
+    weights: ClassTiers
+    gradients: ClassTiers
+    optimizer: ClassTiers
     checkpoints: str = "device"
 
 
 _DEVICE, _HOST, _DISK = ("device",), ("device", "host"), ("device", "host", "disk")
-_SHARDS = Rest(_DEVICE, True)
-_ALL = Rest(_DEVICE, False)
+_SHARDS = ClassTiers(_DEVICE, True)
+_ALL = ClassTiers(_DEVICE, False)
 
 DATA_PARALLEL = Strategy("data parallel", _ALL, _ALL, _ALL)
 ZERO_2 = Strategy("ZeRO-2", _ALL, _SHARDS, _SHARDS)
-ZERO_OFFLOAD = Strategy("ZeRO-Offload", _ALL, Rest(_HOST, True), Rest(_HOST, True))
+ZERO_OFFLOAD = Strategy("ZeRO-Offload", _ALL, ClassTiers(_HOST, True), ClassTiers(_HOST, True))
 MODEL_PARALLEL = Strategy("3D parallelism", _SHARDS, _SHARDS, _SHARDS)
 ZERO_3 = Strategy("ZeRO-3", _SHARDS, _SHARDS, _SHARDS)
-INFINITY_CPU = Strategy("Infinity-CPU", *(Rest(_HOST, True),) * 3, "host")
-INFINITY_NVME = Strategy("Infinity-NVMe", *(Rest(_DISK, True),) * 3, "host")
+INFINITY_CPU = Strategy("Infinity-CPU", *(ClassTiers(_HOST, True),) * 3, "host")
+INFINITY_NVME = Strategy("Infinity-NVMe", *(ClassTiers(_DISK, True),) * 3, "host")
 
 STRATEGIES = (
     DATA_PARALLEL,
@@ -284,7 +287,7 @@ LEAST_LAYERS = 16
 
 
 @dataclass(frozen=True)
-class Use:
+class RankBytes:
     """Bytes of one rank by tier, and those that found no place (0: it fits)."""
 
     bytes_by_tier: dict[str, int]
@@ -295,7 +298,7 @@ class Use:
         return not self.missing_bytes
 
 
-def use_of(strategy: Strategy, shape: Transformer, machine: Machine, mp: int = 1) -> Use:
+def use_of(strategy: Strategy, shape: Transformer, machine: Machine, mp: int = 1) -> RankBytes:
     """Bytes of one rank, if `shape.batch` is its batch and `mp` ranks split a matrix.
 
     Of a class that may rest on several tiers the slowest is filled first. As the sets of tiers are
@@ -310,7 +313,7 @@ def use_of(strategy: Strategy, shape: Transformer, machine: Machine, mp: int = 1
             free[tier] -= taken
             nbytes -= taken
         missing += nbytes
-    return Use({tier: before[tier] - free[tier] for tier in _DISK}, missing)
+    return RankBytes({tier: before[tier] - free[tier] for tier in _DISK}, missing)
 
 
 def _demands(

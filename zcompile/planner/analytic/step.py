@@ -23,11 +23,11 @@ from zcompile.planner.analytic.model import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
     ZERO_3,
+    ClassTiers,
     GatherVolume,
-    Rest,
+    RankBytes,
     Strategy,
     Transformer,
-    Use,
     flat_gather,
     hierarchical_gather,
     use_of,
@@ -431,10 +431,10 @@ PLACES = (
 """Tiers of weights and optimizer state."""
 
 
-def use_of_job(job: Job, machine: Machine) -> Use:
+def use_of_job(job: Job, machine: Machine) -> RankBytes:
     """Bytes of one rank; everything is sharded over all ranks."""
     weights, gradients, optimizer = (
-        Rest((tier,), True) for tier in (job.weights, job.gradients, job.optimizer)
+        ClassTiers((tier,), True) for tier in (job.weights, job.gradients, job.optimizer)
     )
     strategy = Strategy("as placed", weights, gradients, optimizer, job.checkpoints)
     return use_of(strategy, job.shape, machine, job.mp)

@@ -5,7 +5,6 @@ point. Copies of one direction are started in order; each tells its `CopyListene
 """
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Literal, Protocol
 
 import torch
@@ -109,12 +108,7 @@ class CopyReport:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             self._listener.enqueued(None)
         self._listener.landed(error)

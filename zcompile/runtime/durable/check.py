@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 
 from zcompile.errors import DurableDamaged, ZinfError
 from zcompile.ir.units import MiB
@@ -65,12 +64,7 @@ class DataReader:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -226,7 +226,7 @@ class CommitLog:
             for low, high, holder in versions.where(piece.begin, piece.end)
             if holder is not versions.working
         ]
-        transfers.copy_committed(extent, versions, left)
+        transfers.copy_committed(versions, left)
         transfers.compute_checksums(
             extent, versions, [p for p in versions.pieces.all() if p.checksum is None]
         )
@@ -378,11 +378,9 @@ class CommitTransfers:
         ranges = [(low, high) for low, high, held in blocks.pieces(0, extent.nbytes) if held]
         self._begin(ranges, partial(self._write, place, extent))
 
-    def copy_committed(
-        self, extent: Extent, versions: Versions, ranges: Sequence[tuple[int, int]]
-    ) -> None:
+    def copy_committed(self, versions: Versions, ranges: Sequence[tuple[int, int]]) -> None:
         """Copy `ranges` from the committed version to the working one; blocks."""
-        self._begin(ranges, partial(self._copy, extent, versions))
+        self._begin(ranges, partial(self._copy, versions))
         self.wait()
         for begin, end in ranges:
             versions.fresh.add(begin, end)
@@ -416,9 +414,7 @@ class CommitTransfers:
             copy_bytes(buffer.memory[at - begin :], memory, memory.numel())
         return self._tier.write(extent, begin, buffer.part(0, end - begin))
 
-    def _copy(
-        self, extent: Extent, versions: Versions, begin: int, end: int, buffer: Buffer
-    ) -> Promise:
+    def _copy(self, versions: Versions, begin: int, end: int, buffer: Buffer) -> Promise:
         part = buffer.part(0, end - begin)
         over = Countdown()
         assert versions.working is not None

@@ -356,7 +356,7 @@ def _gather_and_run(cls: type, app: Application) -> Any:
         if entry.key not in held:
             covered = app.func in OVERWRITES and (tiered.covers or _is_unset_parameter(tiered))
             blank = covered and entry.key not in read
-            held[entry.key] = (entry, _bytes_of(entry, tiered.device, fetch=not blank))
+            held[entry.key] = (entry, _bytes_of(entry, fetch=not blank))
             if blank and not tiered.entry_layout.dense:
                 held[entry.key][1].zero_()  # what is between the elements goes home too
         return tiered.entry_layout.view(held[entry.key][1])
@@ -394,7 +394,7 @@ def _is_unset_parameter(tiered: Any) -> bool:
     return owner is not None and owner.entry_layout == tiered.entry_layout
 
 
-def _bytes_of(entry: Entry, device: torch.device, *, fetch: bool) -> Tensor:
+def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
     """All bytes of an entry where the op is to run: in the arena; at birth, where it was born."""
     session = session_of(entry)
     session.executor.foresight.abandon()

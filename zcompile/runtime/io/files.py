@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from zcompile.errors import DiskUnusable
 from zcompile.runtime.io.system_calls import KERNEL, Name, SystemCalls
@@ -49,12 +48,7 @@ class Directory:
     def __enter__(self) -> "Directory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

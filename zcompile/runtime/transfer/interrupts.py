@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
 from signal import SIGINT
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -70,12 +70,7 @@ class _Section:
     def __enter__(self) -> None:
         _signal.signal(SIGINT, self._handler)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         handler = self._handler
         handler.active = False  # from here on it is the usual one by another name
         if _signal.getsignal(SIGINT) is handler:  # else user code within has set another, to stay

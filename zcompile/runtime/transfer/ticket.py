@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 from zcompile.runtime.transfer.interrupts import interruptible
@@ -211,12 +210,7 @@ class _Reporting:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             self._report(error)
         return True

@@ -17,7 +17,7 @@ class Run:
     index = 0
 
     def plan(self):
-        return PlanRecord("graph0", 1 << 20, (), (), 1, 1, (), ROWS)
+        return PlanRecord("graph0", 1 << 20, (), 1, 1, activations=ROWS)
 
 
 def test_all_are_told_and_summed_up():

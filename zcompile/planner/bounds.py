@@ -21,8 +21,8 @@ that take turns add up; so the segment lasts at least as long as the largest of 
 follow each other, so a step lasts at least as long as their sum.
 
 This counts every border between two segments with all of C for each of its two segments.
-The linear program below lets all that is held share C, and never gives less; it is taken for steps
-that it solves in a second.
+The linear program of `least_seconds` lets all that is held share C, and never gives less; it is
+taken for steps that it solves in a second.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
@@ -31,45 +31,8 @@ Latencies are left out, which only makes them smaller. They are bounds for updat
 computed on the device, or on the host where `Room.reach` says so.
 (ZeRO-Infinity, arXiv 2104.07857, section 4 has the traffic of a step without a residency.)
 
-The least seconds of a step as a linear program: what stays over each border competes for room.
-
-For every border b between two segments, the end of a step among them, and every group k of bytes:
-
-    h[k,b]  bytes of k on the device               sum over k of h <= C
-    q[k,b]  bytes of k on the device or the host   sum over k of q <= C + H,  h <= q <= size of k
-    d[k,b]  bytes of k whose value is on the device only,    d <= h
-    e[k,b]  bytes of k whose value is not on the disk,       e <= q
-    r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
-            sum over k of r + w <= G, the staging ring
-    g[k,b]  bytes of gradients k that are held when backward ends, beside C: in the next segment the
-            optimizer reads them there, or they leave;
-            sum over k of g <= what is held
-
-For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct bytes:
-
-    in[k]    >= R[k] - h[k,b] - g[k,b]         what is not there must come
-    in[k]    >= h[k,b'] - h[k,b] - g[k,b] - W[k]
-                                               so must what is there in the end, not in the
-                                               beginning, and was not written
-    out[k]   >= W[k] - d[k,b'] - g[k,b']       what was written is sent, or is still there only
-    out[k]   >= d[k,b] + g[k,b] - d[k,b'] - g[k,b'] - W[k]
-                                               so is what was there only and was not written anew;
-                                               if anybody reads it later
-    the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came out of
-    the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device exchange bytes
-    themselves, what comes and leaves by either counts in the first four
-    T[s]     >= seconds of its compute
-    T[s]     >= seconds of each link for these bytes; links that take turns count together
-
-The sum of T is least. Every way of running the step in which nothing rests beside C and H, but for
-gradients from the end of backward to that of an optimizer's step after it, obeys all of this,
-whatever it keeps and when: read h, q, d, e and g off what it does at each border. So no way is
-faster. Fractions of bytes, and what else must lie on the device meanwhile, are left out, which only
-makes it smaller.
-
-What a step needs: distinct bytes that each stretch of it reads and writes, and its compute.
-
-Where things rest does not come in, nor what a schedule moves: this is what bounds start from.
+The parts: what a step needs, wherever things rest and whatever a schedule moves (`demand_of`); the
+linear program (`least_seconds`); the bound (`bound`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -342,7 +305,47 @@ class LeastSeconds:
 
 
 def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
-    """The optimum; None for more segments than are worth it."""
+    """The least seconds of a step, by a linear program; None for more segments than are worth it.
+
+    What stays over each border between segments competes for room.
+
+    For every border b between two segments, the end of a step among them, and every group k of
+    bytes:
+
+        h[k,b]  bytes of k on the device               sum over k of h <= C
+        q[k,b]  bytes of k on the device or the host   sum over k of q <= C + H,
+                                                       h <= q <= size of k
+        d[k,b]  bytes of k whose value is on the device only,    d <= h
+        e[k,b]  bytes of k whose value is not on the disk,       e <= q
+        r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
+                sum over k of r + w <= G, the staging ring
+        g[k,b]  bytes of gradients k that are held when backward ends, beside C: in the next
+                segment the optimizer reads them there, or they leave;
+                sum over k of g <= what is held
+
+    For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct
+    bytes:
+
+        in[k]    >= R[k] - h[k,b] - g[k,b]         what is not there must come
+        in[k]    >= h[k,b'] - h[k,b] - g[k,b] - W[k]
+                                                   so must what is there in the end, not in the
+                                                   beginning, and was not written
+        out[k]   >= W[k] - d[k,b'] - g[k,b']       what was written is sent, or is still there only
+        out[k]   >= d[k,b] + g[k,b] - d[k,b'] - g[k,b'] - W[k]
+                                                   so is what was there only and was not written
+                                                   anew; if anybody reads it later
+        the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came
+        out of the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device
+        exchange bytes themselves, what comes and leaves by either counts in the first four
+        T[s]     >= seconds of its compute
+        T[s]     >= seconds of each link for these bytes; links that take turns count together
+
+    The sum of T is least. Every way of running the step in which nothing rests beside C and H, but
+    for gradients from the end of backward to that of an optimizer's step after it, obeys all of
+    this, whatever it keeps and when: read h, q, d, e and g off what it does at each border. So no
+    way is faster. Fractions of bytes, and what else must lie on the device meanwhile, are left out,
+    which only makes it smaller.
+    """
     if len(demand.segments) > MOST_SEGMENTS or not demand.groups:
         return None
     program, unit_s = LinearProgram(), _most_seconds(demand, links)

@@ -6,6 +6,9 @@ each tile. Constants that tell tiles apart (offsets) stand outside of the comput
 values are split once, and the compute of each tile is given its part, so that equal tiles have one
 structure and are compiled once.
 
+What is computed of a tile is a torch function (`GraphBuilder.splice`): it runs on stand-ins for
+nodes, and each op that torch dispatches becomes a node.
+
 What an op makes of values that are only traced is worked out once for equal values: tiles are
 alike in all but their place, and tracing each of them anew is slow. A value that is found again is
 the same object, so nobody may ask which storage it has: the ops say which nodes share one
@@ -13,7 +16,7 @@ the same object, so nobody may ask which storage it has: the ops say which nodes
 """
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -24,7 +27,7 @@ from torch import Tensor, fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, KEEP_STRIDES, RESHAPES, UNANNOTATED_VIEWS, insert, mark_use
-from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, without_modes, wrapper
 from zcompile.ir.types import Phase, row_major
 
 aten = torch.ops.aten
@@ -66,7 +69,10 @@ _PLAIN = (
 )
 """Types of arguments that mean the same to an op if they are equal."""
 _KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
-"""Graph -> values of traced calls; the only name of this file that changes after import."""
+"""Graph -> values of traced calls."""
+_RECORDED: WeakKeyDictionary[fx.Graph, dict[Hashable, "_Recording"]] = WeakKeyDictionary()
+"""Graph -> recordings of functions that were spliced; no other name of this file than these two
+changes after import."""
 
 
 class _Unlike(Exception):
@@ -151,6 +157,28 @@ class GraphBuilder:
         """Write calls before `point` from here on."""
         self.point = point
 
+    def splice(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Write the ops of `function(*args)`; returns its result, with nodes in place of tensors.
+
+            logits = build.splice(torch.mm, rows, weight)         # an fx.Node before `point`
+
+        function  makes tensors of the tensors it is given alone: no constants, no dynamic sizes
+        args      what it takes, with nodes in place of tensors
+        """
+        leaves, form = trees.tree_flatten(args)
+        given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        key = (function, form, *(_leaf_key(leaf, given) for leaf in leaves))
+        recordings = _RECORDED.setdefault(self.graph, {})
+        if (known := recordings.get(key)) is not None:
+            return known.repeat(self, given)
+        before = len(self.made)
+        stand_ins = trees.tree_map_only(fx.Node, lambda node: _StandIn(node, self), args)
+        with torch.no_grad(), without_modes():
+            made = function(*stand_ins)
+        result = trees.tree_map_only(_StandIn, lambda value: value.node, made)
+        recordings[key] = _Recording(given, self.made[before:], result)
+        return result
+
     def undo(self) -> None:
         """Erase what was written."""
         for node in reversed(self.made):
@@ -230,6 +258,84 @@ class GraphBuilder:
             args[1] = size
         named: dict[str, Any] = dict(view.kwargs)
         return self(view.target, *args, **named)
+
+
+def _leaf_key(leaf: object, given: Sequence[fx.Node]) -> Hashable:
+    """A key that is equal for arguments with which a torch function calls the same ops."""
+    if not isinstance(leaf, fx.Node):
+        return type(leaf), leaf
+    val = leaf.meta["val"]
+    sizes = (n if isinstance(n, int) else str(n) for n in (*val.size(), *val.stride()))
+    return given.index(leaf), val.dtype, val.device, val.dim(), *sizes
+
+
+class _Recording:
+    """The calls that a function came to, to be written again for other nodes: a function runs once
+    for tiles that are alike.
+
+    It is a graph of its own, since what a graph is the key of must not hold that graph.
+    """
+
+    def __init__(self, given: Sequence[fx.Node], made: Sequence[fx.Node], result: Any) -> None:
+        graph, there = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._inputs = [graph.placeholder(f"x{n}") for n in range(len(given))]
+        for node, stands in reversed([*zip(given, self._inputs, strict=True)]):
+            there[node] = stands  # the first, of a node that is given twice
+        for node in made:
+            there[node] = graph.node_copy(node, there.__getitem__)
+            there[node].meta = {}
+        self._calls = [there[node] for node in made]
+        self._result = fx.node.map_arg(result, there.__getitem__)
+
+    def repeat(self, build: GraphBuilder, given: Sequence[fx.Node]) -> Any:
+        """Write the calls for `given`; returns the result."""
+        there = dict(zip(self._inputs, given, strict=True))
+        for call in self._calls:
+            args: Any = fx.node.map_arg(call.args, there.__getitem__)
+            named: Any = fx.node.map_arg(dict(call.kwargs), there.__getitem__)
+            there[call] = build(call.target, *args, **named)
+        return fx.node.map_arg(self._result, there.__getitem__)
+
+
+class _StandIn(Tensor):
+    """Stands for a node while a torch function runs; each op on it is written into the graph.
+
+    What is written in place is what the op returns from then on.
+    """
+
+    node: fx.Node
+    build: GraphBuilder
+
+    def __new__(cls, node: fx.Node, build: GraphBuilder) -> "_StandIn":
+        val = node.meta["val"]
+        made = wrapper(
+            cls, val.size(), val.stride(), val.storage_offset(), val.dtype, val.device, False
+        )
+        assert isinstance(made, _StandIn)
+        made.node, made.build = node, build
+        return made
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # the parent's is not declared a classmethod
+        cls, op: Dispatched, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = trees.tree_leaves((args, kwargs))
+        known = all(type(x) is cls or not isinstance(x, Tensor | torch.SymInt) for x in given)
+        assert known, f"{op} is given a constant, or a dynamic size, which no node stands for"
+        build = next(x.build for x in given if isinstance(x, cls))
+        args_of_node, named = trees.tree_map_only(cls, lambda x: x.node, (args, kwargs or {}))
+        if named.get("pin_memory") is False:  # which torch's Python says where nobody did
+            del named["pin_memory"]
+        node = build(op, *args_of_node, **named)
+        if op._schema.is_mutable:
+            args[0].node = node
+            return args[0]
+        value = node.meta["val"]
+        if isinstance(value, Tensor):
+            return cls(node, build)
+        return [cls(build.item(node, n), build) for n in range(len(value))]
 
 
 # Dimensions through views

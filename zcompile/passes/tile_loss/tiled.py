@@ -1,22 +1,7 @@
 """Writes a loss over a vocabulary tile by tile: no value has one number per token and class.
 
-Forward keeps three numbers per token: the greatest logit so far (m), the sum of exponentials
-relative to it (s), and the logit of the target once its tile has come:
-
-    l = x @ W[a:b].T;  n = max(m, max l);  s = s * exp(m - n) + sum exp(l - n);  m = n
-    log p(target) = l[target] - (m + log s)
-
-The likelihood itself is the op that was there, over one class: of the targets' log-probabilities
-[T, 1], with targets that say 0 where they are valid. So reductions, ignored tokens and errors of
-targets out of range stay what they were.
-
-Backward recomputes each tile of logits and turns it into gradients:
-
-    g = spread + onehot * picked - exp(l - log_norm) * total
-    dx += g @ W[a:b];  dW[a:b] = g.T @ x;  db[a:b] = sum g
-
-`picked` is the gradient of the target's log-probability, by the likelihood's own backward; `spread`
-the gradient that label smoothing gives to all classes; `total` their sum over the classes.
+What is computed of a tile stands in `formulas.py`, as torch functions; here each is written into
+the graph for every slice of tokens and tile of classes.
 
 The gradient of the weight is sent home tile by tile if the parameter is tiered, or put together:
 
@@ -46,6 +31,8 @@ from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, output_of, phase_of
 from zcompile.ir.rewrite import GraphBuilder
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, ParamSpec
+from zcompile.passes.tile_loss import formulas
+from zcompile.passes.tile_loss.formulas import IGNORED, Seen, Slice
 from zcompile.passes.tile_loss.match import PICKS, UNPICKS, Gradients, Loss, picks
 
 ALIGNED = 64
@@ -153,24 +140,6 @@ def gather_of(weight: fx.Node) -> fx.Node | None:
 
 def _bounds(count: int, step: int) -> list[tuple[int, int]]:
     return [(a, min(a + step, count)) for a in range(0, count, step)] or [(0, count)]
-
-
-def product(build: GraphBuilder, rows: fx.Node, weight: fx.Node, bias: fx.Node | None) -> fx.Node:
-    """A tile of logits: [tokens, width] @ [classes, width].T + [classes]."""
-    transposed = build(aten.t.default, weight)
-    if bias is None:
-        return build(aten.mm.default, rows, transposed)
-    return build(aten.addmm.default, bias, rows, transposed)
-
-
-def one_hot(build: GraphBuilder, target: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
-    """For every token a class of this tile, and whether its target is another one: [tokens, 1]
-    each.
-
-    target  less the number of classes in the tiles before, so that equal tiles are equal code
-    """
-    index = build(aten.clamp.default, target, 0, classes - 1)
-    return index, build(aten.ne.Tensor, index, target)
 
 
 def rows_of_targets(build: GraphBuilder, loss: Loss) -> fx.Node:
@@ -333,24 +302,17 @@ class JoinTiles:
         self._made = build(
             aten.new_empty.default, tiles.loss.rows, list(val.shape), dtype=val.dtype
         )
-        ones = build(aten.new_ones.default, tiles.loss.rows, [first], dtype=torch.int64)
-        self._index = build(aten.sub.Tensor, build(aten.cumsum.default, ones, 0), 1)
+        self._at = build.splice(formulas.numbers, tiles.loss.rows, first)
 
     def add(self, tile: fx.Node) -> None:
         """Write the next tile."""
         if self._alone:
             self._made = tile
-            return
-        build, index = self._build, self._build.rows(self._index, 0, tile.meta["val"].shape[0])
-        self._made = build(aten.index_copy_.default, self._made, 0, index, tile)
-        self._index = build(aten.add.Tensor, self._index, self._index.meta["val"].shape[0])
+        else:
+            self._made, self._at = self._build.splice(formulas.put_rows, self._made, self._at, tile)
 
     def finish(self) -> None:
         self._old.replace_all_uses_with(self._made)
-
-
-IGNORED = torch.iinfo(torch.int64).min
-"""Target of a token that is ignored: no class of any vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -370,23 +332,6 @@ class Facts:
     targets: fx.Node
 
 
-@dataclass
-class _BackwardSlice:
-    """A slice of the tokens in backward: [tokens, 1] each, but for the rows and their gradient.
-
-    target  less the number of classes in the tiles before
-    loses   -`total`: the factor of every exponential
-    """
-
-    rows: fx.Node
-    target: fx.Node
-    log_norm: fx.Node
-    picked: fx.Node | None
-    spread: fx.Node | None
-    loses: fx.Node
-    gradient: fx.Node | None = None
-
-
 def write_backward(
     build: GraphBuilder,
     tiles: Tiles,
@@ -398,23 +343,31 @@ def write_backward(
 
     direct  path of tiles of the weight's gradient; None: they are put together
     """
-    slices = _slices(build, tiles, gradients, facts)
+    dtype, slices = tiles.dtype, _slices(build, tiles, gradients, facts)
+    of_rows: list[fx.Node | None] = [None] * len(slices)
+    of_bias = []
     of_weight: GradientSink | None = SendTiles(build, direct) if direct is not None else None
     if of_weight is None and gradients.weight is not None:
         of_weight = JoinTiles(build, gradients.weight, tiles)
-    of_bias = []
     for a, b in tiles.classes:
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
-        tile = [_gradient(build, tiles, piece, weight, bias, b - a) for piece in slices]
+        tile = []
+        for n, piece in enumerate(slices):
+            made, target = build.splice(formulas.tile_gradient, piece, weight, bias, dtype)
+            slices[n] = piece._replace(target=target)
+            tile.append(made)
         if gradients.rows is not None:
-            for piece, gradient in zip(slices, tile, strict=True):
-                piece.gradient = _add_product(build, tiles, piece.gradient, gradient, weight)
+            of_rows = [
+                build.splice(formulas.add_product, so_far, made, weight, dtype)
+                for so_far, made in zip(of_rows, tile, strict=True)
+            ]
         if of_weight is not None:
-            of_weight.add(_of_weight(build, tiles, tile, slices))
+            rows = [piece.rows for piece in slices]
+            of_weight.add(build.splice(formulas.weight_gradient, tile, rows, dtype))
         if gradients.bias is not None:
-            of_bias.append(_of_bias(build, tiles, tile))
+            of_bias.append(build.splice(formulas.bias_gradient, tile, dtype))
     if gradients.rows is not None:
-        parts = [piece.gradient for piece in slices if piece.gradient is not None]
+        parts = [part for part in of_rows if part is not None]
         _finish_rows(build, gradients, gradients.rows, build.join_rows(parts))
     if of_weight is not None:
         of_weight.finish()
@@ -424,107 +377,22 @@ def write_backward(
 
 def _slices(
     build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts
-) -> list[_BackwardSlice]:
+) -> list[Slice[fx.Node]]:
     """The slices of the tokens."""
-    picked, spread, loses = _starts(build, tiles, gradients, facts)
-
-    def part(node: fx.Node | None, a: int, b: int) -> fx.Node | None:
-        return None if node is None else build.rows(node, a, b)
-
-    return [
-        _BackwardSlice(
-            build.rows(facts.rows, a, b),
-            build.rows(facts.column, a, b),
-            build.rows(facts.log_norm, a, b),
-            part(picked, a, b),
-            part(spread, a, b),
-            build.rows(loses, a, b),
-        )
-        for a, b in tiles.tokens
-    ]
-
-
-def _starts(
-    build: GraphBuilder, tiles: Tiles, gradients: Gradients, facts: Facts
-) -> tuple[fx.Node | None, fx.Node | None, fx.Node]:
-    """`picked`, `spread` and -`total`, [tokens, 1] each."""
     picked = spread = None
     if (likelihood := gradients.likelihood) is not None:
-        start, _, _, weight, reduction, _, weights = likelihood.args
-        picked = build(
-            likelihood.target,
-            start,
-            facts.log_prob,
-            facts.targets,
-            weight,
-            reduction,
-            IGNORED,
-            weights,
-        )
-        picked = build.cast(picked, tiles.dtype)
+        start, _, _, _, reduction, _, weights = likelihood.args
+        given = (start, facts.log_prob, facts.targets, weights, reduction)
+        picked = build.splice(formulas.picked_gradient, *given, tiles.dtype)
     for more in gradients.spreads:
         more = build.cast(more, tiles.dtype)
         spread = more if spread is None else build(aten.add.Tensor, spread, more)
-    loses = None if picked is None else build(aten.neg.default, picked)
-    if spread is not None:
-        all_classes = build(aten.mul.Scalar, spread, -tiles.loss.classes)
-        loses = all_classes if loses is None else build(aten.add.Tensor, loses, all_classes)
-    assert loses is not None, "a gradient begins somewhere"
-    return picked, spread, loses
-
-
-def _gradient(
-    build: GraphBuilder,
-    tiles: Tiles,
-    piece: _BackwardSlice,
-    weight: fx.Node,
-    bias: fx.Node | None,
-    classes: int,
-) -> fx.Node:
-    """Gradient of one tile of logits [tokens, classes], in the memory of its exponentials."""
-    logits = product(build, piece.rows, weight, bias)
-    made = build(aten.sub_.Tensor, build.cast(logits, tiles.dtype), piece.log_norm)
-    made = build(aten.mul_.Tensor, build(aten.exp_.default, made), piece.loses)
-    if piece.spread is not None:
-        made = build(aten.add_.Tensor, made, piece.spread)
-    if piece.picked is not None:
-        index, other = one_hot(build, piece.target, classes)
-        added = build(aten.masked_fill.Scalar, piece.picked, other, 0)
-        made = build(aten.scatter_add_.default, made, 1, index, added)
-        piece.target = build(aten.sub.Tensor, piece.target, classes)
-    return build.cast(made, logits.meta["val"].dtype)
-
-
-def _of_weight(
-    build: GraphBuilder, tiles: Tiles, tile: list[fx.Node], slices: list[_BackwardSlice]
-) -> fx.Node:
-    """Gradient [classes, width] of one tile of the weight."""
-    made = None
-    for gradient, piece in zip(tile, slices, strict=True):
-        made = _add_product(build, tiles, made, build(aten.t.default, gradient), piece.rows)
-    assert made is not None, "there are tokens"
-    return build.cast(made, tile[0].meta["val"].dtype)
-
-
-def _of_bias(build: GraphBuilder, tiles: Tiles, tile: list[fx.Node]) -> fx.Node:
-    """Gradient [1, classes] of one tile of the bias."""
-    first, *others = (build(aten.sum.dim_IntList, gradient, [0], True) for gradient in tile)
-    for other in others:
-        sums = (build.cast(part, tiles.dtype) for part in (first, other))
-        first = build(aten.add.Tensor, *sums)
-    return build.cast(first, tile[0].meta["val"].dtype)
-
-
-def _add_product(
-    build: GraphBuilder, tiles: Tiles, so_far: fx.Node | None, left: fx.Node, right: fx.Node
-) -> fx.Node:
-    """so_far + left @ right; sums of several are kept in the dtype of the tiles."""
-    if so_far is None:
-        return build(aten.mm.default, left, right)
-    if left.meta["val"].dtype is tiles.dtype:
-        return build(aten.addmm.default, so_far, left, right)
-    more = build.cast(build(aten.mm.default, left, right), tiles.dtype)
-    return build(aten.add.Tensor, build.cast(so_far, tiles.dtype), more)
+    loses = build.splice(formulas.factor_of_exponentials, picked, spread, tiles.loss.classes)
+    whole = Slice[fx.Node](facts.rows, facts.column, facts.log_norm, picked, spread, loses)
+    return [
+        Slice._make(None if value is None else build.rows(value, a, b) for value in whole)
+        for a, b in tiles.tokens
+    ]
 
 
 def _finish_rows(
@@ -561,79 +429,29 @@ def rewrite_loss(
     graph.eliminate_dead_code()
 
 
-@dataclass
-class _ForwardSlice:
-    """A slice of the tokens in forward, and what is known of them so far: [tokens, 1] each, but for
-    the rows.
-
-    target  less the number of classes in the tiles before
-    total   sum of exponentials, relative to the greatest
-    sum     of the logits, if somebody asks
-    """
-
-    rows: fx.Node
-    target: fx.Node
-    greatest: fx.Node
-    total: fx.Node
-    picked: fx.Node
-    sum: fx.Node | None
-
-
 def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) -> Facts:
     """Write forward, and return what backward needs of it."""
-    loss, loss_dtype = tiles.loss, tiles.loss.softmax.meta["val"].dtype
-    slices = [_start_slice(build, tiles, rows, column, *bounds) for bounds in tiles.tokens]
+    loss, dtype, loss_dtype = tiles.loss, tiles.dtype, tiles.loss.softmax.meta["val"].dtype
+    seen: list[Seen[fx.Node]] = []
+    slices = []
+    for a, b in tiles.tokens:
+        target = build.rows(column, a, b)
+        seen.append(build.splice(formulas.nothing_seen, target, dtype, bool(loss.sums)))
+        slices.append(build.rows(rows, a, b))
     for a, b in tiles.classes:
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
-        for piece in slices:
-            logits = build.cast(product(build, piece.rows, weight, bias), tiles.dtype)
-            _forward_tile(build, logits, piece, b - a)
-    norms = [build(aten.add.Tensor, s.greatest, build(aten.log.default, s.total)) for s in slices]
-    log_norm, picked = build.join_rows(norms), build.join_rows([s.picked for s in slices])
-    log_prob = build.cast(build(aten.sub.Tensor, picked, log_norm), loss_dtype)
+        seen = [
+            build.splice(formulas.see_tile, so_far, piece, weight, bias, dtype)
+            for so_far, piece in zip(seen, slices, strict=True)
+        ]
+    log_norm = build.join_rows([build.splice(formulas.log_norm_of, part) for part in seen])
+    picked = build.join_rows([part.picked for part in seen])
+    log_prob = build.splice(formulas.log_prob_of, picked, log_norm, loss_dtype)
     for total in loss.sums:
-        logits_sum = build.join_rows([s.sum for s in slices if s.sum is not None])
-        norm = build(aten.mul.Scalar, log_norm, loss.classes)
-        summed = build(aten.squeeze.dim, build(aten.sub.Tensor, logits_sum, norm), 1)
-        total.replace_all_uses_with(build.cast(summed, loss_dtype))
-    return Facts(rows, column, log_norm, log_prob, _one_class(build, loss))
-
-
-def _start_slice(
-    build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node, a: int, b: int
-) -> _ForwardSlice:
-    # The least finite number, not -inf: over a tile of -inf alone, -inf - -inf would be nan.
-    """The slice of tokens [a, b) before the first tile."""
-    least, target = torch.finfo(tiles.dtype).min, build.rows(column, a, b)
-    zero = build(aten.zeros_like.default, target, dtype=tiles.dtype)
-    greatest = build(aten.full_like.default, zero, least)
-    wanted = zero if tiles.loss.sums else None
-    return _ForwardSlice(build.rows(rows, a, b), target, greatest, zero, zero, wanted)
-
-
-def _forward_tile(build: GraphBuilder, logits: fx.Node, piece: _ForwardSlice, classes: int) -> None:
-    """Update a slice with one tile of logits, which its exponentials overwrite."""
-    tile_max = build(aten.amax.default, logits, [1], True)
-    greatest = build(aten.maximum.default, piece.greatest, tile_max)
-    index, other = one_hot(build, piece.target, classes)
-    picked = build(aten.gather.default, logits, 1, index)
-    if piece.sum is not None:
-        tile_sum = build(aten.sum.dim_IntList, logits, [1], True)
-        piece.sum = build(aten.add.Tensor, piece.sum, tile_sum)
-    exponentials = build(aten.exp_.default, build(aten.sub_.Tensor, logits, greatest))
-    tile_total = build(aten.sum.dim_IntList, exponentials, [1], True)
-    shrunk = build(aten.exp.default, build(aten.sub.Tensor, piece.greatest, greatest))
-    piece.total = build(aten.addcmul.default, tile_total, piece.total, shrunk)
-    piece.picked = build(aten.where.self, other, piece.picked, picked)
-    piece.greatest = greatest
-    piece.target = build(aten.sub.Tensor, piece.target, classes)
-
-
-def _one_class(build: GraphBuilder, loss: Loss) -> fx.Node:
-    """Targets over one class: 0 if valid, `IGNORED` if ignored; all others stay, and are out of
-    range."""
+        whole = build.join_rows([part.sum for part in seen if part.sum is not None])
+        total.replace_all_uses_with(
+            build.splice(formulas.summed_log_probs, whole, log_norm, loss.classes, loss_dtype)
+        )
     _, targets, _, _, ignored = loss.likelihood.args
-    low = build(aten.ge.Scalar, targets, 0)
-    inside = build(aten.logical_and.default, low, build(aten.lt.Scalar, targets, loss.classes))
-    valid = build(aten.masked_fill.Scalar, targets, inside, 0)
-    return build(aten.masked_fill.Scalar, valid, build(aten.eq.Scalar, targets, ignored), IGNORED)
+    targets = build.splice(formulas.one_class, targets, loss.classes, ignored)
+    return Facts(rows, column, log_norm, log_prob, targets)

@@ -282,12 +282,3 @@ def device_peak(
         taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken + walk.now - kept)
     return peak
-
-
-def peak_of(instructions: Sequence[Instruction]) -> int:
-    """Largest sum of slots taken at once, in bytes."""
-    now = peak = 0
-    for instruction in instructions:
-        now += instruction.effects.taken_bytes
-        peak = max(peak, now)
-    return peak

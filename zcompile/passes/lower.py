@@ -21,7 +21,6 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.memory.step_footprint import peak_of
 
 
 def lower(program: RegionProgram) -> Schedule:
@@ -32,13 +31,14 @@ def lower(program: RegionProgram) -> Schedule:
     c: read in place by 1                         wait a; run 0; free a
                                             ->    wait b; borrow c; run 1; free b
     """
-    instructions = tuple(_Lowering(program).instructions())
+    lowering = _Lowering(program)
+    instructions = tuple(lowering.instructions())
     return replace(
         program.outline,
         instructions=instructions,
         serial=next(SERIALS),
         arena_bytes=max((v.slot.end for v in program.values if v.slot is not None), default=0),
-        peak_bytes=peak_of(instructions),
+        peak_bytes=lowering.peak_bytes,
         budget_bytes=program.budget_bytes,
         program=program,
     )
@@ -50,12 +50,15 @@ class _Lowering:
     marked   region -> the ticket that is complete once compute has passed it
     emitted  region -> the index of its instruction
     read     byte of the arena -> the last region that read what lay there
+
+    peak_bytes  largest sum of slots taken at once
     """
 
     def __init__(self, program: RegionProgram) -> None:
         self._program = program
         self._rows: list[Instruction] = []
         self._tickets = 0
+        self._taken_bytes = self.peak_bytes = 0
         self._marked: dict[int, Ticket] = {}
         self._emitted: list[int] = []
         self._read: ByteRanges[int] = ByteRanges()
@@ -81,6 +84,8 @@ class _Lowering:
             for value in starting[n]:
                 fetched[value.register] = fetch = self._fetch(value)
                 rows.append(fetch)
+                self._taken_bytes += fetch.slot.nbytes
+            self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
             for value in arriving[n]:
                 ticket, slot = fetched[value.register].ticket, _slot_of(value)
                 rows.append(Wait(ticket, slot, value.layout, value.register, value.name))
@@ -92,6 +97,7 @@ class _Lowering:
                 slot = _slot_of(value)
                 rows.append(Free(slot, value.register, value.name))
                 self._read.put(slot.address, slot.end, n)
+                self._taken_bytes -= slot.nbytes
         self._depart(len(self._program.regions))
         return rows
 

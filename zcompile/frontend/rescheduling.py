@@ -80,7 +80,9 @@ class Rescheduling:
         session = self.session
         if not self.arranges and schedule.arena_bytes <= session.arena.budget_bytes:
             return schedule
-        resident = frozenset(EntryIndex(n) for n, entry in enumerate(entries) if entry.on_device)
+        resident = frozenset(
+            EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
+        )
         try:
             return self._refitted(schedule, resident, self.staying(schedule, entries))
         except BudgetExceeded as error:

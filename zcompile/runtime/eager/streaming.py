@@ -486,7 +486,7 @@ def list_call(
             entry = entries[at] = tiered.entry
             if entry.deferred or entry.copies:
                 return None
-            in_place = entry.store.can_view_in_place(entry)
+            in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
             known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place))
         elif isinstance(leaf, Tensor):
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))

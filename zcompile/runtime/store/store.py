@@ -363,8 +363,8 @@ class Store:
         That is on the device, or on the host of the emulated one, unless throttled links must show.
         """
         place, tier = entry.place, entry.place.tier
-        if entry.on_device or not (tier.in_memory and self.reaches_host):
-            return entry.on_device
+        if tier.on_device or not (tier.in_memory and self.reaches_host):
+            return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
 
     @uninterrupted

@@ -14,9 +14,8 @@ from torch import fx, nn
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
-from zcompile.ir.graph import find, output_of, phase_of
+from zcompile.ir.graph import KEEP_DIMS, find, output_of, phase_of
 from zcompile.ir.plan import GraphPlan, layout_of_fetch
-from zcompile.ir.rewrite import VIEWS
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
@@ -281,5 +280,5 @@ def test_ids_that_no_row_has_are_refused():
 def test_no_constant_tells_tiles_apart_inside_of_a_region():
     joint = captured("mlp").through(*pipeline(zcompile.Config(device="cpu", tile_bytes=512)))
     for node in joint.graph.nodes:
-        if node.op == "call_function" and node.target in VIEWS:
+        if node.op == "call_function" and node.target in KEEP_DIMS:
             assert "slice" not in str(node.target)

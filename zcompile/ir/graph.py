@@ -59,6 +59,25 @@ RESHAPES = frozenset(
 )
 """Views that are given the sizes of their result, and keep the order of the elements."""
 
+SIZED_VIEWS = RESHAPES | {torch.ops.aten.expand.default}
+"""Views that are given the sizes of their result."""
+
+SAME_DIMS = CASTS | {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+}
+"""Ops of one input, whose result has the dimensions of that."""
+
+KEEP_DIMS = (
+    TRANSPOSES
+    | SIZED_VIEWS
+    | SAME_DIMS
+    | {torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim}
+)
+"""Views, casts and copies that may keep a dimension of their input whole: tiles along it pass
+through them (`rewrite.moved` says where to)."""
+
 
 def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
     """Calls of any of `targets`, in graph order."""
@@ -182,6 +201,16 @@ def reached_from(
 def aliases_of(node: fx.Node) -> Iterator[fx.Node]:
     """`node` and every view of it, directly or through other views, in discovery order."""
     return reached_from([node], lambda base: [u for u in base.users if base in bases_of(u)])
+
+
+def views_and_casts_of(gather: fx.Node) -> list[fx.Node]:
+    """A gathered parameter, its views, and casts of those: the nodes that backward repeats."""
+    found = list(aliases_of(gather))
+    for member in found:
+        for user in member.users:
+            if user.target in CASTS and user not in found:
+                found.extend(n for n in aliases_of(user) if n not in found)
+    return found
 
 
 def root_of(node: fx.Node) -> fx.Node:

@@ -26,27 +26,20 @@ import torch
 from torch import Tensor, fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, KEEP_STRIDES, RESHAPES, UNANNOTATED_VIEWS, insert, mark_use
+from zcompile.ir.graph import (
+    KEEP_STRIDES,
+    RESHAPES,
+    SAME_DIMS,
+    SIZED_VIEWS,
+    UNANNOTATED_VIEWS,
+    insert,
+    mark_use,
+)
 from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, without_modes, wrapper
 from zcompile.ir.types import Phase, row_major
 
 aten = torch.ops.aten
 
-SAME_DIMS = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, *CASTS})
-"""Ops of one input, whose result has the dimensions of that."""
-VIEWS = frozenset(
-    {
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.expand.default,
-        *RESHAPES,
-        *SAME_DIMS,
-    }
-)
-"""Ops that carry the dimension of a tile along."""
 SUM_DTYPE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """Dtype of values -> dtype in which sums of them over tiles, or slices, are kept."""
 
@@ -252,7 +245,7 @@ class GraphBuilder:
         """
         args = list(view.args)
         args[0] = source
-        if view.target in RESHAPES or view.target is aten.expand.default:
+        if view.target in SIZED_VIEWS:
             size = list(shape(view))
             size[dim] = rows
             args[1] = size

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, aliases_of, find, output_of, phase_of, root_of
+from zcompile.ir.graph import find, output_of, phase_of, root_of, views_and_casts_of
 from zcompile.ir.torch_compat import Dispatched, hint, is_random, is_symbol, mutated_inputs
 from zcompile.ir.types import Layout, Phase
 
@@ -41,7 +41,7 @@ class SavedValues:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.gathered = frozenset(n for g in find(graph, ops.gather) for n in family_of(g))
+        self.gathered = frozenset(n for g in find(graph, ops.gather) for n in views_and_casts_of(g))
         self._roots: dict[fx.Node, fx.Node] = {}
         self.mutated = mutated_inputs(graph) | {self.root(n) for n in _written(graph)}
         """Storages that do not hold the same all the time."""
@@ -125,16 +125,6 @@ def storage_bytes(root: fx.Node) -> int:
 
 def layout_of(root: fx.Node) -> Layout:
     return Layout.of(root.meta["val"])
-
-
-def family_of(gather: fx.Node) -> list[fx.Node]:
-    """A gathered parameter, its views, and casts of those: the nodes that backward repeats."""
-    family = list(aliases_of(gather))
-    for member in family:
-        for user in member.users:
-            if user.target in CASTS and user not in family:
-                family.extend(n for n in aliases_of(user) if n not in family)
-    return family
 
 
 def _written(graph: fx.Graph) -> Iterator[fx.Node]:

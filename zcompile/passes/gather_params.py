@@ -17,9 +17,9 @@ from zcompile.ir.graph import (
     set_phase,
     sink,
     use_of,
+    views_and_casts_of,
 )
 from zcompile.ir.plan import GraphPlan
-from zcompile.ir.saved_values import family_of
 from zcompile.ir.types import Phase
 from zcompile.passes.base import Fact, Pass
 
@@ -72,7 +72,7 @@ def _merge_equal(graph: fx.Graph) -> None:
 def _gather_again_in_backward(graph: fx.Graph, gather: fx.Node) -> None:
     """Give the readers in backward a gather of their own, with its views and casts."""
     copies: dict[fx.Node, fx.Node] = {}
-    family = set(family_of(gather))
+    family = set(views_and_casts_of(gather))
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
         if node not in family or phase_of(node) is Phase.BACKWARD:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import aliases_of, find, is_compute, phase_of
+from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, views_and_casts_of
 from zcompile.ir.plan import GraphPlan
-from zcompile.ir.saved_values import SavedValues, family_of, is_value, storage_bytes
+from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
 from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, Phase, aligned
 from zcompile.ir.work import work_of
@@ -270,6 +270,6 @@ def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
     numbers: dict[fx.Node, int] = {}
     for number, gathers in enumerate(groups.values()):
         for gather in gathers:
-            for member in family_of(gather):
+            for member in views_and_casts_of(gather):
                 numbers[member] = number
     return list(groups.values()), numbers

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import phase_of, root_of
-from zcompile.ir.rewrite import VIEWS, GraphBuilder, came_from, is_op, shape
+from zcompile.ir.graph import KEEP_DIMS, phase_of, root_of
+from zcompile.ir.rewrite import GraphBuilder, came_from, is_op, shape
 from zcompile.ir.types import Phase
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ def _before_views(
     """The source of a chain of views and casts, the dimension of it that `dim` is, and the views
     with their dimensions, outermost first."""
     chain = []
-    while node not in known and node.op == "call_function" and node.target in VIEWS:
+    while node not in known and node.op == "call_function" and node.target in KEEP_DIMS:
         before = came_from(node, dim)
         if before is None:
             break

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, find, phase_of, use_of
+from zcompile.ir.graph import CASTS, KEEP_DIMS, find, phase_of, use_of
 from zcompile.ir.plan import GraphPlan, layout_of_fetch
-from zcompile.ir.rewrite import SUM_DTYPE, VIEWS, GraphBuilder, is_op, moved, shape
+from zcompile.ir.rewrite import SUM_DTYPE, GraphBuilder, is_op, moved, shape
 from zcompile.ir.types import NodeName, ParamSpec, Phase, row_major
 from zcompile.passes.tile_matmuls.sizes import GatheredValue
 
@@ -427,7 +427,7 @@ def _carried(user: fx.Node, node: fx.Node, member: _Member) -> _Member | None:
         low, high, step = _range(user, member.rows[1])
         fits = step == 1 and high > low
         return replace(member, rows=(member.rows[0] + low, high - low)) if fits else None
-    if user.target not in VIEWS:
+    if user.target not in KEEP_DIMS:
         return None
     now = moved(user, member.dim)
     if now is None or shape(user)[now] != shape(node)[member.dim]:

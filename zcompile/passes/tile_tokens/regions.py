@@ -20,7 +20,7 @@ from functools import cached_property
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import module_of, phase_of, positions, reached_from
+from zcompile.ir.graph import SIZED_VIEWS, module_of, phase_of, positions, reached_from
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
 from zcompile.ir.types import NEVER_RECOMPUTED, Phase
@@ -28,7 +28,6 @@ from zcompile.memory.live_bytes import live_bytes
 from zcompile.passes.tile_tokens.rules import (
     PRODUCTS,
     ROWS,
-    SIZED_VIEWS,
     SUM,
     Rule,
     Tokens,

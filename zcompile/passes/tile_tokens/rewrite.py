@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import bases_of, root_of
+from zcompile.ir.graph import SIZED_VIEWS, bases_of, root_of
 from zcompile.ir.rewrite import SUM_DTYPE, GraphBuilder
 from zcompile.passes.tile_tokens.regions import Region, RegionPhase, phases_of
-from zcompile.passes.tile_tokens.rules import SIZED_VIEWS, Tokens, is_transposed
+from zcompile.passes.tile_tokens.rules import Tokens, is_transposed
 
 aten = torch.ops.aten
 

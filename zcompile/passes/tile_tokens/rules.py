@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.graph import RESHAPES
+from zcompile.ir.graph import SIZED_VIEWS
 from zcompile.ir.torch_compat import Dispatched
 
 aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 ROWS, TRANSPOSED, SUM = "rows", "turned", "sum"
-SIZED_VIEWS = RESHAPES | {aten.expand.default}
-"""Views that are given the sizes of their result."""
 OVER_FEATURES = frozenset(
     {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default, aten.amin.default}
 )

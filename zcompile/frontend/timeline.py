@@ -114,8 +114,8 @@ def measured_of(walks: Sequence[Walked], step_s: float | None = None) -> form.St
     compute_s = sum(
         end - begin
         for walk in walks
-        for x, begin, end in zip(walk.schedule.instructions, walk.begins, walk.ends, strict=True)
-        if x.effects.region is not None
+        for x, begin, end in zip(walk.schedule.effects, walk.begins, walk.ends, strict=True)
+        if x.region is not None
     )
     phases = dict[str, float]()
     since = walks[0].begins[0]

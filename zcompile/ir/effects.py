@@ -54,13 +54,18 @@ class HomeRole(enum.Enum):
     NEW = "an entry that the call makes"
 
 
+COMPUTE, IN, OUT = Lane
+ENTRY, COPY, GRADIENT, NEW = HomeRole
+"""Members by themselves: looking them up in their class takes long in walks of thousands."""
+
+
 class HomeAccess(NamedTuple):
     """Bytes [begin, end) of an entry that an instruction reads or writes.
 
     entry      index among the entries of the call; of a new entry, among those that the call makes
     in_place   compute uses the bytes where they rest, or they stay where compute made them
     lasting    the entry outlives the step, so that what is read of it can be foreseen
-    narrow     dtype of the low-precision copy
+    copy_dtype dtype of the low-precision copy
     of_nbytes  size of the gradient that these bytes are a tile of; 0: they are all of it
     tier       on which a new entry is made
     """
@@ -70,10 +75,10 @@ class HomeAccess(NamedTuple):
     end: int
     reads: bool = False
     writes: bool = False
-    role: HomeRole = HomeRole.ENTRY
+    role: HomeRole = ENTRY
     in_place: bool = False
     lasting: bool = True
-    narrow: torch.dtype | None = None
+    copy_dtype: torch.dtype | None = None
     of_nbytes: int = 0
     tier: str = ""
 
@@ -108,7 +113,7 @@ class Effects(NamedTuple):
 
     kind: str
     name: str
-    lane: Lane = Lane.COMPUTE
+    lane: Lane = COMPUTE
     nbytes: int = 0
     region: Region | None = None
     reads: tuple[Register, ...] = ()
@@ -128,17 +133,17 @@ class Effects(NamedTuple):
 
     @property
     def is_transfer(self) -> bool:
-        return self.lane is not Lane.COMPUTE
+        return self.lane is not COMPUTE
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that the host hands over to a transfer, which its seconds depend on."""
-        return 0 if self.lane is Lane.COMPUTE else self.nbytes
+        return 0 if self.lane is COMPUTE else self.nbytes
 
     @property
     def is_gradient(self) -> bool:
         """Whether it sends a gradient to its entry, or leaves it there."""
-        return self.home is not None and self.home.role is HomeRole.GRADIENT
+        return self.home is not None and self.home.role is GRADIENT
 
     @property
     def stays(self) -> bool:
@@ -148,7 +153,7 @@ class Effects(NamedTuple):
     @property
     def may_wait(self) -> bool:
         """Whether compute, or the host, may have to wait for a transfer here before it goes on."""
-        return self.lane is Lane.COMPUTE and (bool(self.after) or self.home is not None)
+        return self.lane is COMPUTE and (bool(self.after) or self.home is not None)
 
     @property
     def taken_bytes(self) -> int:
@@ -160,7 +165,7 @@ class Effects(NamedTuple):
     def writes_home(self) -> bool:
         """Whether it writes bytes of an entry that the call was given, or lets compute do so."""
         home = self.home
-        return home is not None and home.writes and home.role is HomeRole.ENTRY
+        return home is not None and home.writes and home.role is ENTRY
 
 
 class Instruction(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from zcompile.ir.effects import Instruction, Lane
+from zcompile.ir.effects import IN, Instruction
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.types import EntryKind, Phase
 
@@ -44,8 +44,8 @@ def handover(
 
     written  ticket of a fetch of `then` -> instruction of `now` after which its bytes are written
     """
-    rows = [(i, x.effects) for i, x in enumerate(now.instructions)]
-    last_fetch = max((i for i, x in rows if x.lane is Lane.IN), default=0)
+    rows = list(enumerate(now.effects))
+    last_fetch = max((i for i, x in rows if x.lane is IN), default=0)
     frees = [(i, x.gives_back) for i, x in rows if x.gives_back is not None]
     ready: dict[int, list[Instruction]] = {}
     for fetch in _opening(then):
@@ -64,7 +64,7 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) ->
     They may where gradients are changed where they rest, as by clipping, and nothing else is done:
     that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
     """
-    rows = [x.effects for x in schedule.instructions]
+    rows = schedule.effects
     if schedule.phase is not Phase.STEP or any(x.is_transfer or x.takes for x in rows):
         return False
     changed = [x.home.entry for x in rows if x.home is not None and x.writes_home]
@@ -74,8 +74,8 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) ->
 def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Instruction]]) -> int:
     """Largest sum of slots taken at once by `now` and the fetches that start in it."""
     taken = peak = 0
-    for index, instruction in enumerate(now.instructions):
-        taken += instruction.effects.taken_bytes
+    for index, x in enumerate(now.effects):
+        taken += x.taken_bytes
         taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken)
     return peak
@@ -90,7 +90,7 @@ def _opening(schedule: Schedule) -> Sequence[Instruction]:
         x = instruction.effects
         if x.region is not None:
             break
-        if x.lane is Lane.IN and x.home is not None and x.home.lasting:
+        if x.lane is IN and x.home is not None and x.home.lasting:
             opening.append(instruction)
     return opening
 
@@ -103,8 +103,7 @@ def last_writes(schedule: Schedule, name_of: Callable[[EntryIndex], N]) -> Mappi
     last_run, written = 0, dict[N, int]()
     if schedule.phase is not Phase.STEP:
         return written
-    for index, instruction in reversed(list(enumerate(schedule.instructions))):
-        x = instruction.effects
+    for index, x in reversed(list(enumerate(schedule.effects))):
         if x.region is not None:
             last_run = index
         if x.home is not None and x.writes_home:

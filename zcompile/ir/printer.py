@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zcompile.ir.effects import Instruction, Lane
+from zcompile.ir.effects import COMPUTE, IN, OUT, Instruction
 from zcompile.ir.graph import phase_of
 from zcompile.ir.schedule import Departure, RegionProgram, Schedule
 from zcompile.ir.torch_compat import Dispatched
@@ -101,7 +101,7 @@ def excerpt(graph: fx.Graph, culprit: fx.Node) -> str:
     )
 
 
-_STREAMS = {Lane.COMPUTE: "compute", Lane.IN: "h2d", Lane.OUT: "d2h"}
+_STREAMS = {COMPUTE: "compute", IN: "h2d", OUT: "d2h"}
 
 
 def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None]:

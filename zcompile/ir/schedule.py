@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.ir.effects import Effects, HomeAccess, HomeRole, Lane
+from zcompile.ir.effects import COPY, GRADIENT, IN, NEW, OUT, Effects, HomeAccess
 from zcompile.ir.effects import EntryIndex as EntryIndex
 from zcompile.ir.effects import Instruction as Instruction
 from zcompile.ir.effects import Register as Register
@@ -63,23 +63,19 @@ class Fetch:
 
     @cached_property
     def effects(self) -> Effects:
-        narrow = None if self.cast is None else self.cast.copy_dtype
+        home = HomeAccess(
+            self.entry, self.begin, self.begin + self.nbytes, True, lasting=self.lasting
+        )
+        if self.cast is not None:
+            home = home._replace(role=COPY, copy_dtype=self.cast.copy_dtype)
         return Effects(
             "fetch",
             self.name,
-            Lane.IN,
+            IN,
             self.nbytes,
             takes=self.slot,
             writes_slot=self.slot,
-            home=HomeAccess(
-                self.entry,
-                self.begin,
-                self.begin + self.nbytes,
-                reads=True,
-                role=HomeRole.ENTRY if narrow is None else HomeRole.COPY,
-                lasting=self.lasting,
-                narrow=narrow,
-            ),
+            home=home,
             after=self.after,
             ticket=self.ticket,
         )
@@ -188,7 +184,7 @@ class Reduce:
         return Effects(
             "reduce",
             self.name,
-            Lane.OUT,
+            OUT,
             self.nbytes,
             reads=(self.value,),
             forgets=(self.value,) if self.drop else (),
@@ -197,7 +193,7 @@ class Reduce:
                 self.begin,
                 self.begin + self.nbytes,
                 writes=True,
-                role=HomeRole.GRADIENT,
+                role=GRADIENT,
                 in_place=self.stays,
                 of_nbytes=self.of_nbytes,
             ),
@@ -223,7 +219,7 @@ class Store:
         return Effects(
             "store",
             self.name,
-            Lane.OUT,
+            OUT,
             self.nbytes,
             reads_slot=self.slot,
             home=HomeAccess(self.entry, self.begin, self.begin + self.nbytes, writes=True),
@@ -291,7 +287,7 @@ class Offload:
         return Effects(
             "offload",
             self.name,
-            Lane.OUT,
+            OUT,
             self.nbytes,
             reads=(self.value,),
             defines=(self.register,),
@@ -300,7 +296,7 @@ class Offload:
                 0,
                 self.nbytes,
                 writes=True,
-                role=HomeRole.NEW,
+                role=NEW,
                 lasting=False,
                 tier=self.tier,
             ),
@@ -389,9 +385,14 @@ class Schedule:
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
 
+    @cached_property
+    def effects(self) -> tuple[Effects, ...]:
+        """Of its instructions, one by one."""
+        return tuple([x.effects for x in self.instructions])
+
     def regions(self) -> list[Region]:
         """What it computes, in order."""
-        return [x.effects.region for x in self.instructions if x.effects.region is not None]
+        return [x.region for x in self.effects if x.region is not None]
 
     @cached_property
     def lone_gradients(self) -> tuple[EntryIndex, ...]:
@@ -409,7 +410,7 @@ class Schedule:
     def level_at(self) -> Mapping[int, LiveBytes]:
         """Index of each instruction that changes live bytes -> live bytes around it, where these
         are known."""
-        changes = (i for i, x in enumerate(self.instructions) if x.effects.changes_live)
+        changes = (i for i, x in enumerate(self.effects) if x.changes_live)
         return dict(zip(changes, self.holds.levels, strict=False))
 
     def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
@@ -432,8 +433,8 @@ class Schedule:
 
     def _gradients(self) -> Sequence[HomeAccess]:
         """The bytes of gradients that it sends, in order."""
-        homes = [x.effects.home for x in self.instructions]
-        return [h for h in homes if h is not None and h.role is HomeRole.GRADIENT]
+        homes = [x.home for x in self.effects]
+        return [h for h in homes if h is not None and h.role is GRADIENT]
 
     @cached_property
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from zcompile.ir.effects import HomeAccess, HomeRole, Instruction
+from zcompile.ir.effects import GRADIENT, NEW, HomeAccess, Instruction
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 
@@ -63,9 +63,9 @@ class StepCall:
 
     def entry_of(self, home: HomeAccess) -> EntryRef:
         """The entry that an access is about; of a low-precision copy, the one it was cast from."""
-        if home.role is HomeRole.GRADIENT:
+        if home.role is GRADIENT:
             return self.gradients[home.entry]
-        return (self.made if home.role is HomeRole.NEW else self.entries)[home.entry]
+        return (self.made if home.role is NEW else self.entries)[home.entry]
 
     def making(self, gradients: Collection[EntryRef]) -> frozenset[EntryIndex]:
         """Of a backward, the entries whose gradients are among these."""
@@ -85,9 +85,9 @@ class StepCall:
         """What compute needs of each entry, however the schedule at hand brings it."""
         read: dict[EntryRef, int] = {}
         written: dict[EntryRef, int] = {}
-        for x in self.schedule.instructions:
-            home = x.effects.home
-            if home is None or home.role is HomeRole.NEW:
+        for x in self.schedule.effects:
+            home = x.home
+            if home is None or home.role is NEW:
                 continue
             ref = self.entry_of(home)
             if home.reads:

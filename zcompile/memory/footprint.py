@@ -531,7 +531,7 @@ def memory_profile(
     kept  of a forward: what it saves for its backward
     """
     levels = tuple(_levels(held))
-    counted = [x.effects for x in schedule.instructions if x.effects.changes_live]
+    counted = [x for x in schedule.effects if x.changes_live]
     assert len(levels) == len(counted), "a level for every instruction that changes what is held"
     names = {node.name for node in held.of}
     places = [n for n in held.nodes if n.op == "placeholder"]

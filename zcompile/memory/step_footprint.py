@@ -106,12 +106,11 @@ class StepFootprint:
     def through(self, schedule: Schedule) -> int:
         """Walk a call from its beginning to its end; returns the peak of live bytes."""
         most = self.now
-        for x in schedule.instructions:
-            effects = x.effects
-            if effects.changes_live:
+        for x in schedule.effects:
+            if x.changes_live:
                 most = max(most, self.rise())
-                if effects.is_gradient:
-                    self.leave(effects)
+                if x.is_gradient:
+                    self.leave(x)
         return max(most, self.now)
 
     def end(self, then: Phase) -> int:
@@ -229,8 +228,8 @@ def _candidates(step: StepTrace) -> Iterator[EntryRef]:
         (call.gradients[home.entry], _whole_and_alone(call.schedule, index, home))
         for call in step.calls
         if call.phase is Phase.BACKWARD
-        for index, x in enumerate(call.schedule.instructions)
-        if (home := x.effects.home) is not None and x.effects.is_gradient
+        for index, x in enumerate(call.schedule.effects)
+        if (home := x.home) is not None and x.is_gradient
     ]
     times = Counter(ref for ref, _ in made)
     return (ref for ref, may in made if may and times[ref] == 1)
@@ -272,13 +271,12 @@ def device_peak(
     walk, taken, peak = StepFootprint(), 0, 0
     walk.begin(schedule)
     kept = walk.others  # a forward would have left as much
-    for index, x in enumerate(schedule.instructions):
-        effects = x.effects
-        taken += effects.taken_bytes
-        if effects.changes_live:
+    for index, x in enumerate(schedule.effects):
+        taken += x.taken_bytes
+        if x.changes_live:
             peak = max(peak, taken + walk.rise() - kept)
-            if effects.is_gradient:
-                walk.leave(effects)
+            if x.is_gradient:
+                walk.leave(x)
         taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken + walk.now - kept)
     return peak

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
-from zcompile.ir.effects import HomeRole
+from zcompile.ir.effects import GRADIENT
 from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
@@ -240,12 +240,12 @@ _Distinct = _Ranges[_Object]
 def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touched:
     reads: _Ranges[_At] = _Ranges()
     writes: _Ranges[_At] = _Ranges()
-    for x in schedule.instructions:
-        home = x.effects.home
+    for x in schedule.effects:
+        home = x.home
         # What is new in every call of a graph left the device by choice.
         if home is None or not (home.lasting or schedule.phase is Phase.STEP):
             continue
-        at = _At(home.entry, home.narrow, home.role is HomeRole.GRADIENT)
+        at = _At(home.entry, home.copy_dtype, home.role is GRADIENT)
         if home.reads:
             reads.add(at, home.begin, home.end)
         if home.writes:

@@ -7,14 +7,12 @@ ran, and the last walk is the answer (`simulate`). `predicted` gives it as plain
 those that `zcompile.stats` measures.
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.effects import Effects, HomeAccess, Instruction, Lane, Slot, Ticket
+from zcompile.ir.effects import COMPUTE, IN, Effects, HomeAccess, Instruction, Slot, Ticket
 from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
@@ -142,8 +140,8 @@ class SimulatedSteps:
         self._given: dict[Ticket, SimTransfer] = {}
         self._traffic.start(self._compute, 0.0)
         self._in_flight = InFlight()
-        self._leaving: ByteRanges[SimTransfer] = ByteRanges()
-        """Of bytes of the arena, the last transfer that reads them."""
+        self._leaving: list[tuple[Slot, SimTransfer]] = []
+        """Transfers out of slots that may have been given back."""
         scratches = (call.schedule.scratch_at for call in step.calls)
         self._scratch_at = min((at for at in scratches if at), default=0)
         self._backlog: list[SimTransfer] = []
@@ -216,20 +214,19 @@ class SimulatedSteps:
         self._wait_between(partial(self._join, self._held.begin(call.schedule)))
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
-        for index, instruction in enumerate(call.schedule.instructions):
-            x = instruction.effects
+        for index, x in enumerate(call.schedule.effects):
             self._waited, begin = 0.0, self._host
             if x.changes_live:
                 self._rise()
-            if x.lane is Lane.COMPUTE:
-                work, sent = self._act(x), None
+            work = sent = None
+            if x.lane is COMPUTE:
+                work = self._act(x)
             else:
-                work, sent = None, self._arrive(x) if x.lane is Lane.IN else self._leave(x)
+                sent = self._arrive(x) if x.lane is IN else self._leave(x)
             if self._tells:
+                done = begin, self._host, self._waited, work, sent
                 self._walked.append(
-                    WalkedInstruction(
-                        number, index, instruction, begin, self._host, self._waited, work, sent
-                    )
+                    WalkedInstruction(number, index, call.schedule.instructions[index], *done)
                 )
             for fetch in starts.get(index, ()):
                 self._bring(then or call, fetch.effects, self._given, self._compute)
@@ -306,7 +303,7 @@ class SimulatedSteps:
         assert x.ticket is not None
         self._issue(x)
         ref, slot = self._routes.entry_of(call, x.home), x.writes_slot
-        under = [] if slot is None else self._leaving.over(slot.address, slot.end)
+        under = [] if slot is None else self._under(slot)
         journey = self._routes.transfer(call, ref, x)
         self._start(journey, ref, x.home, after, (mark, *under))
         if x.takes is not None:
@@ -335,7 +332,7 @@ class SimulatedSteps:
         self._waited = self._host - before
         if slot := x.reads_slot:
             self._issue(x)
-            self._leaving.put(slot.address, slot.end, journey)
+            self._leaving.append((slot, journey))
         # A value leaves behind all compute, if no ticket says behind which.
         mark = (self._compute,) if x.reads and not x.after else ()
         self._start(journey, ref, x.home, x.after, mark)
@@ -370,8 +367,13 @@ class SimulatedSteps:
         """Transfers that must be over before the step scratch is given back."""
         if not self._scratch_at:
             return []
-        leaving = self._leaving.over(self._scratch_at, sys.maxsize)
-        return [journey for journey in leaving if journey.over_s is None]
+        rows = self._leaving
+        return [j for slot, j in rows if slot.address >= self._scratch_at and j.over_s is None]
+
+    def _under(self, slot: Slot) -> list[SimTransfer]:
+        """Transfers that must be over before `slot` is overwritten."""
+        self._leaving = rows = [row for row in self._leaving if row[1].over_s is None]
+        return [journey for old, journey in rows if old.overlaps(slot)]
 
     def _start(
         self,
@@ -404,9 +406,10 @@ class SimulatedSteps:
 
     def _issue(self, x: Effects) -> None:
         """Let the host take the seconds of an instruction."""
-        if (key := (x.kind, x.moved_bytes)) not in self._issues:
-            self._issues[key] = self._costs.issue_seconds(x)
-        self._host += self._issues[key]
+        key = x.kind, 0 if x.lane is COMPUTE else x.nbytes
+        if (seconds := self._issues.get(key)) is None:
+            seconds = self._issues[key] = self._costs.issue_seconds(x)
+        self._host += seconds
 
 
 REPEATS = 3

@@ -94,8 +94,8 @@ class StepPlan:
     @property
     def transfers(self) -> int:
         """Number of transfers of a step, there and back, without those of gradients."""
-        rows = (x for call in self.step.calls for x in call.schedule.instructions)
-        return sum(x.effects.is_transfer and not x.effects.is_gradient for x in rows)
+        rows = (x for call in self.step.calls for x in call.schedule.effects)
+        return sum(x.is_transfer and not x.is_gradient for x in rows)
 
     @property
     def scratch_bytes(self) -> int:

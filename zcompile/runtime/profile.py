@@ -186,9 +186,9 @@ def facts_of(entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
 def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
     """The facts of gradients that a backward makes, which are entries later on."""
     facts = {}
-    for x in schedule.instructions if schedule.phase is Phase.BACKWARD else ():
-        home = x.effects.home
-        if home is not None and x.effects.is_gradient:
+    for x in schedule.effects if schedule.phase is Phase.BACKWARD else ():
+        home = x.home
+        if home is not None and x.is_gradient:
             param = entries[home.entry]
             ref, nbytes = param.ref.gradient, home.of_nbytes or home.nbytes
             facts[ref] = EntryFact(ref, f"{param.name}.grad", EntryKind.GRAD, nbytes, "host")
@@ -420,8 +420,8 @@ class Clocks:
         idle   instructions beside which no transfer was in flight
         """
         stalls, cold = dict(waits), self._is_cold(schedule)
-        for index, instruction in enumerate(schedule.instructions):
-            x, seconds = instruction.effects, ends[index] - begins[index]
+        for index, x in enumerate(schedule.effects):
+            seconds = ends[index] - begins[index]
             if x.region is not None:
                 if self._stamp is None:
                     self._ran(x.region, seconds, cold)
@@ -526,13 +526,13 @@ class DeviceTimer(HostTimer):
         self._open: Stamp | None = None
 
     def begins(self, index: int) -> None:
-        if self.schedule.instructions[index].effects.region is not None:
+        if self.schedule.effects[index].region is not None:
             self._open = self._stamp()
         super().begins(index)
 
     def ends(self, index: int) -> None:
         super().ends(index)
-        region = self.schedule.instructions[index].effects.region
+        region = self.schedule.effects[index].region
         if region is not None and self._open is not None:
             self._stamps.append((region, self._open, self._stamp()))
 

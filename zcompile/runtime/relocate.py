@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zcompile.errors import TierFull
-from zcompile.ir.effects import HomeRole
+from zcompile.ir.effects import GRADIENT, NEW
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
 from zcompile.runtime.session import Session
@@ -80,14 +80,14 @@ def expected_homes(
 
     try:
         for call in step.calls:
-            for x in call.schedule.instructions:
-                home = x.effects.home
+            for x in call.schedule.effects:
+                home = x.home
                 if home is None:
                     continue
                 ref = call.entry_of(home)
-                if home.role is HomeRole.NEW:
+                if home.role is NEW:
                     place(ref, EntryKind.ACTIVATION, home.nbytes, tier=home.tier)
-                elif home.role is HomeRole.GRADIENT:
+                elif home.role is GRADIENT:
                     place(ref, EntryKind.GRAD, step.facts[ref].nbytes, gradient=ref)
             for ref in call.entries:
                 if ref in step.facts and step.facts[ref].kind is EntryKind.ACTIVATION:

@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.effects import HomeAccess, HomeRole
+from zcompile.ir.effects import GRADIENT, NEW, HomeAccess
 from zcompile.ir.schedule import Schedule
 
 NEVER = -2
@@ -93,18 +93,18 @@ class Span(NamedTuple):
 def span_of(home: HomeAccess | None, entries: Sequence[Hashable], copies: Copies) -> Span | None:
     """The bytes that an access names; None, if they are of a gradient or of a new entry, which
     nothing in the schedule reads."""
-    if home is None or home.role in (HomeRole.GRADIENT, HomeRole.NEW):
+    if home is None or home.role in (GRADIENT, NEW):
         return None
     entry = entries[home.entry]
-    if home.narrow is not None:
-        entry = copies.get((entry, home.narrow), (entry, home.narrow))
+    if home.copy_dtype is not None:
+        entry = copies.get((entry, home.copy_dtype), (entry, home.copy_dtype))
     return Span(entry, home.begin, home.end)
 
 
 def moved_and_borrowed(schedule: Schedule, spans: Sequence[Span | None]) -> "set[Span]":
     """Spans that compute uses in place, while transfers move some of the same bytes."""
-    effects = (x.effects for x in schedule.instructions)
-    rows = [(x, span) for x, span in zip(effects, spans, strict=True) if span is not None]
+    every = zip(schedule.effects, spans, strict=True)
+    rows = [(x, span) for x, span in every if span is not None]
     borrowed = {span for x, span in rows if not x.is_transfer}
     entries = {span.entry for span in borrowed}
     moved: dict[Hashable, ByteRanges[bool]] = {entry: ByteRanges() for entry in entries}

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.effects import Effects, HomeAccess, Lane
+from zcompile.ir.effects import COMPUTE, IN, OUT, Effects, HomeAccess
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
@@ -64,7 +64,7 @@ class ScheduleCall:
 
     def spans(self) -> list[Span | None]:
         """Per instruction, the bytes of an entry that it reads or writes."""
-        homes = [x.effects.home for x in self.schedule.instructions]
+        homes = [x.home for x in self.schedule.effects]
         most = max((int(home.entry) for home in homes if home is not None), default=0)
         entries = self.entries or range(most + 1)
         return [span_of(home, entries, self.copies) for home in homes]
@@ -141,8 +141,8 @@ class Walk:
 
     def written(self) -> list[Hashable]:
         """The entries whose bytes it writes."""
-        rows = zip(self.schedule.instructions, self.spans, strict=True)
-        return [s.entry for x, s in rows if s is not None and x.effects.writes_home]
+        rows = zip(self.schedule.effects, self.spans, strict=True)
+        return [s.entry for x, s in rows if s is not None and x.writes_home]
 
     def new(self, ticket: Ticket) -> None:
         """Check that a ticket is new."""
@@ -247,13 +247,13 @@ class Proof:
         """
         walk.index = index
         self.now += 1
-        x, span = walk.schedule.instructions[index].effects, walk.spans[index]
+        x, span = walk.schedule.effects[index], walk.spans[index]
         if x.reads:
             self._read_registers(walk, x)
         act = self._act(walk, x)
         if x.ticket is not None:
             walk.new(x.ticket)
-            if x.lane is Lane.COMPUTE:
+            if x.lane is COMPUTE:
                 walk.moments[x.ticket] = self.now
             else:
                 given = walk.given.get(x.ticket)
@@ -266,7 +266,7 @@ class Proof:
             self._write_slot(walk, x, act, span)
         if x.reads_slot is not None:
             self._read_slot(walk, x, act, span)
-        if x.lane is Lane.OUT and x.reads:
+        if x.lane is OUT and x.reads:
             self._send(walk, x, act, span)
         if x.gives_back is not None:
             self._give_back(walk, x)
@@ -276,7 +276,7 @@ class Proof:
             walk.define(register, self.now)
         if x.views is not None:
             self._view(walk, x)
-        if x.lane is Lane.COMPUTE:
+        if x.lane is COMPUTE:
             if span is not None:
                 self._borrow(walk, x, span)
             if x.reads or x.region is not None:
@@ -313,7 +313,7 @@ class Proof:
     def _act(self, walk: Walk, x: Effects) -> Transfer:
         """What the instruction does, in the order that its tickets give: a transfer, or a moment of
         compute, which goes on once what it waits for is over."""
-        if x.lane is Lane.COMPUTE:
+        if x.lane is COMPUTE:
             if x.after:
                 if x.forgets:
                     _left(walk, x)
@@ -321,7 +321,7 @@ class Proof:
                     transfer.wait_at(self.now)
             return Transfer.at(self.now)
         moments, transfers = walk.after(x.after)
-        if x.lane is Lane.IN:
+        if x.lane is IN:
             moments.append(walk.begun)
         return start(moments, transfers)
 
@@ -329,12 +329,12 @@ class Proof:
         """Check that what an instruction reads is there; compute may write what it reads."""
         for register in x.reads:
             if register not in walk.made_at:
-                if x.lane is Lane.COMPUTE:
+                if x.lane is COMPUTE:
                     why = "is read before its wait, or after it was given back"
                 else:
                     why = "leaves, and nothing made it"
                 raise walk.fail(f"register {register} {why}")
-            if x.lane is not Lane.COMPUTE:
+            if x.lane is not COMPUTE:
                 continue
             if register in walk.bound:
                 self._touch(walk, walk.bound[register])
@@ -382,7 +382,7 @@ class Proof:
         assert x.writes_slot is not None
         use = walk.use_of(x.writes_slot, x.name)
         _comes_after(walk, x, act, use, True)
-        if x.lane is Lane.COMPUTE:
+        if x.lane is COMPUTE:
             use.touched = self.now
         else:
             use.brought, use.span, use.at = act, span, self.now
@@ -403,7 +403,7 @@ class Proof:
             raise walk.fail(
                 f"{x.name!r} reads {x.nbytes} bytes of {use.taker.nbytes} that were brought"
             )
-        if x.lane is Lane.COMPUTE:
+        if x.lane is COMPUTE:
             self._touch(walk, use)
             return
         if span is not None and not self._homes.store(span, use, use.touched, self.now):
@@ -545,9 +545,7 @@ def verify_handover(now: ScheduleCall, then: ScheduleCall, handover: Handover) -
         raise first.fail("fetches are handed over into memory that graphs hold until then")
     # Walk `now`, and start the fetches that it hands over.
     given: dict[Ticket, SlotUse] = {}
-    fetches = {
-        x.effects: i for i, x in enumerate(then.schedule.instructions) if x.effects.lane is Lane.IN
-    }
+    fetches = {x: i for i, x in enumerate(then.schedule.effects) if x.lane is IN}
     spans = then.spans()
     for index in range(len(now.schedule.instructions)):
         proof.step(first, index)
@@ -584,7 +582,7 @@ def _may_be_handed(
 def _account(walk: Walk, peak: int) -> None:
     """Check that a schedule's own numbers of bytes are true, to the byte."""
     schedule = walk.schedule
-    slots = (x.effects.takes for x in schedule.instructions)
+    slots = (x.takes for x in schedule.effects)
     end = max((slot.end for slot in slots if slot is not None), default=0)
     if end != schedule.arena_bytes:
         raise walk.fail(f"the slots end at {end}, the schedule says {schedule.arena_bytes}")
@@ -600,11 +598,10 @@ def _gradients_are_placed_alone(walk: Walk) -> None:
     Each is sent as that gradient, and nobody else reads it: from then on it may change.
     """
     schedule, readers = walk.schedule, dict[Register, list[Effects]]()
-    rows = [x.effects for x in schedule.instructions]
-    for x in rows:
+    for x in schedule.effects:
         for register in x.reads:
             readers.setdefault(register, []).append(x)
-    for x in rows:
+    for x in schedule.effects:
         if x.region is None or not (x.into or x.region.placed):
             continue
         if len(x.into) != len(x.region.placed):

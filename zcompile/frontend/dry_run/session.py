@@ -201,9 +201,9 @@ class _DryRunExecutor(Executor):
         self._prepare_memory(schedule)
         args.clear()
         self.recorder.note(schedule, entries)
-        for x in schedule.instructions:
-            home = x.effects.home
-            if home is not None and x.effects.writes_home:
+        for x in schedule.effects:
+            home = x.home
+            if home is not None and x.writes_home:
                 entries[home.entry].written()
         return []
 

@@ -65,7 +65,7 @@ class StepCall:
         """The entry that an access is about; of a low-precision copy, the one it was cast from."""
         if home.role is GRADIENT:
             return self.gradients[home.entry]
-        return (self.made if home.role is NEW else self.entries)[home.entry]
+        return self.made[home.entry] if home.role is NEW else self.entries[home.entry]
 
     def making(self, gradients: Collection[EntryRef]) -> frozenset[EntryIndex]:
         """Of a backward, the entries whose gradients are among these."""

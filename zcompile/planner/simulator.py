@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from zcompile.ir.effects import COMPUTE, IN, Effects, HomeAccess, Instruction, Slot, Ticket
+from zcompile.ir.effects import (
+    COMPUTE,
+    GRADIENT,
+    IN,
+    Effects,
+    HomeAccess,
+    Instruction,
+    Slot,
+    Ticket,
+)
 from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
@@ -140,8 +149,8 @@ class SimulatedSteps:
         self._given: dict[Ticket, SimTransfer] = {}
         self._traffic.start(self._compute, 0.0)
         self._in_flight = InFlight()
-        self._leaving: list[tuple[Slot, SimTransfer]] = []
-        """Transfers out of slots that may have been given back."""
+        self._leaving: list[tuple[int, int, SimTransfer]] = []
+        """(begin, end, transfer) of bytes that leave slots, which may have been given back."""
         scratches = (call.schedule.scratch_at for call in step.calls)
         self._scratch_at = min((at for at in scratches if at), default=0)
         self._backlog: list[SimTransfer] = []
@@ -235,13 +244,13 @@ class SimulatedSteps:
 
     def _act(self, x: Effects) -> ComputeTask | None:
         """Walk an instruction of the compute stream; returns the compute that it starts."""
-        task = None
+        task, region = None, x.region
         if x.home is not None:
             self._await_home(x.home)
-        if x.region is not None:
-            task = self._work(self._costs.region_seconds(x.region), *self._awaited(x))
+        if region is not None:
+            task = self._work(self._costs.region_seconds(region), *self._awaited(x))
             if self._asynchronous:
-                self._host += self._costs.launch_seconds(x.region)
+                self._host += self._costs.launch_seconds(region)
         else:
             if x.after:
                 task = self._work(0.0, *self._awaited(x))
@@ -320,10 +329,11 @@ class SimulatedSteps:
 
     def _leave(self, x: Effects) -> SimTransfer:
         """Start a transfer off the device."""
-        assert x.home is not None
-        before, ref = self._host, self._call.entry_of(x.home)
+        home = x.home
+        assert home is not None
+        before, ref = self._host, self._call.entry_of(home)
         journey = self._routes.transfer(self._call, ref, x)
-        if x.is_gradient:
+        if home.role is GRADIENT:
             self._join(self._held.leave(x))
             self._departing.append(journey)
         if x.reads and journey.route:  # else the value is at home where it is
@@ -332,10 +342,10 @@ class SimulatedSteps:
         self._waited = self._host - before
         if slot := x.reads_slot:
             self._issue(x)
-            self._leaving.append((slot, journey))
+            self._leaving.append((slot.address, slot.end, journey))
         # A value leaves behind all compute, if no ticket says behind which.
         mark = (self._compute,) if x.reads and not x.after else ()
-        self._start(journey, ref, x.home, x.after, mark)
+        self._start(journey, ref, home, x.after, mark)
         if not slot:
             self._issue(x)
         if x.ticket is not None:
@@ -367,13 +377,14 @@ class SimulatedSteps:
         """Transfers that must be over before the step scratch is given back."""
         if not self._scratch_at:
             return []
-        rows = self._leaving
-        return [j for slot, j in rows if slot.address >= self._scratch_at and j.over_s is None]
+        rows, first = self._leaving, self._scratch_at
+        return [row[2] for row in rows if row[0] >= first and row[2].over_s is None]
 
     def _under(self, slot: Slot) -> list[SimTransfer]:
         """Transfers that must be over before `slot` is overwritten."""
-        self._leaving = rows = [row for row in self._leaving if row[1].over_s is None]
-        return [journey for old, journey in rows if old.overlaps(slot)]
+        self._leaving = rows = [row for row in self._leaving if row[2].over_s is None]
+        begin, end = slot.address, slot.end
+        return [row[2] for row in rows if row[0] < end and begin < row[1]]
 
     def _start(
         self,

@@ -104,26 +104,26 @@ class Walked(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__({"": self})
-        self.schedules: list[Schedule] = []
+        self.schedules: list[tuple[Schedule, tuple[str, ...]]] = []
 
     def get(self, name: str, default: object = None) -> "Walked":
         return self
 
-    def walked(self, schedule: Schedule, placement: int) -> None:
-        self.schedules.append(schedule)
+    def walked(self, schedule: Schedule, placement: int, homes: tuple[str, ...]) -> None:
+        self.schedules.append((schedule, homes))
         if (other := super().get(schedule.name)) is not None:
-            other.walked(schedule, placement)
+            other.walked(schedule, placement, homes)
 
     def told(self) -> str:
         """Each schedule in the order it was walked; one that was walked before by its number."""
-        numbers: dict[int, int] = {}
+        numbers: dict[object, int] = {}
         rows = []
-        for schedule in self.schedules:
-            if schedule.serial in numbers:
-                rows.append(f"# {numbers[schedule.serial]} again\n")
+        for schedule, homes in self.schedules:
+            if (same := (schedule.serial, homes)) in numbers:
+                rows.append(f"# {numbers[same]} again\n")
                 continue
-            numbers[schedule.serial] = number = len(numbers)
-            rows.append(f"# {number}\n{printer.schedule_text(schedule)}")
+            numbers[same] = number = len(numbers)
+            rows.append(f"# {number}\n{printer.schedule_text(schedule, homes)}")
         return "\n".join(rows)
 
 
@@ -174,10 +174,10 @@ def test_what_is_walked(name, tmp_path, given, golden):
 def test_a_dump_holds_what_the_last_calls_walked(name, tmp_path, given):
     root = tmp_path / "dump"
     for walked in train(CASES[name], tmp_path, dump=root):
-        graphs = [s for s in walked.schedules if s.phase is not Phase.STEP]
+        graphs = [row for row in walked.schedules if row[0].phase is not Phase.STEP]
         (graph,) = open_run(root).graphs
         for kind in ("forward", "backward"):
-            want = {printer.schedule_text(s) for s in graphs if s.call_kind == kind}
+            want = {printer.schedule_text(*row) for row in graphs if row[0].call_kind == kind}
             assert {graph.schedule_text(kind, n) for n in graph.arrangements(kind)} == want
 
 

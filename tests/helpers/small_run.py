@@ -60,7 +60,7 @@ def instructions() -> list[rf.InstructionRecord]:
     return [
         rf.InstructionRecord(0, "h2d", "fetch", "up.weight", 1024, 0, 0),
         rf.InstructionRecord(1, "compute", "run", "clone", 0, None, None, (), (1,), (2,)),
-        rf.InstructionRecord(2, "compute", "wait", "up.weight", 1024, 0, 0),
+        rf.InstructionRecord(2, "compute", "wait", "up.weight", 1024, 0, None, (0,)),
         rf.InstructionRecord(3, "compute", "run", "t mm", 0, None, 1, (), (2, 3), (4,)),
         rf.InstructionRecord(4, "compute", "free", "up.weight", 1024, 0, None),
     ]

@@ -287,7 +287,7 @@ def test_the_offending_instruction_is_marked():
     with pytest.raises(ScheduleInvalid) as caught:
         verify_schedule(BROKEN["a fetch that does not wait for compute before overwriting"][0]())
     (marked,) = [row for row in str(caught.value).splitlines() if row.startswith("  >")]
-    assert marked.split() == [">", "4", "h2d", "fetch", "w", "512"]
+    assert marked.split() == [">", "4", "in", "fetch", "w", "512"]
 
 
 def test_parts_of_an_entry_that_lie_apart_may_be_moved_and_borrowed():

@@ -269,15 +269,15 @@ def _phase_life(
 
 def _leads(name: str, rows: Sequence[InstructionRecord]) -> Iterator[int]:
     """For each fetch of the parameter, the regions that compute between it and its wait."""
-    fetched: dict[int | None, int] = {}
+    fetched: dict[int, int] = {}
     runs = 0
     for row in rows:
         if row.kind == "run":
             runs += 1
-        elif row.name == name and row.kind == "fetch":
+        elif row.name == name and row.kind == "fetch" and row.ticket is not None:
             fetched[row.ticket] = runs
         elif row.name == name and row.kind == "wait":
-            yield runs - fetched[row.ticket]
+            yield from (runs - fetched[ticket] for ticket in row.after)
 
 
 def _events(name: str, nodes: Sequence[NodeRecord]) -> Iterator[Event]:

@@ -89,7 +89,7 @@ def timeline_record(
 def _moment(
     call: int, index: int, walk: Walked, begun: float, ahead: Moment | None
 ) -> form.MomentRecord:
-    _, kind, name, _ = printer.instruction_row(walk.schedule.instructions[index])
+    _, kind, name, _ = printer.instruction_row(walk.schedule.effects[index])
     return form.MomentRecord(
         call=call,
         phase=walk.schedule.phase.value,

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zcompile.ir.effects import COMPUTE, IN, OUT, Instruction
+from zcompile.ir.effects import COMPUTE, ENTRY, IN, OUT, Effects, Slot
 from zcompile.ir.graph import phase_of
 from zcompile.ir.schedule import Departure, RegionProgram, Schedule
 from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.types import ON_DEVICE
 from zcompile.ir.units import show_size
 
 _DTYPES = {
@@ -101,36 +102,58 @@ def excerpt(graph: fx.Graph, culprit: fx.Node) -> str:
     )
 
 
-_STREAMS = {COMPUTE: "compute", IN: "h2d", OUT: "d2h"}
+_LINKS = {
+    (IN, "host"): "h2d",
+    (IN, "disk"): "disk_read",
+    (OUT, "host"): "d2h",
+    (OUT, "disk"): "disk_write",
+}
 
 
-def instruction_row(instruction: Instruction) -> tuple[str, str, str, int | None]:
-    """Stream, kind, name and bytes of an instruction."""
-    x = instruction.effects
-    if x.stays:
-        return "compute", "stay", x.name, x.nbytes
-    whole = x.home is not None and x.is_gradient and not x.home.of_nbytes
-    told = x.region is None and x.views is None and not whole
-    return _STREAMS[x.lane], x.kind, x.name, x.nbytes if told else None
+def stream_of(x: Effects, homes: Sequence[str] = ()) -> str:
+    """Where an instruction acts: "compute", or the link to or from the tier where its bytes rest.
+
+    "device", if they rest there; "in" or "out", if it is not known where they rest.
+
+    homes  tier of each entry of the call; none, if they are not known
+    """
+    home = x.home
+    if home is None or not x.is_transfer or x.stays:
+        return COMPUTE.value
+    tier = homes[home.entry] if homes and home.role is ENTRY else home.tier
+    return "device" if tier in ON_DEVICE else _LINKS.get((x.lane, tier), x.lane.value)
 
 
-def schedule_text(schedule: Schedule) -> str:
-    """The schedule, one instruction a line: stream, kind, name, bytes, address, tickets."""
+def instruction_row(x: Effects, homes: Sequence[str] = ()) -> tuple[str, str, str, int]:
+    """Stream, kind, name and bytes of an instruction; `homes` as `stream_of` has them."""
+    return stream_of(x, homes), "stay" if x.stays else x.kind, x.name, x.nbytes
+
+
+def slot_of(x: Effects) -> Slot | None:
+    """The slot that an instruction is about."""
+    return x.takes or x.views or x.reads_slot or x.writes_slot or x.gives_back
+
+
+def schedule_text(schedule: Schedule, homes: Sequence[str] = ()) -> str:
+    """The schedule, one instruction a line: stream, kind, name, bytes, address, tickets.
+
+    t1   it gives out ticket 1
+    <t1  it waits for ticket 1
+
+    homes  tier of each entry of the call; none, if they are not known
+    """
     rows = [
         f"{schedule.phase.value} of {schedule.name}: {len(schedule.instructions)} instructions, "
         f"peak {show_size(schedule.peak_bytes)} in an arena of {show_size(schedule.arena_bytes)}"
     ]
-    for index, instruction in enumerate(schedule.instructions):
-        stream, kind, name, nbytes = instruction_row(instruction)
-        size = "" if nbytes is None else str(nbytes)
-        slot = getattr(instruction, "slot", None)
+    for index, x in enumerate(schedule.effects):
+        stream, kind, name, nbytes = instruction_row(x, homes)
+        slot = slot_of(x)
         where = "" if slot is None else f"@{slot.address}"
-        after = getattr(instruction, "after", ())
-        ticket = getattr(instruction, "ticket", None)
-        tickets = "" if ticket is None else f"t{ticket}"
-        tickets += "".join(f" <t{t}" for t in after)
-        row = f"{index:>5}  {stream:<8}{kind:<8}{name:<40.60} {size:>12} {where:>12}  {tickets}"
-        rows.append(row.rstrip())
+        given = [] if x.ticket is None else [f"t{x.ticket}"]
+        tickets = " ".join([*given, *(f"<t{t}" for t in x.after)])
+        row = f"{index:>5}  {stream:<11}{kind:<8}{name:<40.60} {nbytes or '':>12} {where:>12}"
+        rows.append(f"{row}  {tickets}".rstrip())
     return "\n".join(rows) + "\n"
 
 
@@ -164,5 +187,5 @@ def program_text(program: RegionProgram) -> str:
 
 
 def _departure_row(x: Departure) -> str:
-    _, kind, name, _ = instruction_row(x)
+    _, kind, name, _ = instruction_row(x.effects)
     return f"  {kind:<7}  {name}"

@@ -17,6 +17,7 @@ from zcompile.config import Config
 from zcompile.errors import DiskUnusable
 from zcompile.ir import ops, printer, serialize
 from zcompile.ir import serialize as form
+from zcompile.ir.effects import Effects
 from zcompile.ir.graph import (
     aliases_of,
     is_compute,
@@ -26,12 +27,15 @@ from zcompile.ir.graph import (
 )
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.regions import structure
-from zcompile.ir.schedule import Instruction, Run, Schedule
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.types import NodeName, ParamSpec
 from zcompile.ir.version import VERSION
 from zcompile.memory.footprint import Footprint, footprint
 
 log = logging.getLogger("zcompile.passes")
+
+Arrangement = tuple[int, tuple[str, ...]]
+"""A schedule as it is walked: its serial, and the tier of each entry of the call."""
 
 Runs = MutableMapping[Path, "RunDir"]
 """Directory that was asked for -> the run in it; kept by whoever owns the model."""
@@ -86,7 +90,7 @@ class Watcher:
         self._counts: Counter[str] = Counter()
         self._peak = 0
         self._placement = 0
-        self._arrangements: dict[str, list[int]] = {}
+        self._arrangements: dict[str, list[Arrangement]] = {}
         """Phase -> serials of the schedules that stand in the dump, in the order of its files."""
 
     @property
@@ -124,12 +128,13 @@ class Watcher:
         """Record the schedule that the passes made of one phase, before any call walks it."""
         if self._dir is not None:
             self._arrangements.pop(schedule.call_kind, None)
-            self._write(schedule, [])
+            self._write(schedule, (), [])
 
-    def walked(self, schedule: Schedule, placement: int) -> None:
+    def walked(self, schedule: Schedule, placement: int, homes: tuple[str, ...]) -> None:
         """Record the schedule that a call walks, if the dump lacks it.
 
         placement  a number per placement of entries: a new one takes the files of the one before
+        homes      tier of each entry of the call
         """
         if self._dir is None:
             return
@@ -137,10 +142,10 @@ class Watcher:
             self._placement = placement
             self._arrangements.clear()
         known = self._arrangements.setdefault(schedule.call_kind, [])
-        if schedule.serial in known:
+        if (schedule.serial, homes) in known:
             return
         try:
-            self._write(schedule, known)
+            self._write(schedule, homes, known)
         except OSError as error:  # the call goes on: what it computes does not hang on its dump
             log.warning(
                 "%s is not written to any more, and holds no schedule of %s: %s",
@@ -150,17 +155,17 @@ class Watcher:
             )
             self._dir = None
 
-    def _write(self, schedule: Schedule, known: list[int]) -> None:
+    def _write(self, schedule: Schedule, homes: tuple[str, ...], known: list[Arrangement]) -> None:
         """Write one more arrangement of a phase beside those `known`; stale files go first."""
         assert self._dir is not None
         phase = schedule.call_kind
         if not known:
             form.remove_schedules(self._dir, phase)
-        known.append(schedule.serial)
-        rows = [_instruction(i, x) for i, x in enumerate(schedule.instructions)]
+        known.append((schedule.serial, homes))
+        rows = [_instruction(i, x, homes) for i, x in enumerate(schedule.effects)]
         form.schedule_file(self._dir, phase, len(known)).write_text(serialize.encode(rows))
         text = form.schedule_text_file(self._dir, phase, len(known))
-        text.write_text(printer.schedule_text(schedule))
+        text.write_text(printer.schedule_text(schedule, homes))
         assert schedule.program is not None, "a phase of a graph"
         program = form.program_text_file(self._dir, phase, len(known))
         program.write_text(printer.program_text(schedule.program))
@@ -258,20 +263,14 @@ def _param(handle: NodeName, spec: ParamSpec) -> form.ParamRecord:
     return form.ParamRecord(handle, spec.name, layout.size, dtype, spec.nbytes, spec.home)
 
 
-def _instruction(index: int, instruction: Instruction) -> form.InstructionRecord:
-    stream, kind, name, nbytes = printer.instruction_row(instruction)
-    slot = getattr(instruction, "slot", None)
-    inputs = instruction.inputs if isinstance(instruction, Run) else ()
-    outputs = instruction.outputs if isinstance(instruction, Run) else ()
+def _instruction(index: int, x: Effects, homes: tuple[str, ...]) -> form.InstructionRecord:
+    slot = printer.slot_of(x)
     return form.InstructionRecord(
         index,
-        stream,
-        kind,
-        name,
-        nbytes or 0,
+        *printer.instruction_row(x, homes),
         None if slot is None else slot.address,
-        getattr(instruction, "ticket", None),
-        tuple(getattr(instruction, "after", ())),
-        tuple(inputs),
-        tuple(outputs),
+        x.ticket,
+        x.after,
+        x.reads,
+        x.defines,
     )

@@ -66,8 +66,12 @@ class StepPolicy(Protocol):
 class Listener(Protocol):
     """Hears of the schedules that calls of one graph walk."""
 
-    def walked(self, schedule: Schedule, placement: int) -> None:
-        """A call walks `schedule`; `placement` is another number when entries rest elsewhere."""
+    def walked(self, schedule: Schedule, placement: int, homes: tuple[str, ...]) -> None:
+        """A call walks `schedule`.
+
+        placement  another number when entries rest elsewhere
+        homes      tier of each of its entries
+        """
 
 
 # --- Registers ---
@@ -270,7 +274,7 @@ class Executor:
         try:
             self._walker = threading.get_ident()
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
-                listener.walked(schedule, self._placement)
+                listener.walked(schedule, self._placement, tuple(e.home for e in entries))
             walk = _Call(self, schedule, values, entries, leaves)
             walk.run(others)
         finally:

@@ -207,11 +207,11 @@ class Walk:
 
     def fail(self, why: str) -> ScheduleInvalid:
         """The error: the sentence, and the instructions around the one it is about."""
-        rows = self.schedule.instructions
+        rows = self.schedule.effects
         first = max(0, self.index - 3)
         shown = [
             f"  {'>' if i == self.index else ' '} {i:>5}  "
-            + "  ".join(str(part) for part in instruction_row(rows[i]) if part is not None)
+            + "  ".join(str(part) for part in instruction_row(rows[i]) if part)
             for i in range(first, min(len(rows), self.index + 2))
         ]
         return ScheduleInvalid(why, "\n".join(shown))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from zcompile.errors import Unsupported
-from zcompile.ir.effects import Effects, HomeAccess, Instruction, Lane
+from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
 from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
@@ -48,9 +48,9 @@ class LinkPaths:
     def entry_of(self, call: StepCall, home: HomeAccess) -> EntryRef:
         """The entry that an access is about, which may be a low-precision copy."""
         ref = call.entry_of(home)
-        if home.narrow is None or ref not in self._facts:
+        if home.copy_dtype is None or ref not in self._facts:
             return ref
-        dtype = str(home.narrow).removeprefix("torch.")
+        dtype = str(home.copy_dtype).removeprefix("torch.")
         return self._copies.get(f"{self._facts[ref].name} in {dtype}", ref)
 
     def handovers(self, calls: Sequence[StepCall]) -> list[Ahead]:
@@ -69,8 +69,8 @@ class LinkPaths:
             writes = last_writes(now.schedule, now.entries.__getitem__)
             written: dict[int, int] = {
                 x.ticket: writes[ref]
-                for x in (instruction.effects for instruction in then.schedule.instructions)
-                if x.lane is Lane.IN and x.home is not None and x.ticket is not None
+                for x in then.schedule.effects
+                if x.lane is IN and x.home is not None and x.ticket is not None
                 if (ref := self.entry_of(then, x.home)) in writes
             }
             found.append((then, handover(now.schedule, then.schedule, written).starts))
@@ -84,18 +84,19 @@ class LinkPaths:
 
     def transfer(self, call: StepCall, ref: EntryRef, x: Effects) -> SimTransfer:
         """The transfer of an instruction, to or from the bytes of `ref`."""
-        assert x.home is not None, "a transfer moves bytes of an entry"
-        if x.lane is Lane.IN:
-            return self._arriving(call, ref, x.home)
-        if x.is_gradient:
-            return self._gradient(ref, x.home)
+        moved = x.home
+        assert moved is not None, "a transfer moves bytes of an entry"
+        if x.lane is IN:
+            return self._arriving(call, ref, moved)
+        if moved.role is GRADIENT:
+            return self._gradient(ref, moved)
         self._written.add(ref)
         home = self.home(ref)
         if home == DISK and self._ways.straight_write and x.reads_slot is not None:
-            journey = self._journey(x.home, 1, "disk_write")
+            journey = self._journey(moved, 1, "disk_write")
             journey.unseen = "d2h"
             return journey
-        return self._leaving(home, x.home)
+        return self._leaving(home, moved)
 
     def _arriving(self, call: StepCall, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
         """The transfer of bytes of an entry to the arena."""

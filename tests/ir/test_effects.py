@@ -7,6 +7,7 @@ takes what a call does for it.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ from zcompile.ir.schedule import (
 from zcompile.ir.step import StepCall
 from zcompile.ir.types import EntryRef, Layout, Phase, Region, Work
 from zcompile.machine.cost import Costs
-from zcompile.memory.step_footprint import device_peak, peak_of
+from zcompile.memory.step_footprint import device_peak
 from zcompile.planner.bounds import demand_of
 from zcompile.planner.simulator import simulate
 from zcompile.runtime.executor import ACTIONS
@@ -85,11 +86,12 @@ FILLED = (fill(LOW, 3, 2), run(0, 3, ticket=3), free(LOW, 3))
 REUSED = (fetch(LOW, 4, 3), wait(LOW, 4, 5), free(LOW, 5))
 
 
-def of(*rows: Instruction, **fields: object) -> Schedule:
-    slots = [x.effects.takes for x in rows]
-    end = max((slot.end for slot in slots if slot), default=0)
-    empty = schedule(phase=Phase.STEP)
-    return replace(empty, instructions=rows, arena_bytes=end, peak_bytes=peak_of(rows), **fields)  # type: ignore[arg-type]
+def of(*rows: Instruction) -> Schedule:
+    """Of an optimizer's step; its account of bytes is honest."""
+    end = max((x.effects.takes.end for x in rows if x.effects.takes), default=0)
+    peak = max(accumulate(x.effects.taken_bytes for x in rows), default=0)
+    made = schedule(phase=Phase.STEP)
+    return replace(made, instructions=rows, arena_bytes=end, peak_bytes=peak)
 
 
 def test_the_proof_accepts_it_where_it_is_safe():
@@ -125,7 +127,8 @@ def test_the_proof_refuses_it_where_it_races(rows, sentence):
 
 def test_its_slot_counts_for_as_long_as_it_is_taken():
     made = of(fill(LOW, 1), fill(HIGH, 2), run(1, 2), free(LOW, 1), free(HIGH, 2))
-    assert peak_of(made.instructions) == device_peak(made) == LOW.nbytes + HIGH.nbytes
+    verify_schedule(made)
+    assert made.peak_bytes == device_peak(made) == LOW.nbytes + HIGH.nbytes
 
 
 def test_a_simulated_step_computes_it_after_what_it_waits_for():

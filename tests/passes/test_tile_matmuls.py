@@ -210,7 +210,7 @@ def test_what_is_computed_is_given_room_by_finer_tiles(name):
     with pytest.raises(BudgetExceeded) as refused:
         joint.copy(budget_bytes=1024).through(*passes)
     tiled = joint.copy(budget_bytes=refused.value.needed_bytes).through(*passes)
-    taken = footprint(tiled.graph, tiled.plan.params).peak + tiled.plan.arena_bytes
+    taken = footprint(tiled.graph, tiled.plan.params).peak + tiled.plan.least_bytes
     assert taken <= refused.value.needed_bytes
     assert_close(results(tiled), results(joint))
 

@@ -260,7 +260,7 @@ def many_tokens(dropout: float = 0.0) -> Joint:
 def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     joint = many_tokens()
     whole = joint.copy(budget_bytes=2**30).through(*LATER).plan
-    budget = (whole.beside.nbytes + whole.arena_bytes) * 3 // 4
+    budget = (whole.beside.nbytes + whole.least_bytes) * 3 // 4
     sliced = joint.copy(budget_bytes=budget).through(CONFIGURED)
     assert printer.text(sliced.graph) == printer.text(joint.through(TileTokens(None, 2)).graph)
     assert [n.text for n in sliced.plan.notes] == [
@@ -269,7 +269,7 @@ def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     (region,) = sliced.plan.sliced
     assert (region.name, region.slices, region.sliced_bytes) == ("up", 2, 36 * KiB)
     after = sliced.through(*LATER).plan
-    assert after.beside.nbytes + after.arena_bytes <= budget
+    assert after.beside.nbytes + after.least_bytes <= budget
     with pytest.raises(BudgetExceeded):
         joint.copy(budget_bytes=budget).through(*LATER)
 

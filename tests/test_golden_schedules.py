@@ -23,7 +23,7 @@ from zcompile.ir import printer
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.serialize import open_run
 from zcompile.ir.types import Phase
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.runtime import probe
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.session import Session
@@ -128,7 +128,7 @@ class Walked(dict[str, Any]):
 
 
 def given_costs(session: Session) -> Costs:
-    return Costs(machine_for(session.config, session.device), Ways(straight_read=True))
+    return Costs(machine_for(session.config, session.device), TransferModes(straight_read=True))
 
 
 def train(case: Case, tmp_path: Path, **more: Any) -> Iterator[Walked]:
@@ -159,7 +159,7 @@ def train(case: Case, tmp_path: Path, **more: Any) -> Iterator[Walked]:
 def given(monkeypatch):
     """Costs that nobody measures: the same in every run."""
     monkeypatch.setattr(replan, "costs_of", given_costs)
-    monkeypatch.setattr(Session, "ways", lambda session: Ways(straight_read=True))
+    monkeypatch.setattr(Session, "ways", lambda session: TransferModes(straight_read=True))
     monkeypatch.setattr(probe, "_pacing_s", lambda device: 1e-5)
 
 

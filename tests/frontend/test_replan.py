@@ -29,7 +29,7 @@ from zcompile.errors import ParameterChanged
 from zcompile.frontend import replan, session_plan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import KiB
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import simulator, step_plan
 from zcompile.planner.simulator import SimulatedSteps
@@ -256,7 +256,7 @@ COSTS = Costs(
         {name: Link(name, 1e7) for name in ("h2d", "d2h")},
         Compute({"float32": 1e10}, 4e9),
     ),
-    Ways(straight_read=True),
+    TransferModes(straight_read=True),
 )
 """Links that are slow beside compute, so that what moves decides which plan is better."""
 

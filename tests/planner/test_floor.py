@@ -15,7 +15,7 @@ from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import Region, Work
 from zcompile.ir.units import KiB
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.bounds import bound
 from zcompile.planner.floor import floor, traced_compute
@@ -28,7 +28,7 @@ ONCE = replace(TWICE.work, dense_nbytes=4, nbytes=6, ops=3)
 
 def costs(seconds, idle=None):
     given = {} if idle is None else {"idle": {"twice": idle}}
-    return Costs(MACHINE, Ways(), regions={"twice": seconds}, **given)
+    return Costs(MACHINE, TransferModes(), regions={"twice": seconds}, **given)
 
 
 def computing(phase, traced=None):
@@ -40,7 +40,7 @@ def floor_of(compute_s, room, ways):
     regions = {phase: Region(phase.value, "", lambda: ()) for phase in (F, B, S)}
     calls = [StepCall(schedule(phase, Run(regions[phase], (), ())), ()) for phase, _ in phases]
     seconds = {regions[phase].key: s for phase, s in zip((F, B, S), compute_s, strict=True)}
-    known = Costs(MACHINE, Ways(), regions=seconds)
+    known = Costs(MACHINE, TransferModes(), regions=seconds)
     return floor(StepTrace(tuple(calls)), training(compute_s), known, ways, room)
 
 

@@ -31,7 +31,7 @@ from zcompile.ir.schedule import (
     Ticket,
 )
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.planner.simulator import simulate
 
 BLOCK = 4096
@@ -40,7 +40,7 @@ BLOCK = 4096
 
 def first(step, costs=None, homes=None, **ways):
     """The first step, which finds nothing ahead."""
-    return simulate(step, costs or Costs(machine(), Ways(**ways)), homes, repeats=1)
+    return simulate(step, costs or Costs(machine(), TransferModes(**ways)), homes, repeats=1)
 
 
 def times(timeline, kind):
@@ -104,12 +104,12 @@ def test_from_the_disk_bytes_pass_both_links_chunk_by_chunk():
     fetched = step_of(a_call(fetching(0, 0, nbytes=4 * ONE), waiting(0), computing(1)), home="disk")
     assert first(fetched, chunk_bytes=ONE).stall_s == 5.0
     assert first(fetched, chunk_bytes=4 * ONE).stall_s == 8.0
-    assert first(fetched, Costs(machine(h2d=500), Ways(chunk_bytes=ONE))).stall_s == 9.0
+    assert first(fetched, Costs(machine(h2d=500), TransferModes(chunk_bytes=ONE))).stall_s == 9.0
 
 
 def test_straight_from_the_disk_they_take_its_link_only():
     fetched = step_of(a_call(fetching(0, 0), waiting(0), computing(1)), home="disk")
-    costs = Costs(machine(h2d=10), Ways(straight_read=True, granule=500))
+    costs = Costs(machine(h2d=10), TransferModes(straight_read=True, granule=500))
     assert first(fetched, costs).stall_s == 1.0
     found = simulate(fetched, costs)
     assert (found.nbytes["disk_read"], found.nbytes["h2d"], found.busy_s["h2d"]) == (ONE, ONE, 0)
@@ -129,7 +129,7 @@ def test_half_duplex_links_take_turns_and_reads_go_first():
     late = fetching(2, 0, slot=HIGH, lasting=False)
     rows = (storing(0, 5), storing(1, 6), late, waiting(0), computing(1))
     stored = step_of(a_call(*rows, phase=Phase.STEP), home="disk")
-    ways = Ways(straight_read=True, straight_write=True)
+    ways = TransferModes(straight_read=True, straight_write=True)
     assert first(stored, Costs(machine(), ways)).stall_s == 1.0
     found = first(stored, Costs(machine(half_duplex=True), ways))
     assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (1.0, 2.0)]
@@ -170,7 +170,7 @@ def test_a_second_gradient_on_disk_is_added_to_the_first():
 def test_what_is_added_takes_its_bytes_twice_of_the_ring(home, begun):
     """The ring has room for two gradients that leave, or for one that is added."""
     rates = dict.fromkeys(("d2h", "disk_read", "disk_write"), BLOCK)
-    ways = Ways(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
+    ways = TransferModes(chunk_bytes=2 * BLOCK, ring_bytes=3 * BLOCK)
     rows = (computing(1, 0), *(reducing(n, BLOCK, (0,)) for n in range(2)))
     once = a_call(*rows, phase=Phase.BACKWARD)
     homes = dict.fromkeys(GRADIENTS[:2], home)

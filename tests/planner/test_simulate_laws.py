@@ -22,7 +22,7 @@ from small_steps import (
 
 from zcompile.ir.schedule import Fetch, Slot, Wait
 from zcompile.ir.types import Phase
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Link
 from zcompile.planner.links import MOST_PIECES, RING_BLOCK, LinkSimulator, SimTransfer
 from zcompile.planner.simulator import simulate, step_seconds
@@ -41,7 +41,7 @@ homes = st.fixed_dictionaries(
     {ref: st.sampled_from(["device", "host", "disk"]) for ref in (*ENTRIES, *GRADIENTS)}
 )
 ways = st.builds(
-    Ways,
+    TransferModes,
     asynchronous=st.booleans(),
     straight_read=st.booleans(),
     straight_write=st.booleans(),

@@ -16,7 +16,7 @@ from zcompile.ir.schedule import Fetch, Run, Store, Wait
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import step_plan
@@ -32,7 +32,7 @@ MACHINE = Machine(
     {name: Link(name, 200e6, 20e-6) for name in ("h2d", "d2h", "disk_read", "disk_write")},
     Compute({"float32": 50e9}, 5e9, 5e-6),
 )
-COSTS = Costs(MACHINE, Ways())
+COSTS = Costs(MACHINE, TransferModes())
 LEAST_CHUNK = 16 * KiB
 
 

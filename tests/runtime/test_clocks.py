@@ -12,7 +12,7 @@ from written import HIGH, LOW, fetch, free, run, schedule, wait
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Reduce, Run
 from zcompile.ir.types import Phase
-from zcompile.machine.cost import Ways
+from zcompile.machine.cost import TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.runtime.profile import FIRST, RECENT, Clocks
 
@@ -56,7 +56,7 @@ def learned(walks, clocks=None, rows=None):
     for seconds in walks:
         times = seconds if isinstance(seconds, tuple) else (seconds,) * len(rows)
         clocks.learn(made, [0.0] * len(rows), list(times), {}, frozenset())
-    return clocks.costs(BARE, Ways())
+    return clocks.costs(BARE, TransferModes())
 
 
 def test_the_mean_of_what_a_region_took_counts():
@@ -82,7 +82,7 @@ def test_a_fetch_that_was_under_way_before_does_not_count():
     clocks = Clocks(OnHost(), waited)
     made = schedule(fetch(LOW, 0), fetch(HIGH, 1), wait(LOW, 0, 1), run(1))
     clocks.learn(made, [0.0] * 4, [0.25, 3.0, 1.0, 1.0], {}, frozenset({0}))
-    assert clocks.costs(BARE, Ways()).issues["fetch", 512] == 3.0
+    assert clocks.costs(BARE, TransferModes()).issues["fetch", 512] == 3.0
 
 
 def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing():
@@ -95,7 +95,7 @@ def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing
         watch.ends(0)
         watch.over()
     assert device.now == 2 * FIRST
-    costs = clocks.costs(BARE, Ways())
+    costs = clocks.costs(BARE, TransferModes())
     assert costs.regions == {"key": 1.0}
     assert 0 < costs.launches["key"] < 0.1
 
@@ -108,8 +108,8 @@ def test_what_lies_between_two_calls_is_known_by_their_names():
     clocks.watch(other).over()
     clocks.forget()
     clocks.watch(one).over()
-    assert list(clocks.costs(BARE, Ways()).gaps) == [("forward test", "backward test")]
-    assert clocks.costs(BARE, Ways()).gaps["forward test", "backward test"] >= 0.01
+    assert list(clocks.costs(BARE, TransferModes()).gaps) == [("forward test", "backward test")]
+    assert clocks.costs(BARE, TransferModes()).gaps["forward test", "backward test"] >= 0.01
 
 
 def test_a_step_lasts_from_its_first_call_to_that_of_the_next():
@@ -135,7 +135,7 @@ def test_links_are_brought_to_what_they_did_in_the_last_steps():
         clocks.stepped()
         told["h2d"] = ((step + 1) << 30, (step + 1) * 2.0)
     machine = replace(BARE, links={"h2d": Link("h2d", 1e9), "d2h": Link("d2h", 1e9)})
-    found = clocks.costs(machine, Ways()).machine.links
+    found = clocks.costs(machine, TransferModes()).machine.links
     assert found["h2d"].bytes_per_s == pytest.approx((1 << 30) / 2, rel=0.05)
     assert found["d2h"] == machine.links["d2h"]
 
@@ -167,7 +167,7 @@ def test_a_real_step_is_kept_walk_by_walk(trained):
 
 
 def test_every_region_and_kind_of_a_real_step_has_a_cost(trained):
-    costs = trained.clocks.costs(BARE, Ways())
+    costs = trained.clocks.costs(BARE, TransferModes())
     for call in trained.recorder.last_walked.calls:
         for x in call.schedule.instructions:
             if isinstance(x, Run):
@@ -187,7 +187,7 @@ def test_what_ran_while_no_transfer_was_under_way_is_known_by_itself():
             watch.begins(index)
             watch.ends(index)
         watch.over()
-    found = clocks.costs(BARE, Ways())
+    found = clocks.costs(BARE, TransferModes())
     timed = clocks._regions._times["key"]
     assert len(timed) == 2, "of the first walk nothing counts, it was cold"
     assert found.idle == {"key": timed[1]}, "beside the other a transfer began"

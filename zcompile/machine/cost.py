@@ -51,7 +51,7 @@ def line_through(points: Sequence[tuple[int, float]]) -> Line:
 
 
 @dataclass(frozen=True)
-class Ways:
+class TransferModes:
     """How bytes travel in the runtime that is predicted.
 
     asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
@@ -85,7 +85,7 @@ class Costs:
     """
 
     machine: Machine
-    ways: Ways = Ways()
+    ways: TransferModes = TransferModes()
     regions: Mapping[Any, float] = field(default_factory=lambda: NOTHING)
     alike: Mapping[str, "Line"] = field(default_factory=lambda: NO_LINES)
     launches: Mapping[Any, float] = field(default_factory=lambda: NOTHING)

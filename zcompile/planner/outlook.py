@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, EntryRef, Phase, aligned
 from zcompile.ir.units import GiB
-from zcompile.machine.cost import Costs, Ways
+from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import TIERS, Machine
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
@@ -47,7 +47,7 @@ class Terms:
     """
 
     machine: Machine
-    ways: Ways
+    ways: TransferModes
     emulates: bool
     prefetch: bool
     bounded: bool

@@ -27,7 +27,7 @@ from time import perf_counter
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase, Region
-from zcompile.machine.cost import Costs, Ways, call_name, line_through, remeasured
+from zcompile.machine.cost import Costs, TransferModes, call_name, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Stamp
@@ -346,7 +346,7 @@ class Clocks:
         """An optimizer is done: the next forward begins a step."""
         self._stepping = True
 
-    def costs(self, machine: Machine, ways: Ways) -> Costs:
+    def costs(self, machine: Machine, ways: TransferModes) -> Costs:
         """What is known by now; blocks until the device has passed what was timed on it.
 
         machine  as it was probed; its links are brought to what they did in the last steps

@@ -32,7 +32,7 @@ from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import current_pass
 from zcompile.ir.types import Layout, Region, aligned
 from zcompile.ir.units import show_size
-from zcompile.machine.cost import Ways
+from zcompile.machine.cost import TransferModes
 from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.executor import Executor, StepPolicy
@@ -455,11 +455,11 @@ class Session(Store):
             nbytes -= before - self.live_memory.nbytes
         self.split.hold(nbytes, schedule.least_bytes)
 
-    def ways(self) -> Ways:
+    def ways(self) -> TransferModes:
         """How bytes travel here, for who predicts it."""
         device, ring = self.device, self._context.staging
         emulated = device.torch_device.type == "cpu"
-        return Ways(
+        return TransferModes(
             asynchronous=not emulated,
             straight_read=emulated and device.can_bypass_staging("h2d"),
             straight_write=emulated and device.can_bypass_staging("d2h"),

@@ -28,7 +28,7 @@ from zcompile.ir.memory_curve import Memory
 from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import check_torch, trees
 from zcompile.ir.units import TiB
-from zcompile.machine.cost import Ways
+from zcompile.machine.cost import TransferModes
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
 from zcompile.planner.outlook import Terms, evaluated
@@ -210,7 +210,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
                 "machine", found.name, f"has no tier {tier!r}; add it, or give {tier}_memory"
             )
     # How bytes travel: only the emulated device is reached by compute and disks.
-    ways = Ways(
+    ways = TransferModes(
         asynchronous=not (here and device.type == "cpu"),
         straight_read=emulates,
         straight_write=emulates,

@@ -34,7 +34,7 @@ from zcompile.ir.torch_compat import (
     without_recompile_limit,
 )
 from zcompile.ir.types import EntryKind, Layout, Phase, Region
-from zcompile.machine.cost import Ways
+from zcompile.machine.cost import TransferModes
 from zcompile.memory.step_footprint import StepFootprint
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.executor import Executor
@@ -90,7 +90,7 @@ class DryRunSession(Session):
         device_bytes: int,
         emulates: bool,
         beside: Mapping[str, int],
-        ways: Ways,
+        ways: TransferModes,
     ) -> None:
         self._beside, self._ways = beside, ways
         self.memories: list[Memory] = []
@@ -103,7 +103,7 @@ class DryRunSession(Session):
         self.regions = DryRunRegions()
         self.executor.recorder.start()
 
-    def ways(self) -> Ways:
+    def ways(self) -> TransferModes:
         return self._ways
 
     def compiled(self, memory: Memory) -> None:

@@ -35,7 +35,9 @@ LEAVES = {"zcompile.ir.units"}
 """Modules that import nothing of ours, so that any may import them: an error tells sizes."""
 
 PASSES_MAY_SHARE = {"zcompile.passes.base", "zcompile.passes.trial"}
-PIPELINE = {f"zcompile.passes.{name}" for name in ("arrange", "instrument", "pipeline")}
+PIPELINE = {
+    f"zcompile.passes.{name}" for name in ("arrange", "choose_tiles", "instrument", "pipeline")
+}
 """Modules of `passes` that put passes together, or come after all of them."""
 
 Walk = Callable[[ast.AST], Iterator[ast.AST]]

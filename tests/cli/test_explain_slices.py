@@ -35,7 +35,7 @@ class Run:
         said = (*(region.describe() for region in self.regions), *self.notes)
         return (
             PassRecord(0, form.CAPTURED, {}, 1, 1, ("a note of another pass",)),
-            PassRecord(1, "tile-tokens", {}, 1, 1, said),
+            PassRecord(1, "choose-tiles", {}, 1, 1, said),
         )
 
 

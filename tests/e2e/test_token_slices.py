@@ -15,7 +15,7 @@ from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.units import MiB
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.tile_tokens import TileTokens
+from zcompile.passes import choose_tiles
 
 WIDTH, HIDDEN, BATCH, LENGTH = 16, 256, 4, 512
 ONE = BATCH * LENGTH * HIDDEN * 4
@@ -104,7 +104,7 @@ def test_blocks_train_in_slices_where_a_hidden_value_does_not_fit(budget, tmp_pa
 
 def test_without_slices_such_a_budget_is_refused(monkeypatch):
     """Three values of hidden size are what backward of a nonlinearity reads and makes."""
-    monkeypatch.setattr(TileTokens, "rewrite", lambda self, graph, plan: plan)
+    monkeypatch.setattr(choose_tiles, "regions_of", lambda graph: [])
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.raises(BackendCompilerFailed) as caught:

@@ -19,6 +19,7 @@ from zcompile.ir.plan import GraphPlan, layout_of_fetch
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
+from zcompile.passes.choose_tiles import ChooseTiles
 from zcompile.passes.pipeline import pipeline
 from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_matmuls import TileMatmuls
@@ -26,6 +27,11 @@ from zcompile.passes.tile_matmuls import TileMatmuls
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Of the largest value, or of 1, since what it is a sum of is near that. A sum over tiles rounds
 once per tile, here some tens of times; bfloat16 keeps 8 bits, so that each value is off by 2^-9."""
+
+
+def in_tiles(tile_bytes: int | None = None) -> tuple[Pass, ...]:
+    """Cut what is larger than `tile_bytes`, or than the budget; nothing is tried out."""
+    return ChooseTiles(tile_bytes), TileMatmuls(tile_bytes)
 
 
 class Convolutions(nn.Module):
@@ -124,7 +130,7 @@ def assert_close(found: dict, expected: dict) -> None:
 
 
 def test_a_linear_layer_is_cut_along_its_outputs(golden):
-    joint = captured("mlp").through(TileMatmuls(tile_bytes=512))
+    joint = captured("mlp").through(*in_tiles(512))
     assert joint.text == golden
 
 
@@ -136,20 +142,20 @@ def test_tiles_go_through_all_passes(golden):
 @pytest.mark.parametrize(("name", "tile_bytes"), crossed([*SMALL_MODELS, *MODELS], (64, 200, 512)))
 def test_tiles_mean_what_the_whole_means(name, tile_bytes):
     joint = joint_of(name)
-    assert_close(results(joint.through(TileMatmuls(tile_bytes))), results(joint))
+    assert_close(results(joint.through(*in_tiles(tile_bytes))), results(joint))
 
 
 @pytest.mark.parametrize("name", [*SMALL_MODELS, *MODELS])
 def test_what_follows_changes_no_bit_of_it(name):
     joint = joint_of(name)
     whole = joint.through(*pipeline(zcompile.Config(device="cpu", tile_bytes=200)))
-    assert_same(results(whole), results(joint.through(TileMatmuls(200))))
+    assert_same(results(whole), results(joint.through(*in_tiles(200))))
 
 
 @pytest.mark.parametrize("name", ["experts", "pieces", "tied", "convolutions", "transposed"])
 def test_every_weight_over_the_limit_is_cut_and_every_tile_keeps_it(name):
     joint = joint_of(name)
-    tiled = joint.through(TileMatmuls(tile_bytes=200))
+    tiled = joint.through(*in_tiles(200))
     large = {s.name for s in joint.plan.params.values() if s.nbytes > 200}
     assert set(weight_tiles(tiled)) == large
     assert not tiled.plan.notes
@@ -163,13 +169,13 @@ def test_every_weight_over_the_limit_is_cut_and_every_tile_keeps_it(name):
 def test_with_room_for_everything_nothing_changes(name):
     joint = joint_of(name)
     roomy = joint.copy(budget_bytes=2**30)
-    assert printer.text(roomy.through(TileMatmuls()).graph) == printer.text(joint.graph)
+    assert printer.text(roomy.through(*in_tiles()).graph) == printer.text(joint.graph)
 
 
 def test_only_what_the_budget_cannot_hold_is_cut():
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 4))
     joint = catch(model, torch.randn(3, 8))
-    tiled = joint.copy(budget_bytes=1536).through(TileMatmuls())
+    tiled = joint.copy(budget_bytes=1536).through(*in_tiles())
     assert set(weight_tiles(tiled)) == {"0.weight", "2.weight"}
 
 
@@ -190,7 +196,7 @@ class RoomForValues(Pass):
 def test_a_quarter_of_what_a_model_needed_will_do(name):
     joint = joint_of(name)
     passes = [
-        replace(p, after=()) if isinstance(p, TileMatmuls) else p
+        replace(p, trial=None) if isinstance(p, ChooseTiles) else p
         for p in pipeline(zcompile.Config(device="cpu"))
     ]
     split = next(n for n, p in enumerate(passes) if isinstance(p, SplitBudget))
@@ -225,7 +231,7 @@ def test_a_tile_of_the_gradient_leaves_before_the_next_is_made():
 
 
 def test_the_last_tile_stands_for_the_gradient():
-    joint = captured("mlp").through(TileMatmuls(tile_bytes=512))
+    joint = captured("mlp").through(*in_tiles(512))
     (returned,) = output_of(joint.graph).args
     tiles = [n for n in returned if getattr(n, "target", None) is ops.reduce_tile]
     assert len(tiles) == 2
@@ -233,14 +239,14 @@ def test_the_last_tile_stands_for_the_gradient():
 
 
 def test_each_use_of_a_weight_is_a_contribution_of_its_own():
-    joint = joint_of("tied").through(TileMatmuls(tile_bytes=200))
+    joint = joint_of("tied").through(*in_tiles(200))
     offsets = [n.args[2] for n in find(joint.graph, ops.reduce_tile)]
     assert offsets == sorted(set(offsets)) * 2
 
 
 @pytest.mark.parametrize("name", ["experts", "pieces"])
 def test_what_is_a_few_rows_of_a_gradient_is_put_together_in_the_graph(name):
-    joint = joint_of(name).through(TileMatmuls(tile_bytes=200))
+    joint = joint_of(name).through(*in_tiles(200))
     for handle in {n.args[1] for n in find(joint.graph, ops.reduce_tile)}:
         tiles = [n for n in find(joint.graph, ops.reduce_tile) if n.args[1] is handle]
         elements = sum(n.args[0].meta["val"].numel() for n in tiles)
@@ -258,14 +264,14 @@ def test_what_cannot_be_tiled_stays_whole_and_a_note_says_so():
             return x * self.weight
 
     joint = catch(Norm(), torch.randn(16, 16))
-    tiled = joint.through(TileMatmuls(tile_bytes=512))
+    tiled = joint.through(*in_tiles(512))
     assert printer.text(tiled.graph) == printer.text(joint.graph)
     (note,) = tiled.plan.notes
     assert "weight is gathered whole: %mul cannot be computed over tiles of it" in note.text
 
 
 def test_ids_that_no_row_has_are_refused():
-    joint = joint_of("tied").through(TileMatmuls(tile_bytes=200))
+    joint = joint_of("tied").through(*in_tiles(200))
     for wrong in (-1, 24):
         values = [
             v.fill_(wrong) if torch.is_tensor(v) and v.dtype is torch.int64 and v.dim() else v

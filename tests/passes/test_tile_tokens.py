@@ -1,6 +1,7 @@
 """Blocks over slices of tokens: their numbers within a tolerance, hidden values in slices only."""
 
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from zcompile.ir import ops, printer
 from zcompile.ir.graph import find
 from zcompile.ir.units import KiB
 from zcompile.memory.footprint import footprint
+from zcompile.passes.base import Pass
+from zcompile.passes.choose_tiles import ChooseTiles
 from zcompile.passes.pipeline import pipeline
-from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.passes.tile_tokens import TileTokens
 from zcompile.passes.tile_tokens.regions import regions_of
+from zcompile.passes.trial import Trial
 
 WIDTH = 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
@@ -28,8 +31,22 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 slice by slice: some roundings of 6e-8 each. Under bf16 the part of each slice is rounded to 2^-9,
 and products of fewer rows may come from another kernel, which rounds what follows anew."""
 PASSES = pipeline(Config(device="cpu"))
-LATER = tuple(p for p in PASSES if p.name != TileTokens.name)
-(CONFIGURED,) = (p for p in PASSES if p.name == TileTokens.name)
+CONFIGURED = tuple(p for p in PASSES if p.name in (ChooseTiles.name, TileTokens.name))
+WHOLE = replace(CONFIGURED[0], slices=False)
+LATER = tuple(WHOLE if p.name == ChooseTiles.name else p for p in PASSES)
+
+
+@dataclass(frozen=True)
+class InSlices(TileTokens):
+    """Cuts the tokens of every region that can be cut so."""
+
+    slices: int = 1
+    needs = ChooseTiles.needs
+
+    def rewrite(self, graph, plan):
+        regions = [r for r in regions_of(graph) if self.slices in r.demand.counts]
+        slices = {region.first: self.slices for region in regions}
+        return super().rewrite(graph, replace(plan, slices=slices))
 
 
 class Mlp(nn.Module):
@@ -103,7 +120,7 @@ def test_slices_keep_the_numbers(name, grad, slices):
     joint = caught(name, grad)
     (region, *_) = regions_of(joint.graph)
     assert slices in region.demand.counts
-    sliced = joint.through(TileTokens(None, slices))
+    sliced = joint.through(InSlices(slices))
     assert printer.text(sliced.graph) != printer.text(joint.graph)
     tolerance = TOLERANCE[torch.bfloat16 if "bf16" in name else torch.float32]
     assert_close(results(sliced), results(joint), tolerance)
@@ -111,7 +128,7 @@ def test_slices_keep_the_numbers(name, grad, slices):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name):
-    sliced = caught(name).through(TileTokens(None, 4))
+    sliced = caught(name).through(InSlices(4))
     assert_same(results(sliced.through(*LATER)), results(sliced))
 
 
@@ -124,20 +141,20 @@ def test_slices_keep_the_numbers_of_every_shape(batch, length, pick):
     assert len(regions) == (batch * length > 1)
     for region in regions:
         slices = region.demand.counts[pick % len(region.demand.counts)]
-        made = results(joint.through(TileTokens(None, slices)))
+        made = results(joint.through(InSlices(slices)))
         assert_close(made, results(joint), TOLERANCE[torch.float32])
 
 
 def test_a_parameter_is_still_gathered_once_in_each_phase():
     joint = caught("mlp")
-    sliced = joint.through(TileTokens(None, 4), *LATER)
+    sliced = joint.through(InSlices(4), *LATER)
     assert (
         len(find(sliced.graph, ops.fetch)) == len(find(joint.through(*LATER).graph, ops.fetch)) + 1
     )  # backward reads the bias of what it computes again
 
 
 def test_hidden_values_exist_in_slices_only():
-    sliced = caught("mlp").through(TileTokens(None, 4))
+    sliced = caught("mlp").through(InSlices(4))
     sizes = {
         n.name: n.meta["val"].numel()
         for n in sliced.graph.nodes
@@ -156,7 +173,7 @@ def test_hidden_values_exist_in_slices_only():
 def test_random_ops_are_not_repeated():
     torch.manual_seed(0)
     joint = catch(Mlp(0.5), torch.randn(2, 6, WIDTH))
-    sliced = joint.through(TileTokens(None, 4))
+    sliced = joint.through(InSlices(4))
 
     def draws(j):
         return sum("dropout" in n.name and "backward" not in n.name for n in j.graph.nodes)
@@ -171,84 +188,56 @@ def test_what_mixes_tokens_is_no_region():
         assert not any("batch_norm" in n.name for n in region.nodes)
 
 
-class Anything:
-    """A cutter that says of every budget that all fits it, or that nothing does."""
+class Needs(Pass):
+    """Says of each trial how many times the budget it needs; from the last on always the same.
 
-    def __init__(self, fits: bool) -> None:
-        self.fits = fits
-
-    def upper_bound(self, graph, plan) -> int:
-        return plan.budget_bytes + 1
-
-    def fitting(self, graph, plan, most=None) -> dict[str, int]:
-        if not self.fits:
-            raise BudgetExceeded("device", plan.budget_bytes, 10**6, "a test", [], "give it up")
-        return {"primals_1": 7}
-
-
-class Refusing(Anything):
-    """A cutter with which nothing fits: a part of the budget more is needed each time it is asked.
-
-    asked  for so many cuts; None: for all
+    seen  of each trial: whether the graph is in slices, its budget, its cuts
     """
 
-    def __init__(self, *needed: float) -> None:
-        super().__init__(False)
-        self.needed, self.asked = iter(needed), []
+    name, needs, gives = "needs", frozenset(), frozenset()
 
-    def fitting(self, graph, plan, most=None) -> dict[str, int]:
-        self.asked.append(most)
-        needed = int(next(self.needed) * plan.budget_bytes)
+    def __init__(self, *parts: float) -> None:
+        self.parts, self.seen = list(parts), []
+
+    def rewrite(self, graph, plan):
+        sliced = len(graph.nodes) > len(many_tokens().graph.nodes)
+        self.seen.append((sliced, plan.budget_bytes, tuple((plan.cuts or {}).items())))
+        part = self.parts.pop(0) if len(self.parts) > 1 else self.parts[0]
+        if part <= 1:
+            return plan
+        needed = int(part * plan.budget_bytes)
         raise BudgetExceeded("device", plan.budget_bytes, needed, "a test", [], "give it up")
 
 
-@pytest.mark.parametrize(
-    ("needed", "asked"),
-    [
-        ((9, 8, 8), [None, 1, 1]),  # far too much, and more slices need no less
-        ((9, 8, 7, 7), [None, 1, 1, 1]),
-        ((2, 1.5, 1.4, 1.5, 1.4), [None, 1, 2, 1, 2]),  # so little that finer tiles may do
-    ],
-)
-def test_slices_and_cuts_that_cannot_help_are_not_tried(needed, asked):
-    cutter = Refusing(*needed)
+def tried_with(needs: Needs) -> Joint:
+    """What is chosen under a budget that an estimate does not find enough."""
     joint = many_tokens()
-    joint.copy(budget_bytes=footprint(joint.graph, joint.plan.params).peak).through(
-        TileTokens(cutter)
-    )
-    assert cutter.asked == asked
+    budget = footprint(joint.graph, joint.plan.params).peak
+    return joint.copy(budget_bytes=budget).through(ChooseTiles(trial=Trial((needs,))))
 
 
-def test_what_was_tried_out_without_slices_is_not_tried_out_again(monkeypatch):
-    tried, try_out = [], TileMatmuls._try_out
-
-    def noted(self, graph, plan, cuts):
-        tried.append((graph, plan.budget_bytes, tuple(cuts.items())))
-        return try_out(self, graph, plan, cuts)
-
-    monkeypatch.setattr(TileMatmuls, "_try_out", noted)
+@pytest.mark.parametrize("needs", [(9,), (9, 9, 9, 8), (2, 1.5, 1.4)])
+def test_a_choice_that_cannot_help_is_not_tried_and_none_is_tried_twice(needs):
+    trial = Needs(*needs)
     with pytest.raises(BudgetExceeded):
-        caught("mlp").copy(budget_bytes=600).through(*PASSES)
-    assert len(tried) == len(set(tried)) > 1
+        tried_with(trial)
+    assert 0 < sum(sliced for sliced, *_ in trial.seen) <= 4
+    whole = [row for row in trial.seen if not row[0]]
+    assert len(whole) == len(set(whole)) > 1
+
+
+def test_what_fits_without_slices_is_not_sliced_and_its_cuts_are_handed_on():
+    made = tried_with(Needs(1))
+    assert (made.plan.slices, made.plan.notes) == ({}, ())
+    assert made.plan.cuts is not None
+    assert printer.text(made.graph) == printer.text(many_tokens().graph)
 
 
 def test_with_room_nothing_changes():
     joint = caught("mlp")
-    for pass_ in (TileTokens(), CONFIGURED):
-        left = joint.through(pass_)
-        assert printer.text(left.graph) == printer.text(joint.graph)
-        assert (left.plan.notes, left.plan.cuts) == ((), None)
-
-
-@pytest.mark.parametrize("fits", [True, False])
-def test_what_fits_without_slices_or_not_even_with_them_stays_node_for_node(fits):
-    joint = caught("mlp").copy(budget_bytes=6000)
-    left = joint.through(TileTokens(Anything(fits)))
+    left = joint.through(*CONFIGURED)
     assert printer.text(left.graph) == printer.text(joint.graph)
-    assert left.plan.cuts == ({"primals_1": 7} if fits else None), "what was tried out is handed on"
-    assert [n.text for n in left.plan.notes] == (
-        [] if fits else ["slices of tokens do not make it fit 5.86 KiB"]
-    )
+    assert (left.plan.notes, left.plan.cuts) == ((), {})
 
 
 def many_tokens(dropout: float = 0.0) -> Joint:
@@ -261,8 +250,8 @@ def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     joint = many_tokens()
     whole = joint.copy(budget_bytes=2**30).through(*LATER).plan
     budget = (whole.beside.nbytes + whole.least_bytes) * 3 // 4
-    sliced = joint.copy(budget_bytes=budget).through(CONFIGURED)
-    assert printer.text(sliced.graph) == printer.text(joint.through(TileTokens(None, 2)).graph)
+    sliced = joint.copy(budget_bytes=budget).through(*CONFIGURED)
+    assert printer.text(sliced.graph) == printer.text(joint.through(InSlices(2)).graph)
     assert [n.text for n in sliced.plan.notes] == [
         "up runs over 2 slices of its 192 tokens: 72.0 KiB of values inside become 36.0 KiB"
     ]
@@ -277,8 +266,9 @@ def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
 def test_it_is_told_why_hidden_values_run_whole():
     joint = many_tokens(dropout=0.5)
     held = footprint(joint.graph, joint.plan.params).peak
-    notes = joint.copy(budget_bytes=held // 2).through(CONFIGURED).plan.notes
-    said = [n.text for n in notes if "random" in n.text]
+    with pytest.raises(BudgetExceeded) as refused:
+        joint.copy(budget_bytes=held // 2).through(*CONFIGURED)
+    said = [text for text in refused.value.__notes__ if "random" in text]
     assert said
     for text in said:
         assert re.fullmatch(
@@ -295,13 +285,13 @@ def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():
     joint = catch(model, x)
     assert not regions_of(joint.graph)
     held = footprint(joint.graph, joint.plan.params).peak
-    left = joint.copy(budget_bytes=held // 2).through(CONFIGURED)
-    assert printer.text(left.graph) == printer.text(joint.graph)
-    assert [n.text for n in left.plan.notes] == [
+    with pytest.raises(BudgetExceeded) as refused:
+        joint.copy(budget_bytes=held // 2).through(*CONFIGURED)
+    assert refused.value.__notes__ == [
         "6.00 KiB of 0 are not cut into slices of tokens: how many there are is known at run time "
         "only"
     ]
 
 
 def test_forward_and_backward_of_a_block_in_two_slices(golden):
-    assert caught("mlp").through(TileTokens(None, 2)).text == golden
+    assert caught("mlp").through(InSlices(2)).text == golden

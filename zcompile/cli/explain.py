@@ -31,7 +31,7 @@ from zcompile.ir.units import show_seconds, show_size
 
 SLICES = "slices"
 """Asks for all regions that run over slices of tokens, and for large values that do not."""
-PASS = "tile-tokens"
+PASS = "choose-tiles"
 
 
 @dataclass(frozen=True)

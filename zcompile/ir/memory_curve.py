@@ -90,6 +90,7 @@ class Activation:
     action   "keep" (saved), "again" (recomputed in backward), or the tier it is offloaded to
     seconds  that this is expected to cost by itself: of recomputing, or of the links
     why      for people
+    left_at  position of a node before which the memory of one that is offloaded is not given back
     """
 
     node: str
@@ -98,6 +99,7 @@ class Activation:
     action: str
     seconds: float
     why: str
+    left_at: int = 0
 
 
 @dataclass(frozen=True)

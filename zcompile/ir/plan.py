@@ -44,6 +44,10 @@ class Rounding:
     why: str
 
 
+def _no_slices() -> Mapping[NodeName, int]:
+    return MappingProxyType({})
+
+
 def _not_counted() -> Mapping[Phase, Work]:
     return MappingProxyType({})
 
@@ -84,6 +88,7 @@ class GraphPlan:
     beside           memory of graphs outside the arena
     cuts             handle of each weight that is to be cut -> most bytes of a tile; None as long
                      as that is not decided
+    slices           first node of each region that is to run over slices of tokens -> how many
     sliced           regions that run over slices of tokens, in graph order
     notes            what was left undone, and why
     activations      what becomes of each value that backward needs, in the order they are made
@@ -99,6 +104,7 @@ class GraphPlan:
     budget_bytes: int | None = None
     beside: GraphMemory = NOTHING_BESIDE
     cuts: Mapping[str, int] | None = None
+    slices: Mapping[NodeName, int] = field(default_factory=_no_slices)
     sliced: tuple[SlicedRegion, ...] = ()
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()

@@ -14,8 +14,10 @@ class Fact(enum.Enum):
 
     PHASES_ASSIGNED = "phases assigned"
     LOSSES_TILED = "losses tiled"
+    TILES_CHOSEN = "tiles chosen"
     WEIGHTS_TILED = "weights tiled"
     TOKENS_TILED = "tokens tiled"
+    ACTIVATIONS_CHOSEN = "activations chosen"
     ACTIVATIONS_PLANNED = "activations planned"
     PARAMS_GATHERED = "params gathered"
     PARAMS_NARROWED = "params narrowed"

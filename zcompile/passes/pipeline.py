@@ -15,10 +15,12 @@ from zcompile.errors import PassOrder
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.work import work_by_phase
 from zcompile.passes.base import Fact, Pass
+from zcompile.passes.choose_tiles import ChooseTiles
 from zcompile.passes.cut_regions import CutRegions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.plan_activations import PlanActivations
+from zcompile.passes.plan_activations.decision import ChooseActivations
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
@@ -26,6 +28,7 @@ from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.passes.tile_tokens import TileTokens
+from zcompile.passes.trial import Trial
 from zcompile.verify.graph import verify
 
 
@@ -61,6 +64,7 @@ def pipeline(
 
     around  the machine that activations are planned for; None: all are saved
     """
+    tile_bytes = _tile_bytes(config)
     gathered = (
         GatherParams(),  # one gather per parameter and phase, before its first reader
         NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
@@ -68,23 +72,21 @@ def pipeline(
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
         CutRegions(),  # compute between our ops, numbered
     )
-    activations = PlanActivations(  # what backward needs: kept, made again, or moved off the device
-        config.activations, around, gathered
-    )
-    within = (
-        *gathered,
-        SplitBudget(),  # what the graph itself holds is not the arena's
-    )
-    in_tiles = TileMatmuls(  # what the budget cannot hold whole comes in tiles
-        _tile_bytes(config), (replace(activations, compares=False), *within)
-    )
+    tiles = TileMatmuls(tile_bytes)
+    rewrite = PlanActivations()
+    activations = ChooseActivations(config.activations, around, Trial((rewrite, *gathered)))
+    split = SplitBudget()
+    whole = Trial((tiles, replace(activations, compares=False), rewrite, *gathered, split))
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
-        TileLoss(_tile_bytes(config)),  # a loss over a large vocabulary runs over tiles of it
-        TileTokens(in_tiles if again else None),  # what fits over slices of tokens only
-        in_tiles,
-        activations,
-        *within,
+        TileLoss(tile_bytes),  # a loss over a large vocabulary runs over tiles of it
+        ChooseTiles(tile_bytes, whole, again),  # what is cut, and how finely: by trials
+        TileTokens(),  # what fits over slices of tokens only
+        tiles,  # what the budget cannot hold whole comes in tiles
+        activations,  # what backward needs: kept, made again, or moved off the device
+        rewrite,  # made again, or moved
+        *gathered,
+        split,  # what the graph itself holds is not the arena's
     )
 
 

@@ -1,16 +1,26 @@
-"""Finds the first candidate that fits a budget, and, where none does, a budget that would do. Pure.
+"""Tries decisions out: the first candidate that fits a budget, and, where none does, a budget that
+would do.
 
-A candidate is tried out as a whole, since what it needs depends on all that is decided after it.
+A candidate is tried out as a whole, on a copy of the graph (`Trial`), since what it needs depends
+on all that is decided after it.
 Candidates come the best first, and the last is the one that should need least. Larger budgets are
 quicker to try than small ones, whose graphs are cut finely.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isqrt
 from typing import Generic, TypeVar
 
+from torch import fx
+
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.graph import copy_graph
+from zcompile.ir.plan import GraphPlan
+from zcompile.memory.footprint import Footprint, footprint
+from zcompile.memory.window import smallest_window
+from zcompile.passes.base import Pass
 
 FAR, STRIDE = 16, 4
 """Ratio of a safe budget to the user's from which on larger budgets are tried before (`between`),
@@ -23,6 +33,41 @@ UPWARDS, HALVINGS, NEAR = 8, 4, 8
 largest known to fail is within 1/NEAR of the smallest known to do."""
 
 Candidate = TypeVar("Candidate")
+
+
+@dataclass
+class Tried:
+    """A copy of a graph, and its plan, after a trial."""
+
+    graph: fx.Graph
+    plan: GraphPlan
+
+    @cached_property
+    def held(self) -> Footprint:
+        """What is live outside the arena."""
+        return footprint(self.graph, self.plan.params)
+
+    def needed(self) -> tuple[int, int]:
+        """Bytes of the device that are needed: live outside the arena, and the smallest window."""
+        held = max(self.held.peak, self.plan.beside.nbytes)
+        return held, smallest_window(self.graph, self.plan)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Runs passes on copies of a graph. Which ones, the pipeline says."""
+
+    passes: Sequence[Pass]
+
+    def on_copy(self, graph: fx.Graph, plan: GraphPlan) -> Tried:
+        """The graph and plan after the passes.
+
+        raises  BudgetExceeded
+        """
+        copy, _ = copy_graph(graph)
+        for pass_ in self.passes:
+            plan = pass_.rewrite(copy, plan)
+        return Tried(copy, plan)
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,20 @@
-"""Chooses what backward gets of forward's values: saved, recomputed, or offloaded meanwhile."""
+"""Gives backward what it needs of forward's values: saved, recomputed, or offloaded meanwhile."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.graph import copy_graph
-from zcompile.ir.memory_curve import Activation, ActivationCost, MemoryCurve
-from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues
-from zcompile.ir.types import CheckpointPolicy, NodeName
-from zcompile.machine.model import Compute, Machine
-from zcompile.memory.footprint import Footprint, footprint
-from zcompile.memory.window import smallest_window
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, read_problem
-from zcompile.passes.plan_activations.problem import KEEP, MOVED, RECOMPUTE, Problem, Value, answer
-from zcompile.passes.plan_activations.rewrite import (
-    Borders,
-    PlannedOffload,
-    Rewriting,
-    name_of,
-    plan_offload,
-    sink_views,
-)
-from zcompile.passes.plan_activations.solve import Choice, choose, split
-
-ACTIONS = {
-    "auto": (RECOMPUTE, "host", "disk"),
-    "recompute": (RECOMPUTE,),
-    "offload": ("host", "disk"),
-    "keep": (),
-}
-"""`Config.activations` -> actions that a value may be given, besides saving it."""
-ROUNDS = 6
-"""Most choices that are tried out; each leaves free the bytes that the one before was over the
-budget."""
-NOMINAL_BUDGET = ActivationBudget(
-    Machine("nominal", {}, {}, Compute({"float32": 1e12}, 1e11)), MappingProxyType({})
-)
-"""A nominal machine, for asking whether everything fits before the real one need be measured."""
-SLACK = 256
-"""Beside the bytes that a choice was over, 1/SLACK of the budget is left free, since allocators
-round."""
-SURE_PART = 0.7
-"""Part of the budget: a choice that is estimated to take less is not tried out."""
+from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE
+from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, plan_offload, sink_views
 
 
 @dataclass(frozen=True)
 class PlanActivations(Pass):
-    """Fit what backward needs of forward into the device budget, beside the window for weights.
+    """Recompute and offload the values of which the plan says so.
 
         %r = aten.relu(%a)                        %r = aten.relu(%a)
         %y = aten.mm(%r, %t)                      %h = zinf.offload(%r, "host")
@@ -65,213 +28,24 @@ class PlanActivations(Pass):
     or, recomputed:                               %r_1 = aten.relu(%a)
                                                   %dw = aten.mm(%dy, %r_1)
 
-    Random ops are never repeated. With room for everything nothing changes.
-
-    activations  "auto", "keep", "recompute" or "offload": see `Config`
-    around       the machine and its tiers; None: everything is saved
-    after        the passes that a choice is tried out with, on a copy of the graph
-    compares     whether to count the live bytes with everything saved, too
+    Which ones stands in `GraphPlan.activations`.
     """
 
-    activations: str = "auto"
-    around: Callable[[], ActivationBudget] | None = None
-    after: Sequence[Pass] = ()
-    compares: bool = True
-
     name: ClassVar[str] = "plan-activations"
-    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_CHOSEN})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.ACTIVATIONS_PLANNED})
 
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
-        values = SavedValues(graph)
-        if plan.budget_bytes is None or self.around is None or not values.saved:
+        given_up = {a.node: a for a in plan.activations if a.action != KEEP}
+        if not given_up:
             return plan
-        found = read_problem(values, plan, NOMINAL_BUDGET)
-        choice = self._as_wished(graph, plan, found, plan.budget_bytes)
-        if choice is None:
-            found = read_problem(values, plan, self.around())
-            choice = self._chosen(graph, plan, found, plan.budget_bytes)
-        elif _given_up(choice):  # as the user wished: what that costs depends on the machine
-            found = read_problem(values, plan, self.around())
-            choice = replace(choice, answer=answer(found.problem, choice.actions))
-        cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, choice.least_seconds)
-        plan = replace(plan, activations=_activations(values, found, choice), activation_cost=cost)
-        if choice.gap is not None and choice.least_seconds is not None:
-            text = (
-                f"activations cost {choice.answer.seconds:.3g} s a step; nothing that fits can "
-                f"cost less than {choice.least_seconds:.3g} s"
-            )
-            plan = replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
-        if self.compares and _given_up(choice):
-            plan = replace(plan, kept=self._all_kept(graph, plan))
-        return _written(graph, plan, found, choice)
-
-    def _as_wished(
-        self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, budget: int
-    ) -> Choice | None:
-        """Everything saved, but for what the user asked for.
-
-        None, if there is no room for that and for twice the slots that are needed at once.
-        """
-        problem = replace(found.problem, budget=budget)
-        choice = choose(replace(problem, window=0), ())
-        if any(v.wish in MOVED for v in problem.values):
-            return None  # where to is not known yet
-        estimate = max(choice.answer.held) + 2 * max(choice.answer.slots)
-        if estimate < SURE_PART * budget:
-            return choice
-        if estimate * SURE_PART > budget:
-            return None
-        held, window = self._needed(graph, plan, found, choice)
-        return choice if held + 2 * window <= budget else None
-
-    def _chosen(self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, budget: int) -> Choice:
-        """The first choice that fits as it is counted after all passes; else the one that needs
-        least."""
-        problem = replace(found.problem, budget=budget)
-        ways = [
-            way for way in ACTIONS[self.activations] if way == RECOMPUTE or way in problem.tiers
-        ]
-        margin, best = 0, None
-        for _ in range(ROUNDS):
-            choice = split(problem, found.streams, ways, margin)
-            estimate = max(choice.answer.held) + max(choice.answer.slots)
-            if choice.fits and estimate < SURE_PART * budget:
-                return choice
-            over = sum(self._needed(graph, plan, found, choice)) - budget
-            if best is None or over < best[0]:
-                best = (over, choice)
-            if over <= 0 or not choice.fits:
-                break
-            margin += over + budget // SLACK
-        assert best is not None, "one choice at least is tried out"
-        return best[1]
-
-    def _needed(
-        self, graph: fx.Graph, plan: GraphPlan, found: GraphProblem, choice: Choice
-    ) -> tuple[int, int]:
-        """Bytes of the device that a choice needs: live bytes outside the arena, and the smallest
-        window."""
-        copy, mapping = copy_graph(graph)
-        roots = tuple(mapping[root] for root in found.roots)
-        trial = replace(plan, budget_bytes=None)
-        trial = _written(copy, trial, replace(found, roots=roots), choice)
-        trial, held = self._counted(copy, trial)
-        return max(held.peak, plan.beside.nbytes), smallest_window(copy, trial)
-
-    def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
-        """The memory curve with everything saved."""
-        _, held = self._counted(copy_graph(graph)[0], replace(plan, budget_bytes=None))
-        return held.as_curve()
-
-    def _counted(self, copy: fx.Graph, trial: GraphPlan) -> tuple[GraphPlan, Footprint]:
-        """Plan and footprint after the later passes, on a copy of the graph."""
-        for pass_ in self.after:
-            trial = pass_.rewrite(copy, trial)
-        return trial, footprint(copy, trial.params)
-
-
-def _given_up(choice: Choice) -> bool:
-    """Whether anything that backward needs is not saved."""
-    rows = zip(choice.actions, choice.answer.wanted, strict=True)
-    return any(want is not None and action != KEEP for action, want in rows)
-
-
-def _written(graph: fx.Graph, plan: GraphPlan, found: GraphProblem, choice: Choice) -> GraphPlan:
-    """Write the choice into the graph."""
-    wanted = [n for n, want in enumerate(choice.answer.wanted) if want is not None]
-    again = frozenset(found.roots[n] for n in wanted if choice.actions[n] == RECOMPUTE)
-    away = [n for n in wanted if choice.actions[n] not in (KEEP, RECOMPUTE)]
-    if not again and not away:
-        return plan
-    sink_views(graph)
-    return Rewriting(SavedValues(graph), plan, again, _moves(graph, found, choice, away)).rewrite()
-
-
-def _moves(
-    graph: fx.Graph, found: GraphProblem, choice: Choice, away: Sequence[int]
-) -> Mapping[fx.Node, PlannedOffload]:
-    """The offloads of a choice.
-
-    The memory of each is given back when the value will have left, or sooner where more bytes would
-    be live than anywhere else.
-
-    away  numbers of the values that are offloaded
-    """
-    borders, problem = Borders(graph), found.problem
-    held, most = list(choice.answer.held), max(choice.answer.held)
-    moves: dict[fx.Node, PlannedOffload] = {}
-    free_s = 0.0
-    for number in away:
-        value, root = problem.values[number], found.roots[number]
-        rate = problem.tiers[choice.actions[number]].leave_s
-        starts = borders.after(borders.at(root))
-        free_s = max(free_s, found.clock[min(starts, len(found.clock) - 1)]) + value.nbytes * rate
-        at = value.read + 1
-        while (
-            at < problem.boundary and found.clock[at] < free_s and held[at] + value.nbytes <= most
-        ):
-            held[at] += value.nbytes
-            at += 1
-        moves[root] = plan_offload(borders, root, choice.actions[number], at)
-    return moves
-
-
-def _activations(
-    values: SavedValues, found: GraphProblem, choice: Choice
-) -> tuple[Activation, ...]:
-    """What becomes of each value that backward needs, for the dump."""
-    rows = []
-    problem = found.problem
-    for number, value in enumerate(problem.values):
-        if choice.answer.wanted[number] is None:
-            continue
-        action, seconds = choice.actions[number], 0.0
-        if action == RECOMPUTE:
-            seconds = _share(problem, choice, value) * problem.makers[value.maker].seconds
-        elif action != KEEP:
-            away = problem.tiers[action]
-            seconds = value.nbytes * (away.leave_s + away.back_s) + 2 * away.start_s
-        root = found.roots[number]
-        rows.append(
-            Activation(
-                NodeName(root.name),
-                name_of(root),
-                value.nbytes,
-                action,
-                seconds,
-                _why(values, root, value.wish, action, choice),
-            )
-        )
-    return tuple(rows)
-
-
-def _share(problem: Problem, choice: Choice, value: Value) -> float:
-    """A value's share of the seconds of its op: results that are recomputed together share them by
-    bytes."""
-    made = problem.makers[value.maker].makes
-    again = [
-        problem.values[n].nbytes
-        for n in made
-        if choice.actions[n] == RECOMPUTE and choice.answer.wanted[n] is not None
-    ]
-    return value.nbytes / sum(again) if sum(again) else 1 / len(again)
-
-
-def _why(
-    values: SavedValues, root: fx.Node, wish: CheckpointPolicy | None, action: str, choice: Choice
-) -> str:
-    """Why a value is treated as it is, for people."""
-    if root in values.returned:
-        return "a result of the graph, which its caller holds"
-    if wish is not None and action != KEEP:
-        return f"asked for by torch.utils.checkpoint ({wish.name})"
-    if action == RECOMPUTE:
-        return "making it again costs least per byte where most is held"
-    if action != KEEP:
-        return "moving it costs least per byte where most is held"
-    if not values.may_repeat(root) and not values.may_move(root):
-        return "it can neither be made again nor moved"
-    if not values.may_repeat(root):
-        return "random, or not the same twice: it is not made again, and there is room for it"
-    return "there is room for it" if choice.fits else "nothing is gained by giving it up"
+        roots = {node: given_up[node.name] for node in graph.nodes if node.name in given_up}
+        sink_views(graph)
+        borders = Borders(graph)
+        again = frozenset(node for node, a in roots.items() if a.action == RECOMPUTE)
+        moves = {
+            node: plan_offload(borders, node, a.action, a.left_at)
+            for node, a in roots.items()
+            if a.action != RECOMPUTE
+        }
+        return Rewriting(SavedValues(graph), plan, again, moves).rewrite()

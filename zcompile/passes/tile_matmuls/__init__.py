@@ -1,25 +1,21 @@
 """Gathers, uses and gives back weights in tiles where the device cannot hold them whole."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
-from zcompile.ir.graph import copy_graph, erase_unread, output_of, phase_of, positions
+from zcompile.ir.graph import erase_unread, output_of, phase_of, positions
 from zcompile.ir.plan import GraphPlan, Note, Rounding, layout_of_fetch
 from zcompile.ir.rewrite import GraphBuilder, shape
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, Phase
-from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.tile_matmuls.gradients import Tiles, send_in_tiles
-from zcompile.passes.tile_matmuls.sizes import GatheredValue, choose_tiles, cut_candidates, peak
+from zcompile.passes.tile_matmuls.sizes import GatheredValue, choose_tiles
 from zcompile.passes.tile_matmuls.uses import (
     ADDED_UP,
     Reader,
@@ -30,14 +26,8 @@ from zcompile.passes.tile_matmuls.uses import (
     same_layout,
     weights_of,
 )
-from zcompile.passes.trial import BudgetSearch
 
 aten = torch.ops.aten
-
-Refusals = MutableMapping[fx.Graph, dict[object, BudgetExceeded | None]]
-"""Graph -> (budget, cuts) -> the refusal, or None; forgotten when the graph is cut."""
-UPPER_BOUND_FACTOR = 1.125
-"""Bytes counted before the other passes, times this, are at least as many as counted after them."""
 
 
 @dataclass(frozen=True)
@@ -58,45 +48,19 @@ class TileMatmuls(Pass):
     where the use sums over the tiled dimension, the sum rounds otherwise (`uses.py`). Weights that
     fit are left alone.
 
-    How much of the budget weights may take depends on the values that the graph holds beside them,
-    and that on what becomes of its activations: cuts are tried out with all passes that decide of
-    these, the coarsest first.
+    Which weights, and how finely, stands in `GraphPlan.cuts`.
 
-    tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
-                budget cannot hold are cut
-    after       the passes that cuts are tried out with, on a copy of the graph
+    tile_bytes  a weight of more that cannot be cut is noted
     """
 
     tile_bytes: int | None = None
-    after: Sequence[Pass] = ()
-    _refusals: Refusals = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
 
     name: ClassVar[str] = "tile-matmuls"
-    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.TILES_CHOSEN})
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.WEIGHTS_TILED})
 
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
-        cuts = self._chosen(graph, plan) if plan.cuts is None else plan.cuts
-        self._refusals.pop(graph, None)
-        return replace(self._cut(graph, plan, cuts), cuts=cuts)
-
-    def upper_bound(self, graph: fx.Graph, plan: GraphPlan) -> int:
-        """Bytes that hold everything whatever is decided, when nothing is cut."""
-        return _upper_bound(graph, plan, _gathered_values(graph, plan))
-
-    def fitting(
-        self, graph: fx.Graph, plan: GraphPlan, most: int | None = None
-    ) -> Mapping[str, int]:
-        """The cuts that are made with this budget (`GraphPlan.cuts`).
-
-        most    cuts that are tried out; None: all
-        raises  BudgetExceeded, of the cuts that need least, without a search for a budget that does
-        """
-        return self._chosen(graph, plan, alone=True, most=most)
-
-    def _cut(self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]) -> GraphPlan:
-        """Write these cuts into the graph; the plan says what rounds otherwise and what was not
-        done."""
+        cuts = plan.cuts or {}
         weights = {w.handle.name: w for w in weights_of(graph, plan)}
         notes = [
             Note(self.name, NodeName(n), w.whole)
@@ -116,59 +80,12 @@ class TileMatmuls(Pass):
         roundings = [*plan.roundings, *roundings]
         return replace(plan, notes=(*plan.notes, *notes), roundings=tuple(roundings))
 
-    def _chosen(
-        self, graph: fx.Graph, plan: GraphPlan, *, alone: bool = False, most: int | None = None
-    ) -> Mapping[str, int]:
-        """The coarsest cuts with which everything fits; without a trial where that is sure.
-
-        alone  whether no other budget is tried out
-        """
-        gathered, budget = _gathered_values(graph, plan), plan.budget_bytes
-        coarsest = next(cut_candidates(gathered, budget, self.tile_bytes))
-        if budget is None or not self.after:
-            return coarsest
-        upper_bound = _upper_bound(graph, plan, gathered)
-        if upper_bound <= budget and not coarsest:
-            return coarsest
-        search = BudgetSearch(
-            lambda tried: islice(cut_candidates(gathered, tried, self.tile_bytes), most),
-            lambda cuts, tried: self._refused(graph, replace(plan, budget_bytes=tried), cuts),
-            refines=lambda cuts, finer: cuts.keys() == finer.keys(),
-        )
-        return search.first(budget) if alone else search.best(budget, upper_bound)
-
-    def _refused(
-        self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
-    ) -> BudgetExceeded | None:
-        """The refusal of the passes that come after, for these cuts; None, if everything fits.
-
-        Remembered, since slices of tokens are tried out before, and no slices come first.
-        """
-        refusals = self._refusals.setdefault(graph, {})
-        key = plan.budget_bytes, tuple(cuts.items())
-        if key not in refusals:
-            refusals[key] = self._try_out(graph, plan, cuts)
-        return refusals[key]
-
-    def _try_out(
-        self, graph: fx.Graph, plan: GraphPlan, cuts: Mapping[str, int]
-    ) -> BudgetExceeded | None:
-        """As `_refused`, tried out on a copy of the graph."""
-        copy, _ = copy_graph(graph)
-        try:
-            trial = self._cut(copy, plan, cuts)
-            for pass_ in self.after:
-                trial = pass_.rewrite(copy, trial)
-        except BudgetExceeded as error:
-            return error.with_traceback(None)  # whose frames hold the copy
-        return None
-
     def _is_too_large(self, weight: Weight, plan: GraphPlan) -> bool:
         limits = [n for n in (plan.budget_bytes, self.tile_bytes) if n is not None]
         return any(weight.nbytes > limit for limit in limits)
 
 
-def _gathered_values(graph: fx.Graph, plan: GraphPlan) -> list[GatheredValue]:
+def gathered_values(graph: fx.Graph, plan: GraphPlan) -> list[GatheredValue]:
     """The weights that are gathered, and where they are read."""
     where, weights = positions(graph), list(weights_of(graph, plan))
     return [
@@ -176,13 +93,6 @@ def _gathered_values(graph: fx.Graph, plan: GraphPlan) -> list[GatheredValue]:
         for number, weight in enumerate(weights)
         for value in weight.gathered_values(where, number, len(weights))
     ]
-
-
-def _upper_bound(graph: fx.Graph, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:
-    """Bytes that hold everything whatever is decided, when nothing is cut."""
-    beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
-    at_once, _ = peak(gathered, {})
-    return int(UPPER_BOUND_FACTOR * (beside + 2 * at_once))
 
 
 def _rounding(weight: Weight, most: int) -> str:

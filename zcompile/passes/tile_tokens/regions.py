@@ -23,7 +23,7 @@ from zcompile.ir import ops
 from zcompile.ir.graph import SIZED_VIEWS, module_of, phase_of, positions, reached_from
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import wish_of
-from zcompile.ir.types import NEVER_RECOMPUTED, Phase
+from zcompile.ir.types import NEVER_RECOMPUTED, NodeName, Phase
 from zcompile.memory.live_bytes import live_bytes
 from zcompile.passes.tile_tokens.rules import (
     PRODUCTS,
@@ -340,6 +340,11 @@ class Region:
     nodes: frozenset[fx.Node]
     inside: frozenset[fx.Node]
     demand: RegionDemand
+
+    @property
+    def first(self) -> NodeName:
+        """Its first node, by which a plan names it."""
+        return NodeName(min(self.nodes).name)
 
     def in_copy(self, mapping: Mapping[fx.Node, fx.Node]) -> "Region":
         """The same region in a copy of the graph.

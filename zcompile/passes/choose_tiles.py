@@ -1,0 +1,219 @@
+"""Decides how finely weights and tokens are cut: tries out what an estimate cannot tell."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import ClassVar
+
+from torch import fx
+
+from zcompile.errors import BudgetExceeded
+from zcompile.ir.graph import copy_graph
+from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.units import show_size
+from zcompile.memory.footprint import footprint
+from zcompile.passes.base import Fact, Pass
+from zcompile.passes.tile_matmuls import gathered_values
+from zcompile.passes.tile_matmuls.sizes import GatheredValue, cut_candidates, peak
+from zcompile.passes.tile_tokens import why_not_sliced, write_slices
+from zcompile.passes.tile_tokens.regions import Region, regions_of, slice_candidates
+from zcompile.passes.trial import BudgetSearch, Trial, between
+
+UPPER_BOUND_FACTOR = 1.125
+"""Bytes counted before the other passes, times this, are at least as many as counted after them."""
+SMALL = 4
+"""A region of less than one part in so many of the budget is left alone: if the graph does not fit
+then, that is due to something else."""
+CUTS = 2
+"""Most cuts of weights that are tried out beside slices, the coarsest first; a slice reads all
+tiles."""
+HOPELESS = 2
+"""Ratio of need to budget from which on finer tiles are not tried out beside slices."""
+GROWTH, ENOUGH = 2, 2000
+"""Nodes that slices may add: so many times the nodes of the graph, or `ENOUGH`; every trial goes
+over all of them."""
+
+Slices = tuple[int, ...]
+"""Number of slices of each region."""
+Cuts = Mapping[str, int]
+"""Handle of each weight that is cut -> most bytes of a tile (`GraphPlan.cuts`)."""
+
+
+@dataclass(frozen=True)
+class ChooseTiles(Pass):
+    """Write into the plan which regions run over slices of tokens, and which weights are cut.
+
+        budget 64 MiB                              budget 64 MiB
+                                        ->         slices {%mm: 4}; cuts {%h: 2 MiB}
+
+    How much of the budget weights may take depends on the values that the graph holds beside them,
+    and that on what becomes of its activations: what an estimate cannot tell is tried out on copies
+    of the graph, the coarsest cuts first, with the activations that are chosen for each.
+
+    Slices come only where nothing else is enough: the fewest with which everything fits. Where they
+    are not enough either, the budget is refused, with one that does. Activations that were chosen
+    in the trial of an uncut graph are handed on. The graph does not change.
+
+    tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
+                budget cannot hold are cut
+    trial       runs what is decided afterwards; None: only what the budget cannot hold is cut
+    slices      whether tokens may be cut
+    """
+
+    tile_bytes: int | None = None
+    trial: Trial | None = None
+    slices: bool = True
+
+    name: ClassVar[str] = "choose-tiles"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
+    gives: ClassVar[frozenset[Fact]] = frozenset({Fact.TILES_CHOSEN})
+
+    def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
+        gathered, budget = gathered_values(graph, plan), plan.budget_bytes
+        coarsest = next(cut_candidates(gathered, budget, self.tile_bytes))
+        if budget is None or self.trial is None:
+            return replace(plan, cuts=coarsest)
+        upper_bound = _upper_bound(graph, plan, gathered)
+        if upper_bound <= budget and not coarsest:
+            return replace(plan, cuts=coarsest)
+        whole = _CutSearch(graph, plan, self.tile_bytes, self.trial)
+        if self.slices and upper_bound > budget:
+            least = budget // SMALL
+            regions = [r for r in regions_of(graph) if r.demand.sliced > least]
+            why = why_not_sliced(graph, regions, least)
+            if regions or why:
+                plan = _SliceSearch(whole, regions, why).planned(budget, upper_bound)
+        if plan.cuts is None:
+            try:
+                plan = replace(plan, cuts=whole.search().best(budget, upper_bound))
+            except BudgetExceeded as error:
+                for note in plan.notes:
+                    if note.by == self.name:
+                        error.add_note(note.text)
+                raise
+        return plan if plan.slices else whole.with_activations(plan)
+
+
+@dataclass
+class _CutSearch:
+    """Tries out cuts of the weights of one graph.
+
+    tried  (budget, cuts) -> the refusal, or the plan; what was tried is not tried again
+    """
+
+    graph: fx.Graph
+    plan: GraphPlan
+    tile_bytes: int | None
+    trial: Trial
+    tried: dict[object, BudgetExceeded | GraphPlan] = field(default_factory=dict)
+
+    def search(self, most: int | None = None) -> BudgetSearch[Cuts]:
+        """Over the candidates of this graph, or the `most` coarsest."""
+        gathered = gathered_values(self.graph, self.plan)
+        return BudgetSearch(
+            lambda budget: islice(cut_candidates(gathered, budget, self.tile_bytes), most),
+            self.refused,
+            refines=lambda cuts, finer: cuts.keys() == finer.keys(),
+        )
+
+    def refused(self, cuts: Cuts, budget: int) -> BudgetExceeded | None:
+        """The refusal of what comes after; None, if everything fits."""
+        key = budget, tuple(cuts.items())
+        if key not in self.tried:
+            plan = replace(self.plan, budget_bytes=budget, cuts=cuts)
+            try:
+                self.tried[key] = self.trial.on_copy(self.graph, plan).plan
+            except BudgetExceeded as error:
+                self.tried[key] = error.with_traceback(None)  # whose frames hold the copy
+        found = self.tried[key]
+        return found if isinstance(found, BudgetExceeded) else None
+
+    def with_activations(self, plan: GraphPlan) -> GraphPlan:
+        """The plan with what was chosen for activations in its trial. Nodes that cutting adds have
+        names of their own in each copy, so that only an uncut graph has any."""
+        made = self.tried.get((plan.budget_bytes, ()))
+        if plan.cuts or not isinstance(made, GraphPlan):
+            return plan
+        return replace(plan, activations=made.activations, activation_cost=made.activation_cost)
+
+
+class _SliceSearch:
+    """Tries out slices of the regions of a graph, with cuts of its weights.
+
+    why   sentences on large values that are not sliced
+    cuts  of weights, with which the slices that were found fit
+    """
+
+    def __init__(self, whole: _CutSearch, regions: Sequence[Region], why: Sequence[str]) -> None:
+        self.whole, self.regions, self.why = whole, regions, why
+        self.cuts: Cuts = {}
+
+    def planned(self, budget: int, upper_bound: int) -> GraphPlan:
+        """The plan with slices, if it takes any, and the cuts beside them.
+
+        Where nothing fits, both are left open.
+        """
+        plan, found = self.whole.plan, (1,) * len(self.regions)
+        for tried in (*between(budget, upper_bound), budget):
+            first = self._first(tried)
+            if first is None:
+                text = f"slices of tokens do not make it fit {show_size(tried)}"
+                return self._noted(plan, [*([text] if self.regions else []), *self.why])
+            found = first
+        plan = replace(plan, cuts=self.cuts)
+        if max(found, default=1) == 1:
+            return plan
+        rows = zip(self.regions, found, strict=True)
+        slices = {region.first: n for region, n in rows if n > 1}
+        return self._noted(replace(plan, slices=slices), self.why)
+
+    def _noted(self, plan: GraphPlan, texts: Sequence[str]) -> GraphPlan:
+        notes = [Note(ChooseTiles.name, None, text) for text in texts]
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _first(self, budget: int) -> Slices | None:
+        """The fewest slices with which everything fits; None, if there are none."""
+        demands = [region.demand for region in self.regions]
+        most = max(GROWTH * len(self.whole.graph.nodes), ENOUGH)
+        least: int | None = None
+        for slices in slice_candidates(demands, budget):
+            nodes = sum(n * len(r.nodes) for r, n in zip(self.regions, slices, strict=True))
+            sliced = max(slices, default=1) > 1
+            if sliced and nodes > most:
+                return None
+            try:
+                self.cuts = self._cuts(slices, budget, sliced)
+            except BudgetExceeded as error:
+                if sliced and least is not None and error.needed_bytes >= least:
+                    return None  # more slices do not help
+                least = error.needed_bytes if sliced else None
+            else:
+                return slices
+        return None
+
+    def _cuts(self, slices: Slices, budget: int, sliced: bool) -> Cuts:
+        """The cuts of weights with which the slices fit.
+
+        raises  BudgetExceeded, of the cuts that need least
+        """
+        if not sliced:
+            return self.whole.search().first(budget)
+        graph, mapping = copy_graph(self.whole.graph)
+        write_slices(graph, [region.in_copy(mapping) for region in self.regions], slices)
+        search: Callable[[int], BudgetSearch[Cuts]] = replace(
+            self.whole, graph=graph, tried={}
+        ).search
+        for count in range(1, CUTS):
+            try:
+                return search(count).first(budget)
+            except BudgetExceeded as error:
+                if error.needed_bytes > HOPELESS * budget:
+                    raise  # finer tiles save less than a budget: none takes more than that
+        return search(CUTS).first(budget)
+
+
+def _upper_bound(graph: fx.Graph, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:
+    """Bytes that hold everything whatever is decided, when nothing is cut."""
+    beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
+    at_once, _ = peak(gathered, {})
+    return int(UPPER_BOUND_FACTOR * (beside + 2 * at_once))

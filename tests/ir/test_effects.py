@@ -16,6 +16,7 @@ from small_models import GPT, SMALL_MODELS
 from small_steps import ONE, a_call, computing, fetching, freeing, machine, step_of
 from small_steps import storing as going_home
 from small_steps import waiting as arrived
+from torch import nn
 from written import FLOATS, HIGH, LOW, fetch, free, run, schedule, store, wait
 
 import zcompile
@@ -176,6 +177,26 @@ def test_it_is_timed_and_recorded():
     assert costs.region_seconds(FILLING) == 2.0
     assert costs.issue_seconds(free(LOW, 1).effects) == 1.0
     assert list(StepCall(made, (EntryRef(1),)).uses()) == []
+
+
+def test_it_is_executed_by_an_action_that_is_added_to_the_table(monkeypatch):
+    def act(call: Any, x: Fill) -> None:
+        call.store.arena.take_slot(x.slot.address, x.slot.nbytes, "zeros")
+        call.taken.add(x.slot)
+        memory = call.store.arena.slot(x.slot.address, x.slot.nbytes)
+        call.values[x.register] = x.layout.view(memory).zero_()
+
+    monkeypatch.setitem(ACTIONS, Fill, act)
+    copied = Region("copy", "clone", lambda value: (value.clone(),))
+    rows = (fill(LOW, 1), replace(run(1, out=(2,)), region=copied), free(LOW, 1))
+    made = replace(of(*rows), phase=Phase.FORWARD, outputs=(Register(2),))
+    verify_schedule(made)
+    model = zcompile.offload(nn.Linear(8, 8), device="cpu", device_memory="1MiB")
+    session = session_behind(model)
+    session.arena.slot(LOW.address, LOW.nbytes).fill_(1)
+    (result,) = session.executor.run(made, [None], ())
+    assert torch.equal(result, torch.zeros(128))
+    assert session.arena.used_bytes == 0, "its slot was given back"
 
 
 # --- What real instructions say, beside what the executor does ---

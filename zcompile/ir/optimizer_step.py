@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.byte_ranges import ByteRanges
 from zcompile.ir.schedule import (
     SERIALS,
     Borrow,
@@ -352,8 +353,8 @@ class _Builder:
         self._tickets = 0
         self._taken = 0
         self._waiting: list[_Chunk | _Joint] = []
-        self._busy: dict[int, list[tuple[int, int, tuple[Ticket, ...]]]] = {}
-        """Lane -> (begin, end, tickets) of what its bytes last served."""
+        self._busy: ByteRanges[tuple[Ticket, ...]] = ByteRanges()
+        """Tickets of the last compute and store of each byte."""
 
     def add(self, row: Row, first: int, last: int) -> None:
         self._make_room()
@@ -407,20 +408,7 @@ class _Builder:
     def _after(self, slot: Slot) -> tuple[Ticket, ...]:
         """Tickets of the last computes and stores over `slot`, which must be over before it is
         overwritten."""
-        tickets: dict[Ticket, None] = {}
-        kept, low, high, lane = [], slot.address, slot.end, self._lane(slot)
-        for begin, end, busy in self._busy.get(lane, ()):
-            if begin < high and low < end:
-                tickets |= dict.fromkeys(busy)
-            if not (low <= begin and end <= high):
-                kept.append((begin, end, busy))
-        self._busy[lane] = kept
-        return tuple(tickets)
-
-    def _lane(self, slot: Slot) -> int:
-        lane = (slot.address - self._begin) // max(1, self._lane_bytes)
-        assert slot.end <= self._begin + (lane + 1) * self._lane_bytes, "a slot lies in one lane"
-        return lane
+        return tuple(sorted({t for busy in self._busy.over(slot.address, slot.end) for t in busy}))
 
     def _compute(self, chunk: _Chunk | _Joint) -> None:
         if isinstance(chunk, _Joint):
@@ -486,6 +474,6 @@ class _Builder:
                 )
             )
         slot = fetch.slot
-        self._busy.setdefault(self._lane(slot), []).append((slot.address, slot.end, busy))
+        self._busy.put(slot.address, slot.end, busy)
         self.instructions.append(Free(fetch.slot, register, column.name))
         self._taken -= fetch.slot.nbytes

@@ -1,5 +1,8 @@
 """A torch function spliced into a graph: its ops become nodes, which compute what it computes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import fx
@@ -116,3 +119,11 @@ def test_constants_are_refused():
     """No node stands for them."""
     with pytest.raises(AssertionError, match="no node stands for"):
         written(lambda x: x + torch.ones(3, 4), X)
+
+
+def test_what_is_recorded_goes_with_its_graph():
+    graph, _ = written(lambda x: x.exp(), X)
+    known = weakref.ref(graph)
+    del graph, _
+    gc.collect()
+    assert known() is None

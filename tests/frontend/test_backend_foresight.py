@@ -44,8 +44,8 @@ def given(pair: Twins) -> list[int]:
     foresight = pair.session.executor.foresight
     begin = foresight.begin
 
-    def counting(call):
-        tickets = begin(call)
+    def counting(call, others):
+        tickets = begin(call, others)
         counts.append(len(tickets))
         return tickets
 

@@ -136,7 +136,7 @@ def test_a_listing_says_which_stay():
         for line in schedule_text(call.schedule).splitlines()[1:]
     ]
     named = {name for stream, kind, name in listed if (stream, kind) == ("compute", "stay")}
-    sent = {name for stream, kind, name in listed if (stream, kind) == ("d2h", "reduce")}
+    sent = {name for stream, kind, name in listed if (stream, kind) == ("out", "reduce")}
     stay = {plan.step.facts[key].name.removesuffix(".grad") for key in plan.placement.stay}
     assert named == stay != set()
     assert named | sent == {name for name, _ in model.named_parameters()}

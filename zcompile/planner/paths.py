@@ -93,9 +93,7 @@ class LinkPaths:
         self._written.add(ref)
         home = self.home(ref)
         if home == DISK and self._ways.straight_write and x.reads_slot is not None:
-            journey = self._journey(moved, 1, "disk_write")
-            journey.unseen = "d2h"
-            return journey
+            return self._journey(moved, 1, "disk_write", unseen="d2h")
         return self._leaving(home, moved)
 
     def _arriving(self, call: StepCall, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
@@ -104,9 +102,7 @@ class LinkPaths:
         if self._blank(call, ref):
             return SimTransfer(0)
         if home == DISK and self._ways.straight_read:
-            journey = self._journey(moved, 1, "disk_read")
-            journey.unseen = "h2d"
-            return journey
+            return self._journey(moved, 1, "disk_read", unseen="h2d")
         if home == DISK:
             return self._journey(moved, 2, "disk_read", "h2d")
         return self._journey(moved, 1, *(("h2d",) if home == HOST else ()))
@@ -116,11 +112,8 @@ class LinkPaths:
         home, more = self.home(ref), (ref, moved.begin) in self._came
         self._came.add((ref, moved.begin))
         if more and home == DISK:
-            journey = self._journey(moved, 2, "disk_read", "d2h", "disk_write")
-        else:
-            journey = self._leaving(home, moved)
-        journey.adds = more
-        return journey
+            return self._journey(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
+        return self._leaving(home, moved, adds=more)
 
     def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""
@@ -135,10 +128,10 @@ class LinkPaths:
                 nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
         return nbytes, busy_s
 
-    def _leaving(self, home: str, moved: HomeAccess) -> SimTransfer:
+    def _leaving(self, home: str, moved: HomeAccess, adds: bool = False) -> SimTransfer:
         if home == DISK:
-            return self._journey(moved, 1, "d2h", "disk_write")
-        return self._journey(moved, 1, *(("d2h",) if home == HOST else ()))
+            return self._journey(moved, 1, "d2h", "disk_write", adds=adds)
+        return self._journey(moved, 1, *(("d2h",) if home == HOST else ()), adds=adds)
 
     def _blank(self, call: StepCall, ref: EntryRef) -> bool:
         """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
@@ -149,13 +142,25 @@ class LinkPaths:
             fact.kind is EntryKind.RESULT and ref not in self._written
         )
 
-    def _journey(self, moved: HomeAccess, over_after: int, *links: str) -> SimTransfer:
+    def _journey(
+        self,
+        moved: HomeAccess,
+        over_after: int,
+        *links: str,
+        unseen: str | None = None,
+        adds: bool = False,
+    ) -> SimTransfer:
         if links not in self._links:
             self._links[links] = tuple(map(self._link, links))
-        journey = SimTransfer(moved.nbytes, self._links[links], over_after)
         unit = self._ways.granule
-        journey.disk_nbytes = -(-moved.end // unit) * unit - moved.begin // unit * unit
-        return journey
+        return SimTransfer(
+            moved.nbytes,
+            self._links[links],
+            over_after,
+            adds=adds,
+            disk_nbytes=-(-moved.end // unit) * unit - moved.begin // unit * unit,
+            unseen=unseen,
+        )
 
     def _link(self, name: str) -> Link:
         try:

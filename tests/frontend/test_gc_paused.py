@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zcompile.frontend.dry_run import plan as module
-from zcompile.frontend.dry_run.plan import gc_paused
+from zcompile.frontend import gc_pause as module
+from zcompile.frontend.gc_pause import gc_paused
 
 
 class Cycle:

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
+from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.frontend.session_plan import costs_of, plan_of, prediction_of, seconds_at
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
@@ -267,7 +268,8 @@ class StepController(Rescheduling):
         """
         alive = (e.ref for e in self.session.entries() if e.ref.is_gradient)
         kept = frozenset(alive if self._may_stay else step.facts)
-        return plan_of(self.session, step, self.costs(), self._least_window, kept)
+        with gc_paused():
+            return plan_of(self.session, step, self.costs(), self._least_window, kept)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.

@@ -112,6 +112,7 @@ def arranged(step: StepTrace, homes: Mapping[EntryRef, str], arena: ArenaShare) 
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
     made: dict[tuple[object, ...], Schedule] = {}
+    as_held: dict[tuple[int, int], Schedule] = {}  # one object for all calls that walk it
     calls, held = [], {ref for ref, home in homes.items() if home == HELD}
     for call in step.calls:
         at = tuple(homes.get(ref, step.facts[ref].home) for ref in call.entries)
@@ -119,8 +120,11 @@ def arranged(step: StepTrace, homes: Mapping[EntryRef, str], arena: ArenaShare) 
         known = call.schedule.serial, at, stay
         if known not in made:
             made[known] = _arranged(call.schedule, at, stay, arena)
-        as_held = replace(made[known], holds=call.schedule.holds)
-        calls.append(replace(call, schedule=as_held))
+        schedule, holds = made[known], call.schedule.holds
+        both = schedule.serial, id(holds)
+        if both not in as_held:
+            as_held[both] = replace(schedule, holds=holds)
+        calls.append(replace(call, schedule=as_held[both]))
     facts = {ref: replace(f, home=homes.get(ref, f.home)) for ref, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
 

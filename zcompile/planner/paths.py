@@ -59,13 +59,14 @@ class LinkPaths:
         That is the next one, but for calls that are passed by, which hand over nothing themselves.
         """
         found: list[Ahead] = []
-        heeded = [not self._passes_by(call) for call in calls]
-        for number, now in enumerate(calls):
-            after = [*range(number + 1, len(calls)), *range(number + 1)]
-            if not heeded[number]:
+        heeded = [call for call in calls if not self._passes_by(call)]
+        followers = iter([*heeded[1:], *heeded[:1]])
+        passed = {id(call) for call in calls} - {id(call) for call in heeded}
+        for now in calls:
+            if id(now) in passed:
                 found.append((None, {}))
                 continue
-            then = next(calls[n] for n in after if heeded[n])
+            then = next(followers)
             writes = last_writes(now.schedule, now.entries.__getitem__)
             written: dict[int, int] = {
                 x.ticket: writes[ref]

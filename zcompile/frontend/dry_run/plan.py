@@ -4,10 +4,9 @@ A real training step is walked in a dry run (`session.py`), then placed, schedul
 a real one is once it was seen. Weights are not needed: a model on `meta` will do.
 """
 
-import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from zcompile.frontend.dry_run.session import (
     copy_without_bytes,
     run_step,
 )
+from zcompile.frontend.gc_pause import gc_paused
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import check_torch, trees
@@ -39,45 +39,6 @@ from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.hardware import free_disk_bytes
 from zcompile.runtime.open import default_budgets
 from zcompile.runtime.probe import disks_of, machine_for
-
-MANY = 3_000_000
-"""Objects made since the last garbage collection from which on another one pays before a plan.
-Tracing 96 layers makes 2.3 million, two thirds of them garbage by then, 150 MB; to look through
-them takes two seconds, which is worth it where there are more than one such plan's."""
-
-
-class _Last:
-    """State of the last garbage collection before a plan.
-
-    left  objects that it did not free
-    """
-
-    left = 0
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """A context without garbage collection, if it was on: planning makes many objects and little
-    garbage.
-
-    Garbage of earlier plans is collected before, where it is much, and young garbage always.
-    """
-    was = gc.isenabled()
-    if was:
-        gc.collect(1)
-        if len(gc.get_objects(generation=2)) > _Last.left + MANY:
-            gc.collect()
-            _Last.left = len(gc.get_objects(generation=2))
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            if not gc.get_freeze_count():  # else they are somebody's, who wants them frozen
-                # All that is there becomes old, so that it is not looked through right away.
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def on_cpu() -> AbstractContextManager[object]:

@@ -40,6 +40,7 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Layout
 from zcompile.runtime.eager import dispatch
 from zcompile.runtime.eager.data_assignment import assign_data
+from zcompile.runtime.eager.identity import FLATTENS, is_asked_by
 from zcompile.runtime.eager.rows import leaves_of
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of
@@ -184,9 +185,16 @@ class TieredTensor(Unbacked):
                 f"a compiled function is called with a {self.dtype} view of a {base.dtype} tensor",
                 "call it with the tensor itself, and take the view (.real, .imag) in the function",
             )
-        return ["_handle"], Context(
+        # The handle is torch's part. Who asks each part where it lies, and how large it is, is
+        # shown the tensor as one that has no parts.
+        parts = ["_whole"] if is_asked_by(FLATTENS) else ["_handle"]
+        return parts, Context(
             self.entry_layout, self.device, self.store_key, self.sink, self.requires_grad
         )
+
+    @property
+    def _whole(self) -> Tensor:
+        return Unmoved(self._handle, self.__tensor_flatten__()[1])
 
     @staticmethod
     def __tensor_unflatten__(
@@ -301,7 +309,7 @@ def _converting(name: str) -> Callable[..., Tensor]:
             return result
         if not is_applied_by_a_module():
             return result  # the tensor itself: gradients go to it
-        return Unmoved(self._handle, self.__tensor_flatten__()[1])
+        return self._whole
 
     return convert
 
@@ -311,7 +319,8 @@ for _name in ("to", "cuda", "float", "double", "half", "bfloat16"):
 
 
 class Unmoved(TieredTensor):
-    """The same bytes, written through; what `.to` answers where there is nothing to do.
+    """The same bytes, written through, by a tensor without parts; what `.to` answers where there is
+    nothing to do.
 
     `Module.to` would swap a traceable subclass with its parameter, and thereby its hooks. This one
     is not traceable, so `Module.to` sets `.data` instead.

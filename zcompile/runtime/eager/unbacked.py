@@ -1,17 +1,18 @@
 """A tiered tensor has no storage: what torch implements by reading one is implemented here.
 
-Values come from the tiers as plain copies; what would hand out memory raises.
+Values come from the tiers as plain copies. Who asks which memory it is, is told the entry
+(`identity.py`); what would hand out memory raises.
 """
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zcompile.errors import Unsupported
 from zcompile.ir.torch_compat import is_asked_by_tracing, is_traced, storage_of
 from zcompile.ir.types import Layout
+from zcompile.runtime.eager.identity import Address, EntryStorage, refuse
 from zcompile.runtime.session import entry_behind
 from zcompile.runtime.store.store import Entry, Store
 
@@ -73,44 +74,46 @@ class Unbacked(torch.Tensor):
         return self.on_host().tolist()
 
     def storage(self) -> Any:
-        return self._no_storage("storage()")
+        refuse("storage()")
 
-    def untyped_storage(self) -> torch.UntypedStorage:
+    def untyped_storage(self) -> Any:
+        """Which entry the tensor lies in, and how large that is; all else of a storage raises."""
         # Torch has one for a wrapper, of its size and without bytes: who reads it, or writes it,
         # ends the process.
         if is_traced(self._handle) or is_asked_by_tracing():
             return storage_of(self)
-        return self._no_storage("untyped_storage()")
+        entry = self.entry
+        return EntryStorage(entry.key, entry.nbytes, self.device)
 
     def _typed_storage(self) -> Any:
         if is_traced(self._handle) or is_asked_by_tracing():
             return torch.TypedStorage(
                 wrap_storage=storage_of(self), dtype=self.dtype, _internal=True
             )
-        return self._no_storage("_typed_storage()")
+        refuse("_typed_storage()")
 
     def is_shared(self) -> bool:
         """Whether another process sees the memory of the tensor: never."""
         return False
 
-    def data_ptr(self) -> int:
-        return self._no_storage("data_ptr()")
+    def data_ptr(self) -> Address | int:  # type: ignore[override]  # what cannot be read by
+        """Where in its entry the tensor begins, to be compared; 0 without elements, as torch says.
+
+        Whoever would read or write memory there gets an error (`identity.py`).
+        """
+        layout = self.entry_layout
+        if not layout.numel:
+            return 0
+        return Address(self.entry.key, layout.offset * layout.dtype.itemsize, self)
 
     def share_memory_(self) -> Any:
-        return self._no_storage("share_memory_()")
+        refuse("share_memory_()")
 
     def apply_(self, callable: Any) -> Any:
-        return self._no_storage("apply_()")
+        refuse("apply_()")
 
     def __dlpack__(self, **_: Any) -> Any:
-        return self._no_storage("__dlpack__()")
-
-    def _no_storage(self, what: str) -> NoReturn:
-        """raises  Unsupported, for an operation that needs memory"""
-        raise Unsupported(
-            f"{what}: a tiered tensor has no memory of its own",
-            "use tensor.cpu() for a plain copy, or tensor.on_host()",
-        )
+        refuse("__dlpack__()")
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """A plain CPU tensor: also on the emulated device, where `.cpu()` would be `self`."""

@@ -44,8 +44,12 @@ def constraints() -> dict[str, Requirement]:
 
 def needs() -> list[Requirement]:
     extras = PROJECT["project"]["optional-dependencies"]
-    installed = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["dev"]]
-    return [Requirement(text) for text in installed]
+    asked = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["dev"]]
+    found = [Requirement(text) for text in asked]
+    own = [need for need in found if need.name == PROJECT["project"]["name"]]
+    return [need for need in found if need not in own] + [
+        Requirement(text) for need in own for extra in sorted(need.extras) for text in extras[extra]
+    ]
 
 
 @pytest.mark.parametrize("need", needs(), ids=str)

@@ -1,5 +1,6 @@
 """Contracts of the private torch APIs that are about graphs and modes, and where all are kept."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -423,6 +424,46 @@ def is_asked_by_tracing() -> None:
         said[module.__name__.split(".")[1]] = scope["said"]
     assert said == {"_dynamo": True, "_functorch": True, "_subclasses": True, "_tensor": False}
     assert not asked()
+
+
+@contract
+def LateStorage() -> None:
+    """Torch notes each storage when it pickles, and asks for bytes when it writes, one by one."""
+    told = []
+
+    def read(name: str, value: Tensor) -> Tensor:
+        told.append(name)
+        return value.view(torch.uint8)
+
+    class Named:
+        def __init__(self, name: str, key: int, value: Tensor) -> None:
+            self.name, self.value = name, value
+            self.late = private.LateStorage(key, value.nbytes, lambda: read(name, value))
+
+        def __reduce_ex__(self, protocol):
+            told.append(f"pickled {self.name}")
+            return private.reduced_late(torch.zeros_like(self.value), self.late, protocol)
+
+    a, b = (Named(name, key, torch.arange(3) + key) for name, key in (("a", 1), ("b", 2)))
+    file = io.BytesIO()
+    torch.save([a, b, a], file)
+    assert told == ["pickled a", "pickled b", "a", "b"]
+    file.seek(0)
+    found = torch.load(file, weights_only=True, map_location="cpu")
+    assert [x.tolist() for x in found] == [[1, 2, 3], [2, 3, 4], [1, 2, 3]]
+
+
+@contract
+def reduced_late() -> None:
+    """All but the storage is as torch says; dtypes that have no typed storage have an untyped."""
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        plain = torch.ones(2, 3, dtype=torch.float32).to(dtype)[1:]
+        late = private.LateStorage(1, 6 * dtype.itemsize, lambda: None)
+        rebuild, (own, *others) = plain.__reduce_ex__(2)
+        made, (storage, *same) = private.reduced_late(plain, late, 2)
+        assert (made, same) == (rebuild, others)
+        assert storage._untyped_storage is late
+        assert isinstance(own, torch.UntypedStorage) is (dtype is torch.float8_e4m3fn)
 
 
 @contract

@@ -9,6 +9,7 @@ import sys
 import numpy
 import pytest
 import torch
+from host_copies import Copies
 from pairs import Holder, assert_equal, assert_same, entries, mlp, on_disk, parameter_pair, plain_of
 from torch import nn
 
@@ -275,15 +276,76 @@ def test_what_is_tied_is_saved_once_and_loaded_tied(how, tmp_path):
         assert not torch.load(again)["2.weight"].any()
 
 
-def test_what_was_saved_and_written_is_not_saved_again(tmp_path):
-    model = on_disk(nn.Linear(4, 4), tmp_path)
-    _, (data, *_) = model.weight.__reduce_ex__(2)[:2]
-    before = plain_of(model.weight).clone()
-    data.zero_()  # who holds what was to be pickled may write it
+class Kinds(nn.Module):
+    """What torch pickles in its different ways: dtypes old and new, a lazy view, parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        eighth = torch.randn(3, 4).to(torch.float8_e4m3fn)
+        self.eighth = nn.Parameter(eighth, requires_grad=False)
+        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.none = nn.Parameter(torch.zeros(0, 2))
+        self.turned = nn.Parameter(torch.randn(4, 6).t())
+
+    def values(self):
+        conj, part = self.complex.detach().conj(), self.turned.data[2:]
+        return {"param": self.turned, "conj": conj, "part": part, **self.state_dict()}
+
+
+def saved_kinds(tmp_path, save):
+    """What `save` makes of a plain model and of a tiered one with the same values."""
+    torch.manual_seed(0)
+    plain = save(Kinds().values())
+    torch.manual_seed(0)
+    return plain, save(on_disk(Kinds(), tmp_path).values())
+
+
+def saved_by_torch(values, **how):
     kept = io.BytesIO()
-    torch.save(model.weight, kept)
-    kept.seek(0)
-    assert torch.equal(torch.load(kept, weights_only=False), before)
+    torch.save(values, kept, **how)
+    return kept.getvalue()
+
+
+def test_torch_writes_the_file_that_it_writes_of_plain_tensors(tmp_path):
+    plain, tiered = saved_kinds(tmp_path, saved_by_torch)
+    assert plain == tiered
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (lambda values: saved_by_torch(values, _use_new_zipfile_serialization=False), torch.load),
+        (pickle.dumps, pickle.load),
+    ],
+    ids=["old format", "pickle"],
+)
+def test_other_picklers_take_the_values_too(save, load, tmp_path):
+    def save_old_dtypes(values):
+        values.pop("eighth")  # which torch writes here and does not read again
+        return save(values)
+
+    plain, tiered = (load(io.BytesIO(data)) for data in saved_kinds(tmp_path, save_old_dtypes))
+    assert plain.keys() == tiered.keys()
+    for name, value in plain.items():
+        assert type(tiered[name]) is type(value)
+        assert tiered[name].is_conj() is value.is_conj()
+        assert_equal(value, tiered[name])
+
+
+def test_views_of_other_dtypes_are_not_saved_together_as_in_torch(tmp_path):
+    for param in parameter_pair(lambda: torch.randn(4, dtype=torch.complex64), tmp_path):
+        values = [param.detach(), torch.view_as_real(param.detach())]
+        with pytest.raises(RuntimeError, match="view the same data as different types"):
+            saved_by_torch(values)
+
+
+def test_one_entry_at_a_time_is_in_memory_while_torch_saves(monkeypatch, tmp_path):
+    model = on_disk(nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]), tmp_path)
+    copies = Copies(monkeypatch)
+    torch.save(model.state_dict(), tmp_path / "saved.pt")
+    assert copies.read_bytes == sum(p.nbytes for p in model.parameters())
+    assert copies.most_bytes == 64 * 64 * 4
+    assert copies.live_bytes() == 0
 
 
 @pytest.mark.parametrize("take", [lambda w: w, lambda w: w.data, lambda w: w[1:], lambda w: w.t()])

@@ -60,6 +60,7 @@ __all__ = [
     "BackendFailed",
     "DispatchMode",
     "Dispatched",
+    "LateStorage",
     "aot_backend",
     "boxed",
     "is_traceable_wrapper_subclass",
@@ -469,6 +470,74 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     The storage of a wrapper has no bytes, and says only which tensors share it.
     """
     return torch.Tensor.untyped_storage(tensor)
+
+
+class LateStorage:
+    """A storage that `torch.save` writes: its bytes are read when it writes them, and not before.
+
+    Torch first pickles all that it saves, and notes each storage; then it writes one after the
+    other, and asks those that are not on the CPU for `.cpu()`.
+
+    key   names the bytes: torch writes storages of one key once
+    read  gives the bytes, uint8 [nbytes] on the host
+    """
+
+    device = SimpleNamespace(type="tiered")
+
+    def __init__(self, key: int, nbytes: int, read: Callable[[], Tensor]) -> None:
+        self._cdata = -key  # which is no address: storages of torch have theirs
+        self._nbytes, self._read = nbytes, read
+
+    def data_ptr(self) -> int:
+        return self._cdata
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self._read().untyped_storage()
+
+    def _write_file(self, *how: Any) -> None:  # by torch.save in its old format
+        self.cpu()._write_file(*how)
+
+
+class _LateTyped(torch.TypedStorage):
+    """A late storage where a pickled tensor has its own, which is called by a type.
+
+    like  the storage in whose place it stands
+    """
+
+    def __new__(cls, *_: object) -> "_LateTyped":
+        return object.__new__(cls)
+
+    def __init__(self, storage: LateStorage, like: Any) -> None:
+        plain = isinstance(like, torch.UntypedStorage)
+        self.dtype = torch.uint8 if plain else like.dtype
+        self._name = "UntypedStorage" if plain else like._pickle_storage_type()
+        self._untyped_storage: Any = storage
+
+    def _pickle_storage_type(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> Any:
+        """By a pickler that is not torch's: with all bytes, at once."""
+        whole = self._untyped_storage.cpu()
+        if self._name == "UntypedStorage":
+            return whole.__reduce__()
+        return torch.TypedStorage(wrap_storage=whole, dtype=self.dtype, _internal=True).__reduce__()
+
+
+def reduced_late(plain: Tensor, storage: LateStorage, protocol: Any) -> Any:
+    """What `plain.__reduce_ex__` gives, with `storage` in place of its own."""
+    rebuild, (own, *others) = plain.__reduce_ex__(protocol)
+    return rebuild, (_LateTyped(storage, own), *others)
+
+
+torch.serialization.register_package(
+    7919,  # no two may be equal
+    lambda storage: "cpu" if isinstance(storage, LateStorage) else None,
+    lambda storage, location: None,
+)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -4,14 +4,12 @@ It has the full logical shape, stride, dtype and the compute device, and no stor
 tensor is a 0-dim int64 CPU handle. Under tracing each use becomes a `zinf.gather` in the graph;
 called plainly, `dispatch.py` says what an op means.
 
-`torch.save` finds the bytes of an entry in one memory for all tensors that lie in the entry: tied
-weights are saved once then, and what is loaded is tied as it was. Torch looks which tensors of a
-file have one storage; so, while a file is written, each tensor of an entry gets the storage that
-the first one got (`pickled_bytes`).
+`torch.save` sees one storage for all tensors that lie in an entry: tied weights are saved once, and
+what is loaded is tied as it was. It reads the bytes of each entry when it writes them, so no more
+than one is in memory (`LateStorage`).
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +21,15 @@ from torch import Tensor
 from zcompile.errors import Unsupported
 from zcompile.ir import ops
 from zcompile.ir.handles import claimed, shows
-from zcompile.ir.ties import Tie
 from zcompile.ir.torch_compat import (
     Dispatched,
+    LateStorage,
     grad_fn_of,
     grad_of,
     is_applied_by_a_module,
     is_traced,
     no_torch_function,
+    reduced_late,
     refuse_as_data,
     set_grad,
     support_foreach,
@@ -46,34 +45,6 @@ from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
-
-_PICKLED: dict[int, Tie] = {}
-"""Key of an entry -> the storage that was given for it, as long as that lives."""
-_GONE: deque[Tie] = deque()
-
-
-def pickled_bytes(entry: Entry) -> Tensor:
-    """The bytes of an entry: uint8 [entry.nbytes] on the host.
-
-    The same memory as before, if somebody still has that, and has not written it.
-    """
-    while _GONE:
-        try:
-            gone = _GONE.popleft()
-        except IndexError:  # another thread was here
-            break
-        if _PICKLED.get(gone.mark) is gone:
-            del _PICKLED[gone.mark]
-    found = entry.store.read_all(entry)
-    tie = _PICKLED.get(entry.key)
-    storage = None if tie is None else tie()
-    if storage is not None and storage.nbytes() == entry.nbytes:
-        given = torch.empty(0, dtype=torch.uint8).set_(storage)
-        if torch.equal(given, found):
-            return given
-    _PICKLED[entry.key] = Tie(found.untyped_storage(), _GONE, entry.key)
-    return found
-
 
 aten = torch.ops.aten
 
@@ -258,12 +229,18 @@ class TieredTensor(Unbacked):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
-        full = self.entry_layout.view(pickled_bytes(self.entry)).detach()
+        entry = self.entry
+        # Nobody touches this memory, so it takes none.
+        plain = self.entry_layout.view(torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu"))
         if getattr(self, "_is_param", False):
-            plain: Tensor = torch.nn.Parameter(full, self.requires_grad)
-        else:
-            plain = full.requires_grad_(self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+            whole = torch.nn.Parameter(plain.detach(), self.requires_grad)
+            rebuild, (_, *others) = whole.__reduce_ex__(protocol)
+            return rebuild, (TieredTensor.sharing(self, self.entry_layout), *others)
+        # It holds this tensor, and thereby the entry, until it is written.
+        storage = LateStorage(
+            entry.key, entry.nbytes, lambda: self.entry.store.read_all(self.entry)
+        )
+        return reduced_late(plain.requires_grad_(self.requires_grad), storage, protocol)
 
     def __copy__(self) -> Tensor:
         """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is

@@ -114,3 +114,9 @@ def test_doctor_shows_the_tiers_that_a_run_and_a_plan_take_by_default(zinf, monk
     session = session_behind(model)
     assert (session.device_budget, session.host_budget) == (shown["device"], shown["host"])
     zcompile.close(model)
+
+
+def test_doctor_tells_what_a_person_should_know_of_a_machine(zinf):
+    out = zinf("doctor", "--machine", "mac-m4-32gb")[1]
+    assert "note        one memory, planned as two parts; for planning only: zcompile" in out
+    assert "note" not in zinf("doctor", "--machine", "l40s-48gb")[1]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +210,7 @@ def test_a_text_becomes_a_machine():
             "flaot32 =",
             "f.toml: compute.flops_per_s: 'flaot32' is no dtype; did you mean",
         ),
+        ("[tiers]", "note = 3\n[tiers]", "f.toml: note=3 is no text; put it in quotes"),
         ("[tiers]", "ranks = 2.5\n[tiers]", "f.toml: small: ranks=2.5 is no number of ranks"),
     ],
 )
@@ -243,6 +245,7 @@ def machines(draw: st.DrawFn) -> Machine:
         ),
         per_node * nodes,
         per_node,
+        draw(st.just("") | texts),
     )
 
 
@@ -259,6 +262,62 @@ def test_every_machine_that_comes_along_is_sound(name):
     assert set(TIER_LINKS) <= set(machine.links)
     lines = (files.FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
     assert all(len(line) <= 120 for line in lines)
+
+
+FIGURE = re.compile(r"(?!name|note|shares|ranks)\w+ = \S")
+UNIFIED = {"dgx-spark-128gb", "mac-m4-32gb"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_figure_of_a_machine_says_where_it_is_from(name):
+    lines = (files.FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    head = [line for line in lines[: lines.index(f'name = "{name}"')] if line.startswith("#")]
+    sources = {found for line in head for found in re.findall(r"^# \[(\w+)\]", line)}
+    figures = {line: line.partition("  # ")[2] for line in lines if FIGURE.match(line)}
+    assert len(figures) >= 10, "tiers, links, rates"
+    assert [line for line, why in figures.items() if not why] == []
+    assert any("Figures: " in line for line in head) or sources
+    if sources:
+        known = [f"[{source}]" for source in sources]
+        said = (*known, "assumption", "as h2d", "as disk_read", "as bfloat16")
+        unsaid = [line for line, why in figures.items() if not any(word in why for word in said)]
+        assert unsaid == []
+        named = {found for line in lines[len(head) :] for found in re.findall(r"\[(\w+)\]", line)}
+        assert named - {"tiers", "compute"} == sources  # each is used, and what is used is listed
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_figures_of_a_machine_are_plausible(name):
+    machine = find(name)
+    device, host, disk = (machine.tiers[tier] for tier in TIERS)
+    assert GiB <= device < TiB
+    assert 2 * GiB <= host < disk
+    links, compute = machine.links, machine.compute
+    assert 1e9 <= links["disk_write"].bytes_per_s <= links["disk_read"].bytes_per_s
+    assert links["disk_read"].bytes_per_s <= links["h2d"].bytes_per_s == links["d2h"].bytes_per_s
+    assert links["h2d"].bytes_per_s * 1.5 <= compute.memory_bytes_per_s <= 10e12
+    assert all(1e-6 <= link.latency_s <= 1e-3 for link in links.values())
+    assert 1e-6 <= compute.launch_s <= 2e-5
+    rates = compute.flops_per_s
+    half = rates.get("bfloat16", rates["float16"])
+    assert 1e12 <= rates["float32"] <= rates.get("tfloat32", half) <= half <= 1e15
+    # The number in the name is that of the card's memory, or of the whole where it is shared.
+    if found := re.search(r"-(\d+)gb$", name):
+        whole = device + host if name in UNIFIED else device
+        assert 0.85 < whole / (int(found[1]) * 1e9) <= 1
+    assert (name in UNIFIED) == (links["h2d"].shares == "d2h") == bool(machine.note)
+
+
+def test_a_newer_card_of_a_kind_is_not_slower():
+    older, newer = find("rtx3090-24gb"), find("rtx5090-32gb")
+    for line in (("rtx3090-24gb", "desktop-24gb", "rtx5090-32gb"), ("a6000-48gb", "l40s-48gb")):
+        rates = [find(name).compute.flops_per_s["bfloat16"] for name in line]
+        assert rates == sorted(rates)
+    assert older.compute.memory_bytes_per_s < newer.compute.memory_bytes_per_s
+    servers = [find(f"{n}gb") for n in ("a100-80", "h100-pcie-80", "h200-141")]
+    assert [m.compute.flops_per_s["bfloat16"] for m in servers] == sorted(
+        m.compute.flops_per_s["bfloat16"] for m in servers
+    )
 
 
 def test_every_machine_is_part_of_the_package():

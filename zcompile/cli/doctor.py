@@ -38,6 +38,8 @@ def described(name_or_path: str) -> Answer:
 def rows(machine: Machine) -> Iterator[str]:
     """One figure of a machine a line, under the names that its file has for them."""
     yield f"{'machine':<12}{machine.name}"
+    if machine.note:
+        yield f"{'note':<12}{machine.note}"
     if machine.ranks > 1:
         per_node = f"{machine.ranks_per_node} on each of {machine.nodes} nodes"
         yield f"{'ranks':<12}{machine.ranks}, {per_node}; figures are those of one rank"

@@ -103,6 +103,7 @@ def read(text: str, where: str) -> Machine:
             compute=_compute(where, _table(where, "compute", top["compute"])),
             ranks=top.get("ranks", 1),
             ranks_per_node=top.get("ranks_per_node", 1),
+            note=_text(where, "note", top.get("note", "")),
         )
     except MachineInvalid as error:
         raise error.within(where) from None
@@ -121,6 +122,8 @@ def _lines(machine: Machine) -> Iterator[str]:
     if machine.ranks > 1:
         yield f"ranks = {machine.ranks}"
         yield f"ranks_per_node = {machine.ranks_per_node}"
+    if machine.note:
+        yield f"note = {_quoted(machine.note)}"
     yield "\n[tiers]"
     for tier, nbytes in machine.tiers.items():
         yield f"{tier} = {_value(write_size(nbytes))}"

@@ -131,6 +131,7 @@ class Machine:
     links           by name; rates that one rank has while all ranks use theirs
     ranks           in all
     ranks_per_node  of them share a node, and every node has as many
+    note            what a person should know of it; nothing is planned by it
 
     raises  MachineInvalid
     """
@@ -141,6 +142,7 @@ class Machine:
     compute: Compute
     ranks: int = 1
     ranks_per_node: int = 1
+    note: str = ""
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -173,6 +175,7 @@ class Machine:
             self.compute,
             self.ranks,
             self.ranks_per_node,
+            self.note,
         )
 
     def _check_tiers(self) -> None:

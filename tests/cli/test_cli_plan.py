@@ -10,6 +10,7 @@ from zcompile.cli.format import bars, read_sweep, svg
 from zcompile.cli.plan import example_inputs, find_model
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.units import GiB, MiB
+from zcompile.machine.files import find, names
 
 MODELS = """
 import torch
@@ -355,3 +356,78 @@ def test_a_sweep_of_a_bounded_device_plans_what_graphs_hold_for_each_size(zinf, 
     assert code == 0
     assert (first["fits"], first["step_seconds"]) == (False, None)
     assert last["fits"]
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2752,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (path := tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return path
+
+
+def test_fit_is_a_row_for_each_machine(zinf, llama):
+    code, out, _ = zinf("plan", llama, "--fit")
+    assert code == 0
+    assert out.startswith("116 M parameters of a llama in float32, adamw, samples of 512 tokens\n")
+    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    assert {name for name in names() if find(name).ranks == 1} <= rows.keys()
+    assert "h200-node" not in rows
+    assert "zcompile does not run on torch's MPS" in out
+    assert 'the config says float32, or no dtype; "dtype": "bfloat16" in it' in out
+
+
+def test_fit_takes_the_machines_and_the_sizes_that_are_named(zinf, llama):
+    given = ("--machine", "l40s-48gb", "--machine", "h200-node", "--seq", 128, "--device", "8GiB")
+    code, out, _ = zinf("plan", llama, "--fit", *given, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["machine"] for row in rows] == ["l40s-48gb", "h200-node"]
+    assert all(row["step"]["tokens"] == 128 * row["batch"] for row in rows)
+    assert all(row["step"]["tiers"]["device"] <= 8 * GiB for row in rows)
+
+
+def test_fit_that_fits_nowhere_says_what_is_lacking_and_exits_with_1(zinf, llama):
+    code, out, _ = zinf("plan", llama, "--fit", *ON, "--device", "128MiB")
+    assert code == 1
+    assert "lacks " in out
+    assert "device +1 GiB: batch 1 in " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--batch", 2), "batch=2 means nothing to --fit"),
+        (("--micro-batches", 2), "micro-batches=2 means nothing to --fit"),
+        (("--sweep", "device=1GiB..2GiB"), "means nothing to --fit"),
+        (("--seq", 4096), "seq=4096 is not within the 512 tokens"),
+        (("--optimizer", "adam"), "optimizer='adam' did you mean 'adamw'"),
+        (("--machine", "rtx3090"), "did you mean 'rtx3090-24gb'"),
+        (("--device", "8"), "has no unit"),
+    ],
+)
+def test_fit_refuses_what_it_cannot_mean(zinf, llama, arguments, sentence):
+    code, _, error = zinf("plan", llama, "--fit", *arguments)
+    assert code == 2
+    assert sentence in error
+
+
+def test_fit_reads_a_config_and_nothing_else(zinf, models):
+    code, _, error = zinf("plan", "given_models:tiny", "--fit")
+    assert code == 2
+    assert "is no config.json, and --fit reads the shape from one" in error
+
+
+def test_several_machines_are_for_fit(zinf, models):
+    code, _, error = zinf("plan", "given_models:tiny", *ON, "--machine", "l40s-48gb")
+    assert code == 2
+    assert "are several; give one, or --fit for a table of them" in error

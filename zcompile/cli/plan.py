@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.cli.analytic import PREFIX, scale_answer
+from zcompile.cli.fit import fit_answer
 from zcompile.cli.format import (
     Answer,
     Point,
@@ -203,7 +204,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="a machine by name or file (`zinf doctor --machine` lists them); by default this one",
+        action="append",
+        help="a machine by name or file (`zinf doctor --machine` lists them); by default this one; "
+        "with --fit it may be repeated, and is by default each that comes along with one rank",
+    )
+    parser.add_argument(
+        "--fit",
+        action="store_true",
+        help="of a config.json: the largest batch, its step, and what to buy, machine by machine",
     )
     for tier in ("device", "host", "disk-bytes"):
         parser.add_argument(f"--{tier}", metavar="SIZE", help=_TIERS[tier])
@@ -240,6 +248,9 @@ def plan(args: argparse.Namespace) -> Answer:
 
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
+    if args.fit:
+        return fit_answer(args)
+    args.machine = _one(args.machine)
     on_paper = args.paper is not None or (args.model or "").startswith(PREFIX)
     check_plot(args.plot, args.sweep, on_paper)
     if on_paper:
@@ -269,6 +280,13 @@ def plan(args: argparse.Namespace) -> Answer:
     if args.plot is not None and report.fullest is not None:
         write_plot(args.plot, curve_svg(report.fullest))
     return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
+
+
+def _one(machines: list[str] | None) -> str | None:
+    if machines is not None and len(machines) > 1:
+        why = "are several; give one, or --fit for a table of them"
+        raise ConfigInvalid("machine", ", ".join(machines), why)
+    return machines[0] if machines else None
 
 
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:

@@ -265,6 +265,16 @@ def test_the_command_does_not_import_torch(disk):
         assert subprocess.run(command, env=env, timeout=60).returncode == 0
 
 
+def test_a_fit_does_not_import_torch(tmp_path):
+    (config := tmp_path / "config.json").write_text(
+        '{"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2, "n_head": 2, '
+        '"n_positions": 64}'
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WITHOUT_TORCH, "plan", str(config), "--fit"]
+    assert subprocess.run(command, env=env, timeout=60).returncode == 0
+
+
 def failed(zinf, monkeypatch, disk, argv, at=None, fault=None):
     """A command whose calls pass the border; one of them fails."""
     once = Once(disk.parent, at, fault)

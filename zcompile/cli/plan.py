@@ -250,7 +250,7 @@ def plan(args: argparse.Namespace) -> Answer:
     """
     if args.fit:
         return fit_answer(args)
-    args.machine = _one(args.machine)
+    args = argparse.Namespace(**{**vars(args), "machine": _one(args.machine)})
     on_paper = args.paper is not None or (args.model or "").startswith(PREFIX)
     check_plot(args.plot, args.sweep, on_paper)
     if on_paper:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from zcompile.ir.units import GiB
-from zcompile.machine.cost import TransferModes
 from zcompile.machine.model import Machine, scaled, with_tier
+from zcompile.machine.staging import MOST_STAGING_BYTES
 from zcompile.planner.analytic.decoder import Decoder
 
 STATES = {"adamw": 2, "sgd": 1}
@@ -110,7 +110,7 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
     largest = max(decoder.block_parameters, decoder.head_parameters) * element
     held = math.ceil(tokens * (on_device + head)) + largest  # and one gradient on its way
     # What rests where.
-    device, host = machine.tiers["device"], machine.tiers["host"] - TransferModes().ring_bytes
+    device, host = machine.tiers["device"], machine.tiers["host"] - MOST_STAGING_BYTES
     disk = machine.tiers.get("disk", 0)
     lacks: dict[str, int] = {}
     resident = weights if held + weights <= device else device - held - 2 * largest

@@ -157,6 +157,12 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(SAFE[0], fetch(HIGH, 8), wait(LOW, 8, 1), *SAFE[2:]),
         "it waits for ticket 8, the bytes come with 0",
     ),
+    "a wait for another fetch, where that of the slot is over": (
+        lambda: schedule(
+            *SAFE[:2], fetch(HIGH, 8), wait(HIGH, 8, 5), wait(LOW, 8, 6), run(1, 5, 6), free(LOW, 1)
+        ),
+        "it waits for ticket 8, the bytes come with 0",
+    ),
     "a layout that ends beyond what came": (
         lambda: schedule(*but(SAFE, 1, wait(LOW, 0, 1, Layout((128,), (1,), 1, torch.float32)))),
         "'w' reads 516 bytes of 512 that were brought",

@@ -1,5 +1,6 @@
 """The step controller: what becomes of a plan, in every state, whatever happens."""
 
+import signal
 from itertools import product
 from unittest.mock import MagicMock
 
@@ -97,3 +98,28 @@ def test_gradients_in_the_way_cost_no_plan_until_the_next_step_has_another(sessi
     assert controller.plan == ("the first" if state in IN_FORCE else None)
     controller.handle(Event.SAME_STEP)
     assert controller.plan == "another"
+
+
+@pytest.mark.parametrize("interrupted", ["apply", "planned", "withdraw"])
+@pytest.mark.parametrize(("state", "event"), TRANSITIONS)
+def test_what_breaks_off_leaves_a_true_state_and_the_next_step_is_planned(
+    session, monkeypatch, state, event, interrupted
+):
+    """An interrupt is delivered behind what was done, or in the middle of planning."""
+    controller = Controller(session, state, plannable=True)
+    if interrupted == "withdraw":
+        session.homes.device.open_window.side_effect = KeyboardInterrupt
+    else:
+        doing = getattr(controller, interrupted)
+        ends = MagicMock(side_effect=lambda plan: (doing(plan), signal.raise_signal(signal.SIGINT)))
+        monkeypatch.setattr(controller, interrupted, ends)
+    broke_off = False
+    try:
+        controller.handle(event)
+    except KeyboardInterrupt:
+        broke_off = True
+    monkeypatch.undo()
+    assert (controller.plan is not None) == (controller.state in IN_FORCE)
+    if broke_off:
+        controller.handle(Event.SAME_STEP)
+        assert (controller.state, controller.plan) == (State.PLANNED, "another")

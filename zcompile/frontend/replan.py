@@ -109,10 +109,19 @@ class StepController(Rescheduling):
         """The last step in which gradients that stayed had to go home; whether any may stay."""
 
     def handle(self, event: Event) -> None:
-        """Do what `TRANSITIONS` says. An event that it does not name in this state is ignored."""
-        if (then := TRANSITIONS.get((self.state, event))) is not None:
+        """Do what `TRANSITIONS` says. An event that it does not name in this state is ignored.
+
+        After an interrupt, or an error, the state is true of what was done, and the next step is
+        planned.
+        """
+        if (then := TRANSITIONS.get((self.state, event))) is None:
+            return
+        try:
             done = then.action(self)
-            self.state = then.state if done else then.otherwise
+        except BaseException:
+            self.state = State.OBSERVING if self.plan is None else State.OUTDATED
+            raise
+        self.state = then.state if done else then.otherwise
 
     # What happens.
 

@@ -262,7 +262,7 @@ def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():
         compiled(ids(2)[:, :-1])
     assert homes(model) == {"device"}
     del kept
-    session.free_later(others.key)
+    session.handle(others)  # whose death ends the entry
     train(model, compiled, optimizer, 3, STEPS)
     assert same(model, expected())
 

@@ -32,7 +32,7 @@ def test_a_blank_entry_is_lent_as_zeros(open_store):
     store = open_store(host_memory="1MiB")
     used = store.create("old", EntryKind.PARAM, 256 * KiB)
     store.put(used, torch.full((used.nbytes,), 9, dtype=torch.uint8)).wait()
-    store.free_later(used.key)
+    store.handle(used)  # whose death ends the entry
     entry = store.create("new", EntryKind.STATE, 256 * KiB)
     assert not store.view_in_place(entry, 0, entry.nbytes, writes=False).any()
 

@@ -64,7 +64,7 @@ def test_sums_at_odd_offsets_are_those_of_plain_tensors(store, data, dtype, seed
         store.add(entry, more, begin=begin * dtype.itemsize)
         expected[begin:end] += more
     assert torch.equal(store.read_all(entry), expected.view(torch.uint8))
-    store.free_later(entry.key)
+    store.handle(entry)  # whose death ends the entry
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_buffer_has_room_for_whole_blocks_once_or_twice(store, chunks, data, k
         assert last - first <= buffer.nbytes // times < last - first + BLOCK_BYTES
         assert buffer.nbytes // times % BLOCK_BYTES == 0, "each half begins at a block"
     assert reached == end
-    store.free_later(entry.key)
+    store.handle(entry)  # whose death ends the entry
 
 
 def odd(nbytes):
@@ -153,5 +153,5 @@ def fills_its_lane(store, faults, verb):
     held = store.meter.host.now
     faults.gate.set()
     ticket.wait()
-    store.free_later(entry.key)
+    store.handle(entry)  # whose death ends the entry
     return held == lane_bytes(RING) and store.meter.host.now == 0

@@ -60,13 +60,13 @@ def test_recycled_room_does_not_show_through_a_blank_entry(store):
         assert values[7777:107_777].eq(fill).all()
         assert not values[:7777].any()
         assert not values[107_777:].any()
-        store.free_later(entry.key)
+        store.handle(entry)  # whose death ends the entry
 
 
 def test_reading_does_not_make_a_value_of_what_lies_in_blank_room(store):
     old = store.create("g", EntryKind.GRAD, 1 * MiB)
     store.put(old, torch.full((1 * MiB,), 7, dtype=torch.uint8)).wait()
-    store.free_later(old.key)
+    store.handle(old)  # whose death ends the entry
     entry = store.create("g", EntryKind.GRAD, 1 * MiB)
     for _ in range(2):
         assert not fetched(store, entry, begin=5000, nbytes=70_000).any()
@@ -113,7 +113,7 @@ def test_operations_on_an_entry_take_effect_in_their_order(store, steps):
         ticket.join_compute()
         assert torch.equal(target.cpu(), expected)
     assert torch.equal(store.read_all(entry), model)
-    store.free_later(entry.key)
+    store.handle(entry)  # whose death ends the entry
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

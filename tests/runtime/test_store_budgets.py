@@ -77,7 +77,7 @@ def test_room_of_a_freed_entry_is_used_again_once_its_transfers_ended(open_store
     store = open_store(host_memory=SMALL, disk=True, throttle={"d2h": "20MB/s"})
     first = store.create("a", EntryKind.GRAD, 1 * MiB)
     put = store.put(first, store.arena.slot(0, 1 * MiB))
-    store.free_later(first.key)
+    store.handle(first)  # whose death ends the entry
     second = store.create("b", EntryKind.GRAD, 1 * MiB)
     assert second.place.extent.offset != first.place.extent.offset
     put.wait()
@@ -249,7 +249,7 @@ def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store
     assert store.create("bias", EntryKind.PARAM, 1 * KiB).home == "host"
     grads = [store.create(f"w{n}.grad", EntryKind.GRAD, 300 * KiB) for n in range(3)]
     assert [grad.home for grad in grads] == ["host"] * 3
-    store.free_later(grads[0].key)
+    store.handle(grads[0])  # whose death ends the entry
     assert store.create("state", EntryKind.STATE, 300 * KiB).home == "disk"
     assert store.create("w0.grad", EntryKind.GRAD, 300 * KiB).home == "host"
 

@@ -1,8 +1,9 @@
 """Gives each call the schedule for where its entries rest, and for the arena as it is.
 
 The passes made a schedule that fetches everything. For a call it is arranged anew
-(`passes/lower.py::arrange`) where an entry rests on the device, where a gradient is to stay there,
-or where the arena has become smaller. What was arranged is proven, and kept until entries move.
+(`passes/arrange.py::rearrange`) where an entry rests on the device, where a gradient is to stay
+there, or where the arena has become smaller. What was arranged is proven, and kept until entries
+move.
 """
 
 import weakref

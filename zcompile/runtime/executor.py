@@ -436,7 +436,7 @@ class _Call:
             if timed:
                 watch.ends(index)
             if index in ready:
-                self.foresight.passed(self.call, index)
+                self.foresight.passed(index)
 
     def _borrow(self, borrow: Borrow) -> None:
         found = self.views.view(borrow)

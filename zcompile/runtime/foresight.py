@@ -148,8 +148,9 @@ class Foresight:
             for index, rows in self._plans[pair].starts.items()
         }
 
-    def passed(self, call: Call, index: int) -> None:
-        """Instruction `index` of `call` is done: start what may start from here on."""
+    def passed(self, index: int) -> None:
+        """Instruction `index` of the call that has begun is done: start what may start from here
+        on."""
         fetches = self._ready.pop(index, None)
         if fetches is None or self._next is None:
             return

@@ -475,7 +475,7 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
     ways     actions besides saving a value: RECOMPUTE, and tiers
     quickly  search once, and without a bound
     """
-    wished = wishes(problem, ways)
+    wished = wishes(problem)
     first = Search(problem, ways, wished)
     if first.over <= 0:
         return Choice(tuple(wished), answer(problem, wished), None, True)
@@ -528,7 +528,7 @@ def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Sear
     return best
 
 
-def wishes(problem: Problem, ways: Sequence[str]) -> list[str]:
+def wishes(problem: Problem) -> list[str]:
     """The actions that a search begins with: everything is saved, but for what the user asked
     for."""
     actions = []
@@ -575,7 +575,7 @@ def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin:
     margin  bytes of the budget to leave free
     """
     problem = replace(problem, budget=problem.budget - margin)
-    begin = answer(problem, wishes(problem, ways))
+    begin = answer(problem, wishes(problem))
     least = max(begin.slots, default=0)
     rest = problem.budget - max(begin.held, default=0)
     windows = sorted(

@@ -318,10 +318,6 @@ class Store:
     def _watch(self, entry: Entry, memory: object) -> None:
         entry.tie = Tie(memory, self._dead, entry.key)
 
-    def free_later(self, key: int) -> None:
-        """Free an entry that never had a handle. Takes no lock."""
-        self._dead.append(key)
-
     def holds(self, entry: Entry) -> bool:
         """Whether the entry is alive: False once the last use of its handle has died."""
         self.enter(entry.name)

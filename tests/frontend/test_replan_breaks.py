@@ -2,6 +2,7 @@
 
 import copy
 import signal
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import StepPlan
-from zcompile.runtime import relocate
+from zcompile.runtime import executor, relocate
 from zcompile.runtime.relocate import move
 from zcompile.runtime.store.placement import Tiers
 
@@ -137,6 +138,25 @@ def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device
         train(model, compiled, optimizer, 2, 3)
     monkeypatch.undo()
     goes_on(model, compiled, optimizer)
+
+
+def many_ids(number):
+    return ids(number).repeat(4, 4)[:, :33]
+
+
+def test_a_forward_that_failed_is_no_part_of_the_step_that_is_planned(monkeypatch):
+    """It has made none of the entries that it was to offload."""
+    model, compiled = offloaded(device_memory="500KiB", machine="desktop-24gb")
+    optimizer = adamw(model)
+    train(model, compiled, optimizer, 0, 1, ids=many_ids)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(executor, "compute", MagicMock(side_effect=RuntimeError("out of memory")))
+        compiled(many_ids(10)[:, :-1])
+    train(model, compiled, optimizer, 1, 3, ids=many_ids)
+    plan = session_behind(model).controller.plan
+    assert [call.phase for call in plan.step.calls].count(Phase.FORWARD) == 1
+    assert any(call.made for call in plan.step.calls), "values are offloaded"
+    assert same(model, expected(end=3, ids=many_ids))
 
 
 def test_another_default_device_changes_nothing():

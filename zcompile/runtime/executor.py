@@ -42,7 +42,7 @@ from zcompile.runtime.foresight import Call, Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
-from zcompile.runtime.profile import Clocks, Recorder, nobody_looks
+from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
@@ -241,7 +241,7 @@ class Executor:
     def _run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None
     ) -> list[Any]:
-        """Prepare a call (room, copies, a schedule that fits), walk it, and record it."""
+        """Make room for a call, and record it, unless it fails."""
         values = registers_of(schedule, args)
         leaves: Sequence[Leaf] = entries or ()
         if entries is None:
@@ -252,6 +252,22 @@ class Executor:
         self.wait_for_in_flight(most_inherited(schedule))
         self._prepare_memory(schedule)  # or refuse, before it is a call
         noted = self.recorder.note(schedule, entries)
+        try:
+            return self._carry_out(schedule, values, entries, leaves, noted)
+        except BaseException:
+            if noted is not None:
+                self.recorder.take_back(noted)
+            raise
+
+    def _carry_out(
+        self,
+        schedule: Schedule,
+        values: list[Any],
+        entries: Sequence[Entry],
+        leaves: Sequence[Leaf],
+        noted: Noted | None,
+    ) -> list[Any]:
+        """Prepare a call that there is room for (copies, a schedule that fits), and walk it."""
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)

@@ -113,6 +113,12 @@ class Recorder:
         self._calls.append(noted)
         return noted
 
+    def take_back(self, noted: "Noted") -> None:
+        """A call was not carried out to its end: it is no part of a step, and what it was to make
+        is not there."""
+        self._calls = [other for other in self._calls if other is not noted]
+        self._alone.discard((noted.call.schedule.serial, noted.call.entries))
+
     def made(self, noted: "Noted", entries: Sequence[Entry]) -> None:
         """A call has run, and made these entries."""
         noted.call = replace(noted.call, made=tuple(e.ref for e in entries))

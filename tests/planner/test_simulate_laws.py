@@ -161,23 +161,23 @@ def test_one_link_serves_in_the_order_in_which_transfers_come(asked):
     link = Link("h2d", 1000.0)
     traffic = LinkSimulator({"h2d": link}, 1 << 20, 1 << 22)
     sent = [(SimTransfer(nbytes, (link,), 1), at) for at, nbytes in asked]
-    for journey, at in sent:
-        traffic.start(journey, at)
+    for transfer, at in sent:
+        traffic.start(transfer, at)
     traffic.finish()
-    served = [journey for journey, _ in sorted(sent, key=lambda pair: pair[1])]
+    served = [transfer for transfer, _ in sorted(sent, key=lambda pair: pair[1])]
     free = 0.0
-    for journey, (at, nbytes) in zip(served, sorted(asked, key=lambda a: a[0]), strict=True):
-        assert journey.begin_s == max(at, free)
-        free = journey.begin_s + nbytes / 1000.0
-        assert journey.home_s == journey.over_s == free
+    for transfer, (at, nbytes) in zip(served, sorted(asked, key=lambda a: a[0]), strict=True):
+        assert transfer.begin_s == max(at, free)
+        free = transfer.begin_s + nbytes / 1000.0
+        assert transfer.home_s == transfer.over_s == free
 
 
 @given(st.integers(1, 100_000), st.integers(100, 4000), st.integers(50, 2000))
 def test_two_links_in_a_row_take_the_slower_one_and_a_piece_of_the_other(nbytes, chunk, rate):
     first, second = Link("disk_read", 1000.0), Link("h2d", float(rate))
     traffic = LinkSimulator({"disk_read": first, "h2d": second}, chunk, 100 * chunk)
-    journey = SimTransfer(nbytes, (first, second), 2)
-    traffic.start(journey, 0.0)
+    transfer = SimTransfer(nbytes, (first, second), 2)
+    traffic.start(transfer, 0.0)
     took, least = traffic.finish(), nbytes / min(1000, rate)
     pieces = -(-nbytes // chunk)
     most = chunk * max(1, -(-pieces // MOST_PIECES)) / max(1000, rate)
@@ -192,9 +192,9 @@ def last_home(chunk_bytes, ring_bytes, writes, reads=0, nbytes=1000, adds=False,
     for _ in range(reads):
         traffic.start(SimTransfer(nbytes, (rows["disk_read"], rows["h2d"]), 2), 0.0)
     sent = [SimTransfer(nbytes, (rows["d2h"], rows["disk_write"]), 1) for _ in range(writes)]
-    for journey in sent:
-        journey.adds = adds
-        traffic.start(journey, 0.0)
+    for transfer in sent:
+        transfer.adds = adds
+        traffic.start(transfer, 0.0)
     traffic.finish()
     return sent[-1].home_s
 
@@ -219,8 +219,8 @@ def test_a_sum_is_cut_at_half_a_buffer():
     link = Link("d2h", 1000.0, latency_s=100.0)
     for adds, pieces in ((False, 1), (True, 2)):
         traffic = LinkSimulator({"d2h": link, "disk_write": link}, 8192, 8192)
-        journey = SimTransfer(8192, (link, link), 1)
-        journey.adds = adds
-        traffic.start(journey, 0.0)
+        transfer = SimTransfer(8192, (link, link), 1)
+        transfer.adds = adds
+        traffic.start(transfer, 0.0)
         took = traffic.finish()
         assert isclose(took, pieces * (200.0 + 2 * 8.192 / pieces)), "one after the other"

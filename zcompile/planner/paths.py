@@ -94,7 +94,7 @@ class LinkPaths:
         self._written.add(ref)
         home = self.home(ref)
         if home == DISK and self._ways.straight_write and x.reads_slot is not None:
-            return self._journey(moved, 1, "disk_write", unseen="d2h")
+            return self._sim_transfer(moved, 1, "disk_write", unseen="d2h")
         return self._leaving(home, moved)
 
     def _arriving(self, call: StepCall, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
@@ -103,36 +103,36 @@ class LinkPaths:
         if self._blank(call, ref):
             return SimTransfer(0)
         if home == DISK and self._ways.straight_read:
-            return self._journey(moved, 1, "disk_read", unseen="h2d")
+            return self._sim_transfer(moved, 1, "disk_read", unseen="h2d")
         if home == DISK:
-            return self._journey(moved, 2, "disk_read", "h2d")
-        return self._journey(moved, 1, *(("h2d",) if home == HOST else ()))
+            return self._sim_transfer(moved, 2, "disk_read", "h2d")
+        return self._sim_transfer(moved, 1, *(("h2d",) if home == HOST else ()))
 
     def _gradient(self, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
         """The transfer of a gradient home, where it is added to earlier parts."""
         home, more = self.home(ref), (ref, moved.begin) in self._came
         self._came.add((ref, moved.begin))
         if more and home == DISK:
-            return self._journey(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
+            return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)
 
-    def totals(self, journeys: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
+    def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""
         nbytes = dict.fromkeys(self._machine.links, 0)
         busy_s = dict.fromkeys(self._machine.links, 0.0)
-        for journey in journeys:
-            for link in journey.route:
+        for transfer in transfers:
+            for link in transfer.route:
                 on_disk = link.name.startswith(DISK)
-                nbytes[link.name] += journey.disk_nbytes if on_disk else journey.nbytes
-                busy_s[link.name] += journey.nbytes / link.bytes_per_s
-            if journey.unseen and not self._ways.asynchronous:
-                nbytes[journey.unseen] = nbytes.get(journey.unseen, 0) + journey.nbytes
+                nbytes[link.name] += transfer.disk_nbytes if on_disk else transfer.nbytes
+                busy_s[link.name] += transfer.nbytes / link.bytes_per_s
+            if transfer.unseen and not self._ways.asynchronous:
+                nbytes[transfer.unseen] = nbytes.get(transfer.unseen, 0) + transfer.nbytes
         return nbytes, busy_s
 
     def _leaving(self, home: str, moved: HomeAccess, adds: bool = False) -> SimTransfer:
         if home == DISK:
-            return self._journey(moved, 1, "d2h", "disk_write", adds=adds)
-        return self._journey(moved, 1, *(("d2h",) if home == HOST else ()), adds=adds)
+            return self._sim_transfer(moved, 1, "d2h", "disk_write", adds=adds)
+        return self._sim_transfer(moved, 1, *(("d2h",) if home == HOST else ()), adds=adds)
 
     def _blank(self, call: StepCall, ref: EntryRef) -> bool:
         """Whether an entry has no bytes worth fetching: a step makes it anew; zeros come over no
@@ -143,7 +143,7 @@ class LinkPaths:
             fact.kind is EntryKind.RESULT and ref not in self._written
         )
 
-    def _journey(
+    def _sim_transfer(
         self,
         moved: HomeAccess,
         over_after: int,

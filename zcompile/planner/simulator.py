@@ -107,10 +107,10 @@ class InFlight:
         self._rows: dict[EntryRef, list[_Row]] = {}
 
     def start(
-        self, ref: EntryRef, begin: int, end: int, writes: bool, journey: SimTransfer
+        self, ref: EntryRef, begin: int, end: int, writes: bool, transfer: SimTransfer
     ) -> None:
         """Add a transfer that starts."""
-        self._rows.setdefault(ref, []).append((begin, end, writes, journey))
+        self._rows.setdefault(ref, []).append((begin, end, writes, transfer))
 
     def blockers(self, ref: EntryRef, begin: int, end: int, writes: bool) -> list[SimTransfer]:
         """Transfers in flight over those bytes of the entry, if either side writes."""
@@ -119,8 +119,8 @@ class InFlight:
             return []
         self._rows[ref] = rows = [row for row in rows if row[3].home_s is None]
         return [
-            journey
-            for first, last, wrote, journey in rows
+            transfer
+            for first, last, wrote, transfer in rows
             if first < end and begin < last and (wrote or writes)
         ]
 
@@ -269,8 +269,8 @@ class SimulatedSteps:
         """The transfers that compute waits for; the host waits until all of each is on its way."""
         awaited = [self._done[ticket] for ticket in x.after]
         if self._asynchronous:
-            for journey in awaited:
-                self._host = max(self._host, self._traffic.until(journey, "queued_s"))
+            for transfer in awaited:
+                self._host = max(self._host, self._traffic.until(transfer, "queued_s"))
         return awaited
 
     def _work(self, seconds: float, *after: SimTransfer) -> ComputeTask:
@@ -287,8 +287,8 @@ class SimulatedSteps:
     def _await_home(self, home: HomeAccess) -> None:
         """Let the host wait until no transfer uses bytes of an entry that compute is to use."""
         before, ref = self._host, self._call.entry_of(home)
-        for journey in self._in_flight.blockers(ref, home.begin, home.end, home.writes):
-            self._host = max(self._host, self._traffic.until(journey, "home_s"))
+        for transfer in self._in_flight.blockers(ref, home.begin, home.end, home.writes):
+            self._host = max(self._host, self._traffic.until(transfer, "home_s"))
         self._waited = self._host - before
 
     def _arrive(self, x: Effects) -> SimTransfer:
@@ -313,11 +313,11 @@ class SimulatedSteps:
         self._issue(x)
         ref, slot = self._routes.entry_of(call, x.home), x.writes_slot
         under = [] if slot is None else self._under(slot)
-        journey = self._routes.transfer(call, ref, x)
-        self._start(journey, ref, x.home, after, (mark, *under))
+        transfer = self._routes.transfer(call, ref, x)
+        self._start(transfer, ref, x.home, after, (mark, *under))
         if x.takes is not None:
             self._take(x.takes)
-        done[x.ticket] = journey
+        done[x.ticket] = transfer
 
     def _give_back(self, slot: Slot) -> None:
         self._taken -= slot.nbytes
@@ -332,25 +332,25 @@ class SimulatedSteps:
         home = x.home
         assert home is not None
         before, ref = self._host, self._call.entry_of(home)
-        journey = self._routes.transfer(self._call, ref, x)
+        transfer = self._routes.transfer(self._call, ref, x)
         if home.role is GRADIENT:
             self._join(self._held.leave(x))
-            self._departing.append(journey)
-        if x.reads and journey.route:  # else the value is at home where it is
+            self._departing.append(transfer)
+        if x.reads and transfer.route:  # else the value is at home where it is
             self._make_room(x.nbytes)
-            self._backlog.append(journey)
+            self._backlog.append(transfer)
         self._waited = self._host - before
         if slot := x.reads_slot:
             self._issue(x)
-            self._leaving.append((slot.address, slot.end, journey))
+            self._leaving.append((slot.address, slot.end, transfer))
         # A value leaves behind all compute, if no ticket says behind which.
         mark = (self._compute,) if x.reads and not x.after else ()
-        self._start(journey, ref, home, x.after, mark)
+        self._start(transfer, ref, home, x.after, mark)
         if not slot:
             self._issue(x)
         if x.ticket is not None:
-            self._done[x.ticket] = journey
-        return journey
+            self._done[x.ticket] = transfer
+        return transfer
 
     def _rise(self) -> None:
         """Count live bytes during the next instruction that changes them."""
@@ -368,10 +368,10 @@ class SimulatedSteps:
         """Let the host wait for the oldest gradients in flight."""
         self._await([self._departing.popleft() for _ in range(departures)])
 
-    def _await(self, journeys: Sequence[SimTransfer]) -> None:
+    def _await(self, transfers: Sequence[SimTransfer]) -> None:
         """Let the host wait for transfers."""
-        for journey in journeys:
-            self._host = max(self._host, self._traffic.until(journey, "over_s"))
+        for transfer in transfers:
+            self._host = max(self._host, self._traffic.until(transfer, "over_s"))
 
     def _from_scratch(self) -> list[SimTransfer]:
         """Transfers that must be over before the step scratch is given back."""
@@ -388,7 +388,7 @@ class SimulatedSteps:
 
     def _start(
         self,
-        journey: SimTransfer,
+        transfer: SimTransfer,
         ref: EntryRef,
         home: HomeAccess,
         after: Sequence[Ticket],
@@ -398,11 +398,11 @@ class SimulatedSteps:
         entry blocks it."""
         self._traffic.advance(self._host)
         blockers = self._in_flight.blockers(ref, home.begin, home.end, home.writes)
-        self._in_flight.start(ref, home.begin, home.end, home.writes, journey)
+        self._in_flight.start(ref, home.begin, home.end, home.writes, transfer)
         self._traffic.start(
-            journey, self._host, (*follows, *(self._done[t] for t in after)), blockers
+            transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers
         )
-        self._sent.append(journey)
+        self._sent.append(transfer)
 
     def _make_room(self, nbytes: int) -> None:
         """Let the host wait until the bytes on their way out, with `nbytes` more, are within the

@@ -149,9 +149,11 @@ def test_a_forward_that_failed_is_no_part_of_the_step_that_is_planned(monkeypatc
     model, compiled = offloaded(device_memory="500KiB", machine="desktop-24gb")
     optimizer = adamw(model)
     train(model, compiled, optimizer, 0, 1, ids=many_ids)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+    tokens = many_ids(10)[:, :-1]
+    with monkeypatch.context() as patch:
         patch.setattr(executor, "compute", MagicMock(side_effect=RuntimeError("out of memory")))
-        compiled(many_ids(10)[:, :-1])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            compiled(tokens)
     train(model, compiled, optimizer, 1, 3, ids=many_ids)
     plan = session_behind(model).controller.plan
     assert [call.phase for call in plan.step.calls].count(Phase.FORWARD) == 1

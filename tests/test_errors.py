@@ -89,7 +89,8 @@ SENTENCES = {
     errors.ValueUnset: (
         ("a.weight",),
         "'a.weight' has no value yet: its model was on the meta device when it was offloaded; "
-        "load one with model.load_state_dict(...) first",
+        "zcompile.load(model, path) gives it one from a file, model.load_state_dict(...) from "
+        "memory",
     ),
     errors.Unsupported: (
         ("a double backward", "call backward once"),

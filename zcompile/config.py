@@ -1,7 +1,7 @@
 """Defines `Config`: what the user asked for, one frozen dataclass, checked when it is made.
 
-Of the environment `ZINF_DUMP` is read here and nowhere else; it changes what is dumped, never what
-is done. Where measurements are kept is up to `runtime/probe.py`.
+Of the environment `ZINF_DUMP` and `ZINF_PROGRESS` are read here and nowhere else; they change what
+is told, never what is done. Where measurements are kept is up to `runtime/probe.py`.
 """
 
 import os
@@ -198,6 +198,11 @@ class Config:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigInvalid("disk", self.disk, "names a directory twice")
         return paths
+
+
+def shows_progress() -> bool:
+    """Whether long work is shown: unless the environment's ZINF_PROGRESS is 0."""
+    return os.environ.get("ZINF_PROGRESS") != "0"
 
 
 def at_hand(path: Path) -> Path:

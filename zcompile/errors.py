@@ -185,7 +185,8 @@ class ValueUnset(ZinfError, RuntimeError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"{name!r} has no value yet: its model was on the meta device when it was offloaded; "
-            "load one with model.load_state_dict(...) first"
+            "zcompile.load(model, path) gives it one from a file, model.load_state_dict(...) from "
+            "memory"
         )
 
 

@@ -36,6 +36,7 @@ BEHIND = (
     "checkpoint/block_files.py",
     "checkpoint/safetensors.py",
     "checkpoint/stream.py",
+    "checkpoint/weights.py",
     "cli/disk.py",
 )
 """What makes no call on a file by itself."""

@@ -14,7 +14,6 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +38,7 @@ from zcompile.checkpoint.safetensors import (
     Place,
     Shard,
     index_of,
-    places,
     read_header,
-    read_index,
     read_json,
     shards_of,
 )
@@ -54,12 +51,15 @@ from zcompile.checkpoint.state import (
     model_state,
     restore,
 )
-from zcompile.checkpoint.stream import Loader, NewFile, ReportBytes
+from zcompile.checkpoint.stream import MOST_IN_FLIGHT, Loader, NewFile, ReportBytes
+from zcompile.checkpoint.torch_file import Held
+from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.units import show_size
 from zcompile.runtime.eager.tensor import TieredTensor
-from zcompile.runtime.io.files import directory_fd, is_directory, kind_of, stat_through_links
+from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -125,7 +125,7 @@ class CheckpointSource:
             self._places[start + name] = Place(file, row)
 
 
-def fact_in(place: Place) -> Fact:
+def fact_in(place: Place | Held) -> Fact:
     """Dtype and size of a tensor in a file."""
     return Fact(place.row.dtype, place.row.size)
 
@@ -189,7 +189,6 @@ SHARD_BYTES = 5 * 10**9
 """Most bytes of a shard, as in `save_pretrained` of Hugging Face."""
 KINDS = (*NAMED, OTHERS)
 """Kinds of files."""
-_WEIGHTS = re.compile(r"model.*\.safetensors")
 
 Progress = Callable[[int, int], None]
 """Is told bytes done, and bytes in all."""
@@ -243,11 +242,12 @@ def save(
     def told(nbytes: int) -> None:
         nonlocal done
         done += nbytes
+        work.at(done)
         if progress is not None:
             progress(done, total)
 
     system = _system_of(model)
-    with replacing(path, system) as made:
+    with working(f"saving {path}", total, show_size) as work, replacing(path, system) as made:
         # Also for what is shared: the next step writes other values, and takes room for them then.
         _check_room(made, path, total, system)
         _write(shards, made, told, system)
@@ -304,21 +304,30 @@ def load(
     *,
     strict: bool = True,
 ) -> Loaded:
-    """Stream weights from safetensors files straight into the tiers, tensor by tensor.
+    """Stream exported weights straight into the tiers, tensor by tensor.
 
-    paths   a file, several, or a directory with model.safetensors or its shards
+    A value is cast to the dtype of its parameter, as `load_state_dict` casts; a cast to another
+    kind of number, as from floats to ints, is refused. Returns the names that were missing and
+    those that the model does not have, as `load_state_dict` does.
+
+    paths   a file of safetensors or of `torch.save`, several, or a directory with
+            model.safetensors or pytorch_model.bin, or shards of one of them; of `torch.save` only
+            tensors are read (`weights_only`)
     strict  all parameters and buffers are there, and nothing else; tied ones under any name
-    raises  CheckpointInvalid; CheckpointMismatch for shapes too, whatever `strict`; then nothing
-            has changed
+    raises  CheckpointInvalid; CheckpointMismatch for shapes and casts too, whatever `strict`; then
+            nothing has changed. IOFault and what transfers raise: a note of it says which tensors
+            were loaded
     """
     _check_order("load(model, paths)", paths, model)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         _check_path(path)
     with OpenFiles(_system_of(model)) as files:
-        return _load(model, paths, strict, places(_files(paths, files)))
+        return _load(model, paths, strict, weights_in(_listed(paths), files))
 
 
-def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place]) -> Loaded:
+def _load(
+    model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place | Held]
+) -> Loaded:
     held = model_state(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
@@ -331,12 +340,35 @@ def _load(model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Plac
         rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
     if rows:
         raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
-    with Loader() as loader:
-        for name, place in found.items():
-            first = wanted[name]
-            if first in held.tensors and (name == first or first not in found):
-                loader.fill(place.file, name, place.row, held.tensors[first].detach())
+    due = {
+        name: place
+        for name, place in found.items()
+        if (first := wanted[name]) in held.tensors and (name == first or first not in found)
+    }
+    total = sum(place.row.nbytes for place in due.values())
+    shown, done = ", ".join(str(p) for p in _listed(paths)), list[str]()
+    with working(f"loading {shown}", total, show_size) as work:
+        try:
+            with Loader() as loader:
+                for name, place in due.items():
+                    work.begin(name)
+                    loader.fill(place.file, name, place.row, held.tensors[wanted[name]].detach())
+                    work.add(place.row.nbytes, name)
+                    done.append(name)
+        except BaseException as error:
+            error.add_note(_left_after(list(due), len(done)))
+            raise
     return Loaded(missing, unexpected)
+
+
+def _left_after(names: Sequence[str], done: int) -> str:
+    """In which state a model is, of whose tensors `done` were read before the load failed."""
+    few = names[max(0, done - MOST_IN_FLIGHT) : done + 1]
+    return (
+        f"the load ended after {done} of {len(names)} tensors: what comes before {few[0]!r} in the "
+        f"files has its new value, from there to {few[-1]!r} it may be in part, all else is as it "
+        "was; call zcompile.load again before the model is used"
+    )
 
 
 def _system_of(model: nn.Module) -> SystemCalls:
@@ -430,39 +462,11 @@ def _listed(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(p) for p in paths]
 
 
-def _files(paths: Paths, opened: OpenFiles) -> list[OpenFile]:
-    """The files behind paths.
-
-    raises  CheckpointInvalid
-    """
-    system, files = opened.system, list[OpenFile]()
-    for path in _listed(paths):
-        with checkpoint_errors(path):
-            found = stat_through_links(system, path)
-            if is_durable(path, system) and not _holds_weights(path, system):
-                raise CheckpointInvalid(
-                    path,
-                    "is the directory of a durable run, and holds no safetensors files",
-                    f"zcompile.resume({str(path)!r}, model) reads its last commit",
-                )
-            if found is None or is_directory(found):
-                files += read_index(opened.folder(standing(path, system)), "model")
-            else:
-                files.append(opened.file(path))
-    return files
-
-
-@uninterrupted
-def _holds_weights(directory: Path, system: SystemCalls) -> bool:
-    with directory_fd(system, directory, follow=True) as fd:
-        return any(_WEIGHTS.match(name) for name in system.names(fd))
-
-
 def _unloadable(
-    found: Mapping[str, Place], wanted: Mapping[str, str], held: ModelState
+    found: Mapping[str, Place | Held], wanted: Mapping[str, str], held: ModelState
 ) -> list[str]:
-    """Sentences on what cannot be loaded, strictly or not: another shape, or no memory to take
-    it."""
+    """Sentences on what cannot be loaded, strictly or not: another shape, another kind of number,
+    or no memory to take it."""
     rows = []
     for name, place in found.items():
         target = held.tensors.get(wanted[name])
@@ -470,6 +474,11 @@ def _unloadable(
             continue
         if tuple(target.size()) != place.row.size:
             rows.append(f"{name}: {fact_in(place)}, the model has {fact_of(target)}")
+        elif not torch.can_cast(place.row.dtype, target.dtype):
+            rows.append(
+                f"{name}: {fact_in(place)} would lose what {fact_of(target)} cannot hold; convert "
+                "it first, if that is meant"
+            )
         elif target.is_meta and not isinstance(target, TieredTensor):
             rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
     return rows

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zcompile.checkpoint.file import Folder, OpenFile, checkpoint_errors
+from zcompile.checkpoint.file import OpenFile, checkpoint_errors
 from zcompile.errors import CheckpointInvalid, Unsupported
 from zcompile.runtime.io import sound_json
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -291,61 +291,6 @@ def index_of(shards: Iterable[Shard]) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": names}
 
 
-def read_index(folder: Folder, kind: str) -> list[OpenFile]:
-    """The files of `kind` in a directory.
-
-    raises  CheckpointInvalid
-    """
-    index, single = f"{kind}.safetensors.index.json", f"{kind}.safetensors"
-    if not folder.holds(index):
-        if not folder.holds(single):
-            raise CheckpointInvalid(
-                folder.path, f"holds neither {single} nor {index}", "name the directory that does"
-            )
-        return [folder.file(single)]
-    # Every file that the index names is there.
-    names = read_json(folder.file(index)).get("weight_map")
-    if not isinstance(names, dict) or not all(_is_name(name) for name in names.values()):
-        raise CheckpointInvalid(folder.path / index, "has no weight_map of names to files")
-    files: dict[str, OpenFile] = {}
-    for file in sorted(set(names.values())):
-        if not folder.holds(file):
-            name = next(name for name, there in names.items() if there == file)
-            raise CheckpointInvalid(
-                folder.path / file,
-                f"does not exist, and {index} has {name!r} stand there",
-                "copy it again",
-            )
-        files[file] = folder.file(file)
-    # Every tensor is in the file that the index names.
-    found = {(name, file) for file, there in files.items() for name in read_header(there).rows}
-    for name, file in names.items():
-        if (name, file) not in found:
-            raise CheckpointInvalid(
-                folder.path / file, f"lacks {name!r}, which {index} has stand there"
-            )
-    return list(files.values())
-
-
-def places(files: Iterable[OpenFile]) -> dict[str, Place]:
-    """Every tensor of some files.
-
-    raises  CheckpointInvalid
-    """
-    found: dict[str, Place] = {}
-    for file in files:
-        for name, row in read_header(file).rows.items():
-            if name in found:
-                other = found[name].file.path
-                raise CheckpointInvalid(
-                    file.path,
-                    f"has {name!r}, and so has {other}",
-                    "name files that share no tensor",
-                )
-            found[name] = Place(file, row)
-    return found
-
-
 @uninterrupted
 def read_json(file: OpenFile) -> dict[str, Any]:
     """The object in a JSON file.
@@ -362,7 +307,3 @@ def read_json(file: OpenFile) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise CheckpointInvalid(path, "holds no object")
     return told
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and not set("/\0") & set(name) and name not in ("", ".", "..")

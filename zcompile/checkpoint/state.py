@@ -25,6 +25,7 @@ from zcompile.errors import CheckpointMismatch, Unsupported
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.version import VERSION
 from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.progress import Work, working
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
@@ -211,8 +212,13 @@ def _differing(these: list[str], those: list[str]) -> str:
     return ", ".join(sorted(set(these) - set(those))[:5]) or "nothing more"
 
 
-def restore_optimizer(source: StateSource, held: ModelState, optimizer: Optimizer) -> None:
-    """Put the groups and states of an optimizer back."""
+def restore_optimizer(
+    source: StateSource, held: ModelState, optimizer: Optimizer, work: Work
+) -> None:
+    """Put the groups and states of an optimizer back.
+
+    work  is told of each parameter
+    """
     saved, facts = source.meta["optimizer"], source.facts()
     read = partial(read_back, source, facts)
     groups, count = [], 0
@@ -229,6 +235,7 @@ def restore_optimizer(source: StateSource, held: ModelState, optimizer: Optimize
         for held_name in group["params"]
     }
     for name, values in saved["states"].items():
+        work.add(step=f"states of {name}")
         home = _StateHome(source, facts, held.tensors[name], name in on_device)
         optimizer.state[held.tensors[name]] = {
             key: unpack(value, partial(home.read, key)) for key, value in values.items()
@@ -351,13 +358,17 @@ def restore(
     held = model_state(model)
     _check_said(source)
     _check_fits(source, held, optimizer)
-    for name, tensor in held.tensors.items():
-        source.fill(f"model.{name}", tensor.detach())
-    read = partial(read_back, source, source.facts())
-    for name, value in source.meta["modules"].items():
-        set_module_state(model, name, unpack(value, read))
-    if optimizer is not None:
-        restore_optimizer(source, held, optimizer)
+    states = source.meta["optimizer"]["states"] if optimizer is not None else {}
+    with working(f"resuming {source.where}", len(held.tensors) + len(states)) as work:
+        for name, tensor in held.tensors.items():
+            work.begin(name)
+            source.fill(f"model.{name}", tensor.detach())
+            work.add(step=name)
+        read = partial(read_back, source, source.facts())
+        for name, value in source.meta["modules"].items():
+            set_module_state(model, name, unpack(value, read))
+        if optimizer is not None:
+            restore_optimizer(source, held, optimizer, work)
     extra: dict[str, Any] = unpack(source.meta["extra"], read)
     for device, state in unpack(source.meta["rng"], read).items():
         _set_random_state(device, state)

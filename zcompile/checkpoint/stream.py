@@ -29,6 +29,7 @@ from zcompile.checkpoint.block_files import (
 )
 from zcompile.checkpoint.file import OpenFile
 from zcompile.checkpoint.safetensors import PAGE_BYTES, Header, Row
+from zcompile.checkpoint.torch_file import TorchFile
 from zcompile.ir.torch_compat import is_lazy, materialised
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tensor import TieredTensor
@@ -366,6 +367,8 @@ class Loader:
 
     def __init__(self) -> None:
         self._files: dict[OpenFile, BlockReader] = {}
+        self._held: TorchFile | None = None
+        """The file of `torch.save` that is read."""
         self._free = new_blocks()
         self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
         self._thread = ThreadPoolExecutor(1, "zinf-load")
@@ -382,15 +385,32 @@ class Loader:
             for file, reader in self._files.items():  # which were only read
                 close_or_warn(file.path, reader.close)
 
-    def fill(self, file: OpenFile, name: str, row: Row, target: Tensor) -> None:
+    def fill(self, file: OpenFile | TorchFile, name: str, row: Row, target: Tensor) -> None:
         """Give `target` the value of a tensor of the file, cast as `copy_` casts."""
-        if file not in self._files:
-            self._files[file] = BlockReader(file)
-        reader, to = self._files[file], bytes_of(target)
-        for begin, raw, block in self._pieces(reader, name, row):
+        if isinstance(file, TorchFile):
+            if self._held is not None and self._held is not file:
+                self._held.leave()
+            self._held = file
+            pieces = self._views(file.tensor(name))
+        else:
+            if file not in self._files:
+                self._files[file] = BlockReader(file)
+            pieces = self._pieces(self._files[file], name, row)
+        to = bytes_of(target)
+        for begin, raw, block in pieces:
             first = begin * target.dtype.itemsize // row.dtype.itemsize
             self._leaving.append((block, to.write(first, _cast(raw, row.dtype, target.dtype))))
         to.finish()
+
+    def _views(self, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """As `_pieces`, of a tensor that a file shows in memory."""
+        flat = materialised(value).contiguous().reshape(-1).view(torch.uint8)
+        for begin in range(0, flat.numel(), BLOCK_BYTES):
+            piece = flat[begin : begin + BLOCK_BYTES]
+            most = MOST_IN_FLIGHT if piece.numel() < LEAST_DIRECT_BYTES else BLOCKS
+            while len(self._leaving) >= most:
+                self._settle()
+            yield begin, piece, None
 
     def _pieces(
         self, reader: BlockReader, name: str, row: Row

@@ -48,6 +48,7 @@ from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session, session_of
 from zcompile.verify.schedule import verify_schedule
 
@@ -85,7 +86,8 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
-    compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+    with working(f"compiling {watch.name}"):
+        compiled: Callable[..., Any] = backend(gm, list(example_inputs))
     return compiled if session is None else _followed(compiled, _weakly(session))
 
 
@@ -179,7 +181,7 @@ class _Graph:
         around = None if session is None else cache(partial(activation_budget, session))
         before = GraphMemory(session.split.expected_bytes if session is not None else 0)
         plan = GraphPlan(params, budget, before)
-        plan = run(gm, plan, pipeline(self.config, around), watch=self.watch)
+        plan = self._run(gm, plan, around)
         # What the session tells of its graphs.
         if plan.roundings:
             _log_roundings(self.watch.name, plan.roundings)
@@ -192,7 +194,36 @@ class _Graph:
         self.watch.planned(gm.graph, plan)
         return plan
 
+    def _run(
+        self,
+        gm: fx.GraphModule,
+        plan: GraphPlan,
+        around: Callable[[], ActivationBudget] | None,
+    ) -> GraphPlan:
+        """Run the passes, and show how far they are."""
+        tried = 0
+
+        def begins(done: int, name: str) -> None:
+            nonlocal tried
+            tried = 0
+            work.at(done, name)
+
+        def trial() -> None:
+            nonlocal tried
+            tried += 1
+            work.begin(f"{work.step.partition(', trial')[0]}, trial {tried}")
+
+        passes = pipeline(self.config, around, trial)
+        with working("passes", len(passes)) as work:
+            return run(gm, plan, passes, watch=self.watch, begins=begins)
+
     def _executable(
+        self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
+    ) -> Callable[..., Any]:
+        with working(f"scheduling {told_as} of {self.watch.name}"):
+            return self._scheduled(gm, phase, told_as, sinks)
+
+    def _scheduled(
         self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
     ) -> Callable[..., Any]:
         assert self.plan is not None

@@ -5,6 +5,7 @@ parameters, each with a gradient of its own, that show the same values.
 """
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,14 +39,16 @@ from zcompile.ir.torch_compat import (
     without_weak_references,
 )
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.units import show_size
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.open import Opening, open_resources
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import Collaborators, Session, session_of
-from zcompile.runtime.store.sources import MemorySource
+from zcompile.runtime.store.sources import MemorySource, let_go
 from zcompile.runtime.transfer.interrupts import (
     cleanup,
     deferred_interrupts,
@@ -194,10 +197,14 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
             sum(Layout.of(p).nbytes for p in model.parameters() if p.requires_grad)
         )
         first = first_in_memory(model.named_parameters())
-        for name, param in model.named_parameters():
-            deliver_interrupts()
-            moved.append((param, param.device))
-            _become_tiered(session, name, param, first.get(id(param)))
+        nbytes = sum(Layout.of(p).nbytes for p in model.parameters())
+        with working("offloading the model", nbytes, show_size) as work:
+            for name, param in model.named_parameters():
+                deliver_interrupts()
+                work.begin(name)
+                moved.append((param, param.device))
+                _become_tiered(session, name, param, first.get(id(param)))
+                work.add(Layout.of(param).nbytes, name)
     except BaseException:
         _undo(session, moved)
         raise
@@ -236,22 +243,27 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     """Parameters created inside go to their tier one at a time.
 
     The whole model never exists in memory, and its values are the ones it would have had: random
-    ops run where the parameter was created.
+    ops run where the parameter was created. A parameter on `meta` stays there until another one
+    with a value takes its place, as the loaders of libraries do; one that is left becomes tiered at
+    the end, without a value.
 
         with zcompile.init(device_memory="1GiB", disk="/mnt/nvme"):
-            model = GPT(cfg)
+            model = GPT(cfg)  # or AutoModelForCausalLM.from_pretrained(path)
 
     raises  as `offload`
     """
     check_torch()
     session = open_session(build(config, fields, "zcompile.init"))
     modules: dict[int, weakref.ref[nn.Module]] = {}
+    lent: list[TieredTensor] = []
+    """Parameters whose values were in memory that others held."""
 
     @uninterrupted
     def register(module: nn.Module, name: str, param: Tensor | None) -> Any:
         modules[id(module)] = weakref.ref(module)
-        if param is None or isinstance(param, TieredTensor):
+        if param is None or isinstance(param, TieredTensor) or param.is_meta:
             return None
+        lent[:] = [before for before in lent if not let_go(before.entry)]
         born = param.device
         _check_movable(name, param)
         if param.requires_grad:
@@ -259,6 +271,9 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
         _become_tiered(session, name, param)  # the object itself: others may hold it already
         tiered: Any = param
         session.births[tiered.entry.key] = born
+        if tiered.entry.sources:
+            lent.append(tiered)
+        work.add(tiered.entry.nbytes, f"{type(module).__name__}.{name}")
         return None
 
     def note(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -271,12 +286,33 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
             hooks.callback(session.births.clear)
             hooks.callback(register_module_parameter_registration_hook(register).remove)
             hooks.callback(register_module_module_registration_hook(note).remove)
+            hooks.enter_context(one_weight_at_a_time())
+            work = hooks.enter_context(working("building the model", unit=show_size))
         yield
     finally:
         with deferred_interrupts():
             hooks.close()
     alive = [module for ref in modules.values() if (module := ref()) is not None]
     _finish(session, alive)
+
+
+ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
+"""With it in the environment, `from_pretrained` of transformers reads a weight when the one before
+has its place. Threads would read them all ahead, into memory."""
+
+
+@contextmanager
+def one_weight_at_a_time() -> Iterator[None]:
+    """A context in which loaders of other libraries do not read ahead of what goes to the tiers."""
+    before = os.environ.get(ONE_AT_A_TIME)
+    os.environ[ONE_AT_A_TIME] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(ONE_AT_A_TIME, None)
+        else:
+            os.environ[ONE_AT_A_TIME] = before
 
 
 @uninterrupted
@@ -501,6 +537,25 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 @uninterrupted
 def _finish(session: Session, modules: list[nn.Module]) -> None:
     """Set names and move buffers, once the whole model stands."""
+    # What is left on meta has no value; what has one was put past `register`.
+    past = 0
+    for module in modules:
+        for name, param in module._parameters.items():
+            if param is None or isinstance(param, TieredTensor):
+                continue
+            past += 0 if param.is_meta else Layout.of(param).nbytes
+            _check_movable(name, param)
+            if param.requires_grad:
+                session.homes.keep_for_gradients(Layout.of(param).nbytes)
+            _become_tiered(session, name, param)
+    if past:
+        log.warning(
+            "%s of parameters were in memory until zcompile.init ended: what made them gave their "
+            "values past torch's register_parameter; to fill the tiers piece by piece, build the "
+            "model from its config inside zcompile.init, and call zcompile.load(model, path)",
+            show_size(past),
+        )
+    # Names are those of the whole model.
     children = {id(child) for module in modules for child in module.children()}
     for root in modules:
         if id(root) in children:

@@ -9,6 +9,7 @@ and in which state that leaves the controller.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from time import perf_counter
@@ -26,6 +27,7 @@ from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
@@ -45,6 +47,10 @@ MOST_RECLAIMS = 4
 """After so many, what needs the room has it for good."""
 MOST_PLANS = 8
 """Most plans of a run: after so many its steps have nothing in common that is worth another."""
+
+
+PLACES = {"device": "the device", "host": "the host", "disk": "disk"}
+"""Tiers, for people."""
 
 
 class State(Enum):
@@ -286,7 +292,7 @@ class StepController(Rescheduling):
         At every instant a schedule may be arranged for where entries rest by then: what is on the
         device lies in berths, and the window ends where they begin. An interrupt comes afterwards.
         """
-        with deferred_interrupts():
+        with deferred_interrupts(), working("putting the plan into force"):
             self._apply(plan)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -311,17 +317,8 @@ class StepController(Rescheduling):
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
-        binding = (f"{phase.value}: {by}" for phase, by in plan.placement.binding.items())
-        log.info(
-            "a step was planned: %s rest on the device, %s are left to stream through, and %s of "
-            "gradients stay beside; %.3g s a step, bound by %s%s",
-            show_size(device.planned_bytes),
-            show_size(session.window_bytes),
-            show_size(plan.staying_bytes),
-            plan.seconds,
-            ", ".join(binding),
-            f"; {lost} entries found no room where they should rest" if lost else "",
-        )
+        text = summary(plan, session.window_bytes)
+        tell(log, text + (f"; {lost} entries found no room where they should rest" if lost else ""))
 
     def _quiet(self) -> None:
         """Wait until nothing is in flight or handed over, and forget schedules for where entries
@@ -353,6 +350,29 @@ class StepController(Rescheduling):
             return frozenset()
         call = StepCall(schedule, tuple(entry.ref for entry in entries))
         return call.making(self.plan.placement.stay)
+
+
+def summary(plan: StepPlan, window_bytes: int) -> str:
+    """What a plan says, in one line: what rests where, what a step takes, what binds it.
+
+    window_bytes  of the device, that are left to stream through
+    """
+    nbytes = Counter[str]()
+    for ref, home in plan.placement.homes.items():
+        nbytes[home] += plan.step.facts[ref].nbytes
+    rests = [
+        f"{show_size(nbytes[tier])} on {place}" for tier, place in PLACES.items() if nbytes[tier]
+    ]
+    told = [f"{show_size(window_bytes)} of the device to stream through"]
+    if plan.staying_bytes:
+        told.append(f"{show_size(plan.staying_bytes)} of gradients stay where they are made")
+    binding = plan.placement.binding
+    by = set(binding.values())
+    each = by if len(by) == 1 else (f"{link} in {phase.value}" for phase, link in binding.items())
+    return (
+        f"a step was planned: {', '.join(rests) or 'nothing'} at rest, {', '.join(told)}; "
+        f"{plan.seconds:.3g} s a step, bound by {', '.join(each)}"
+    )
 
 
 OBSERVING, PLANNED, OUTDATED, WITHDRAWN = State

@@ -3,6 +3,7 @@
 Nothing here changes the session: a plan is put into force by `frontend/replan.py`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from zcompile.frontend.rescheduling import lead_of
@@ -16,6 +17,7 @@ from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import Seconds, StepPlan, plan_step, stay_and_scratch
 from zcompile.runtime.probe import machine_for
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
 
 HOLES = 512
@@ -51,8 +53,14 @@ def plan_of(
     )
     window = min(least_window, arena_bytes)
     arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
-    compute = demand_of(step, costs.region_seconds).phases_s
-    return plan_step(step, costs.machine, room, arena, compute, seconds_at(costs), stay=stay)
+    compute, simulated = demand_of(step, costs.region_seconds).phases_s, seconds_at(costs)
+    with working("planning a step", unit=lambda n: f"{n} arrangements tried") as work:
+
+        def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
+            work.add()
+            return simulated(made, homes)
+
+        return plan_step(step, costs.machine, room, arena, compute, seconds, stay=stay)
 
 
 def whole_room(session: Session) -> Room:

@@ -28,7 +28,7 @@ from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
 from zcompile.passes.tile_tokens import TileTokens
-from zcompile.passes.trial import Trial
+from zcompile.passes.trial import Trial, not_told
 from zcompile.verify.graph import verify
 
 
@@ -58,11 +58,14 @@ def _tile_bytes(config: Config) -> int | None:
 
 
 def pipeline(
-    config: Config, around: Callable[[], ActivationBudget] | None = None
+    config: Config,
+    around: Callable[[], ActivationBudget] | None = None,
+    tried: Callable[[], None] = not_told,
 ) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
     around  the machine that activations are planned for; None: all are saved
+    tried   is called at each trial, of which there may be many
     """
     tile_bytes = _tile_bytes(config)
     gathered = (
@@ -74,9 +77,9 @@ def pipeline(
     )
     tiles = TileMatmuls(tile_bytes)
     rewrite = PlanActivations()
-    activations = ChooseActivations(config.activations, around, Trial((rewrite, *gathered)))
+    activations = ChooseActivations(config.activations, around, Trial((rewrite, *gathered), tried))
     split = SplitBudget()
-    whole = Trial((tiles, replace(activations, compares=False), rewrite, *gathered, split))
+    whole = Trial((tiles, replace(activations, compares=False), rewrite, *gathered, split), tried)
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
         TileLoss(tile_bytes),  # a loss over a large vocabulary runs over tiles of it
@@ -91,10 +94,16 @@ def pipeline(
 
 
 def run(
-    joint: fx.GraphModule, plan: GraphPlan, passes: Sequence[Pass], *, watch: Watch = SILENT
+    joint: fx.GraphModule,
+    plan: GraphPlan,
+    passes: Sequence[Pass],
+    *,
+    watch: Watch = SILENT,
+    begins: Callable[[int, str], None] = lambda step, name: None,
 ) -> GraphPlan:
     """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
 
+    begins  is called before each pass, with how many are done and its name
     raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes
     """
     facts = {Fact.PHASES_ASSIGNED}
@@ -103,6 +112,7 @@ def run(
     for step, pass_ in enumerate(passes, start=1):
         if missing := pass_.needs - facts:
             raise PassOrder(pass_.name, [f.value for f in missing], [p.name for p in passes])
+        begins(step - 1, pass_.name)
         plan = pass_.rewrite(joint.graph, plan)
         facts |= pass_.gives
         verify(joint.graph, plan, after=pass_.name, facts=frozenset(f.name for f in facts))

@@ -8,7 +8,7 @@ quicker to try than small ones, whose graphs are cut finely.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt
 from typing import Generic, TypeVar
@@ -53,17 +53,26 @@ class Tried:
         return held, smallest_window(self.graph, self.plan)
 
 
+def not_told() -> None:
+    """Tell nobody of a trial."""
+
+
 @dataclass(frozen=True)
 class Trial:
-    """Runs passes on copies of a graph. Which ones, the pipeline says."""
+    """Runs passes on copies of a graph. Which ones, the pipeline says.
+
+    tried  is called before each
+    """
 
     passes: Sequence[Pass]
+    tried: Callable[[], None] = field(default=not_told, compare=False)
 
     def on_copy(self, graph: fx.Graph, plan: GraphPlan) -> Tried:
         """The graph and plan after the passes.
 
         raises  BudgetExceeded
         """
+        self.tried()
         copy, _ = copy_graph(graph)
         for pass_ in self.passes:
             plan = pass_.rewrite(copy, plan)

@@ -43,6 +43,7 @@ from zcompile.runtime.io.engine import Engine, Move, Target
 from zcompile.runtime.io.files import Directory
 from zcompile.runtime.io.trial import direct_granule, nameless_file, supports_direct
 from zcompile.runtime.meter import Meter
+from zcompile.runtime.progress import working
 from zcompile.runtime.tiers.base import Buffer
 from zcompile.runtime.transfer.ticket import Promise, Ticket
 
@@ -93,10 +94,14 @@ def probed(device: torch.device, disks: Sequence[Path], again: bool = False) -> 
 
 def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
     """Measure now. raises  DiskUnusable"""
-    links = copy_links(device)
-    if disks:
-        links |= disk_links(disks)
-    return Machine(NAME, {}, links, compute_of(device))
+    with working("measuring this machine, once", total=3 if disks else 2) as work:
+        work.begin("copies to and from the device")
+        links = copy_links(device)
+        if disks:
+            work.add(step="the disk")
+            links |= disk_links(disks)
+        work.add(step="compute")
+        return Machine(NAME, {}, links, compute_of(device))
 
 
 def _pacing_s(device: torch.device) -> float:

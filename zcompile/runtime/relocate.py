@@ -8,6 +8,8 @@ from zcompile.errors import TierFull
 from zcompile.ir.effects import GRADIENT, NEW
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
+from zcompile.ir.units import show_size
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.base import Place
@@ -46,9 +48,14 @@ def relocate_once(session: Session, homes: Mapping[EntryRef, str]) -> list[Entry
     """
     wanted = {e: homes[e.ref] for e in session.entries() if e.ref in homes}
     left: list[Entry] = []
-    for home in ("device", "disk", "host"):
-        due = [e for e, to in wanted.items() if to == home and e.home != home]
-        left += [entry for entry in due if not move(session, entry, home)]
+    total = sum(entry.nbytes for entry, home in wanted.items() if entry.home != home)
+    with working("moving entries to where they rest", total, show_size) as work:
+        for home in ("device", "disk", "host"):
+            for entry in [e for e, to in wanted.items() if to == home and e.home != home]:
+                work.begin(entry.name)
+                if not move(session, entry, home):
+                    left.append(entry)
+                work.add(entry.nbytes)
     session.homes.want(homes)
     return left
 

@@ -39,6 +39,7 @@ from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.hardware import free_disk_bytes
 from zcompile.runtime.open import default_budgets
 from zcompile.runtime.probe import disks_of, machine_for
+from zcompile.runtime.progress import working
 
 
 def on_cpu() -> AbstractContextManager[object]:
@@ -112,7 +113,7 @@ def plan(
                     one region reads), MachineUnknown, MachineInvalid, UserCodeFailed (the model
                     fails with these inputs; the cause is its error)
     """
-    with on_cpu():
+    with on_cpu(), working(f"planning {type(model).__name__}"):
         terms = terms_of(build(config, fields, "zcompile.plan"), machine)
         traced = trace(model, example_inputs, terms, optimizer, micro_batches)
         return report_of(traced, terms)
@@ -130,7 +131,7 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
             "trace it anew: what graphs hold is chosen for the device",
         )
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
-    with gc_paused():
+    with gc_paused(), working("planning the traced step"):
         found = evaluated(traced.step, terms, beside, traced.chunk_bytes, prices)
     facts = Facts(
         traced.parameters,
@@ -223,7 +224,7 @@ def trace(
     try:
         copied = copy_without_bytes(model, session)
         inputs = trees.tree_map(_input, example_inputs)
-        with gc_paused(), DryRunMode():  # type: ignore[no-untyped-call]  # torch's
+        with gc_paused(), working("tracing a step"), DryRunMode():  # type: ignore[no-untyped-call]  # torch's
             made = make(_trained(copied))  # alive until its states are told
             run_step(copied, inputs, made, micro_batches)
         samples, tokens = _counts(example_inputs)

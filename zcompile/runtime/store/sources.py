@@ -74,6 +74,18 @@ def check_sources(entry: SourcedEntry) -> None:
     entry.sources = tuple(s for s in entry.sources if s.holds(entry))
 
 
+def let_go(entry: SourcedEntry) -> bool:
+    """Let go of memory that the values of the entry were taken from, if nobody else holds it by
+    now; whether none is held any more.
+
+    raises  ParameterChanged, if it was written meanwhile
+    """
+    held = (s for s in entry.sources if isinstance(s, MemorySource))
+    if not any(source.is_held_by_others() for source in held):
+        check_sources(entry)
+    return not entry.sources
+
+
 def before_write(entry: SourcedEntry) -> None:
     """Let sources note what they will compare with, before the entry is written."""
     for source in entry.sources:
@@ -152,7 +164,7 @@ class MemorySource:
         EntrySource(entry, mine)
 
     def holds(self, entry: SourcedEntry) -> bool:
-        others = self._is_held_by_others()
+        others = self.is_held_by_others()
         if (others or not self._told) and not self.is_current(entry):
             self._told = True
             raise ParameterChanged(
@@ -163,7 +175,8 @@ class MemorySource:
             )
         return others
 
-    def _is_held_by_others(self) -> bool:
+    def is_held_by_others(self) -> bool:
+        """Whether anybody but sources holds the memory."""
         return holders_of_memory(self._value) > len(_sources_of(self._value))
 
     def is_current(self, entry: SourcedEntry) -> bool:
@@ -188,7 +201,7 @@ class MemorySource:
             return
         if not self._is_untouched():
             self._sum = self._sum_of_entry(entry)
-        elif self._is_held_by_others():
+        elif self.is_held_by_others():
             self._sum = _checksum_of(self._value)
 
     def _sum_of_entry(self, entry: SourcedEntry) -> int | None:
@@ -221,7 +234,7 @@ def _ask_for_holders() -> None:
             source = _NEW.popleft()()
         except IndexError:  # another thread was here
             break
-        if source is not None and source._is_held_by_others():
+        if source is not None and source.is_held_by_others():
             found.append(source)
     values = [source._value for source in found]
     for source, outside in zip(found, held_outside_python(values), strict=True) if found else ():

@@ -1,0 +1,429 @@
+"""Shows long work: what is being done and how far it is, once it has taken a second.
+
+    with working("saving run/step-1000", total=nbytes, unit=show_size) as work:
+        work.add(len(block))
+
+On a terminal that is one line of `rich`, gone when the work is done; beside bars of `tqdm` it is
+one more of them, so that neither draws over the other. In a notebook it is an output that is
+updated. Elsewhere it is a plain line every two seconds: through `logging`, or on stderr where
+nobody has set logging up. `ZINF_PROGRESS=0` silences it.
+
+Works may be nested, and open in several threads at once: what the oldest thread does is shown. What
+a terminal shows belongs to the process, and so does the one `BOARD` of this module. A thread looks
+at the clock while a work is open, and there is none else: nothing here runs within a step.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TextIO
+
+from zcompile.config import shows_progress
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
+
+logger = logging.getLogger("zcompile.runtime.progress")
+
+FIRST_S = 1.0
+"""Seconds after which a work counts as long."""
+TICK_S = 0.25
+"""Seconds between two looks at the clock."""
+BAR = 24
+"""Width of a bar, in characters."""
+
+
+# --- Works ---
+
+
+@dataclass(eq=False)
+class Work:
+    """One thing that takes its time. Cheap to update, from any thread.
+
+    what   for people: "saving run/step-1000"
+    total  of what is counted; None: it is not known
+    unit   shows a count, as `show_size` shows bytes
+    began  on the clock of the board
+    """
+
+    what: str
+    total: int | None = None
+    unit: Callable[[int], str] = str
+    began: float = 0.0
+    done: int = 0
+    step: str = ""
+
+    def begin(self, step: str) -> None:
+        """Take note of what is done next."""
+        self.step = step
+
+    def at(self, done: int, step: str = "") -> None:
+        """Take note that `done` are done, and of what is done next."""
+        self.done, self.step = done, step
+
+    def add(self, count: int = 1, step: str = "") -> None:
+        """Take note that so many more are done."""
+        self.done, self.step = self.done + count, step
+
+    def __str__(self) -> str:
+        count = ""
+        if self.total is not None:
+            count = f"{self.unit(min(self.done, self.total))} of {self.unit(self.total)}"
+        elif self.done:
+            count = self.unit(self.done)
+        told = ", ".join(filter(None, (count, self.step)))
+        return f"{self.what}: {told}" if told else self.what
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is shown of nested works.
+
+    what   of the outermost
+    text   of all of them
+    share  of the innermost that has a total, 0 to 1; None: none has
+    """
+
+    what: str
+    text: str
+    share: float | None
+    seconds: float
+
+    @classmethod
+    def of(cls, works: list[Work], seconds: float) -> "Line":
+        counted = [work for work in works if work.total]
+        share = min(1.0, counted[-1].done / (counted[-1].total or 1)) if counted else None
+        return cls(works[0].what, "; ".join(map(str, works)), share, seconds)
+
+
+# --- Where it is shown ---
+
+
+class Display(Protocol):
+    """Where lines are shown.
+
+    every_s  least seconds between two lines
+    """
+
+    every_s: float
+
+    def show(self, line: Line) -> None:
+        """Show a line in the place of the one before."""
+
+    def end(self, line: Line) -> None:
+        """The work is done: `line` is its last one."""
+
+    def tell(self, text: str) -> None:
+        """Show a text that stays."""
+
+
+class PlainLines:
+    """Lines through `logging`, or on a stream where nobody has set logging up.
+
+    stream  None: stderr, as it is by then
+    """
+
+    every_s = 2.0
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+
+    def show(self, line: Line) -> None:
+        self._write(f"{line.text} ({line.seconds:.0f} s)")
+
+    def end(self, line: Line) -> None:
+        self._write(f"{line.what}: ended after {line.seconds:.1f} s")
+
+    def tell(self, text: str) -> None:
+        if not logger.hasHandlers():  # else it is in the log
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        if logger.hasHandlers():
+            logger.info("%s", text)
+        elif (stream := self._stream or sys.stderr) is not None:
+            stream.write(f"zcompile: {text}\n")
+            stream.flush()
+
+
+class TerminalLine:
+    """One line on a terminal, gone at the end."""
+
+    every_s = TICK_S
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live: Any = None
+
+    def show(self, line: Line) -> None:
+        if self._live is None:
+            from rich.live import Live
+
+            # Streams of the process stay as they are: others hold them.
+            self._live = Live(
+                console=self._console(),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._live.update(_row(line), refresh=True)
+
+    def end(self, line: Line) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def tell(self, text: str) -> None:
+        self._console().print(f"zcompile: {text}", soft_wrap=True)
+
+    def _console(self) -> Any:
+        from rich.console import Console
+
+        return Console(file=self._stream, highlight=False, markup=False)
+
+
+class TqdmLine:
+    """One more line below the bars of `tqdm` that are on the terminal, gone at the end."""
+
+    every_s = TICK_S
+
+    def __init__(self, tqdm: Any, stream: TextIO) -> None:
+        self._tqdm, self._stream = tqdm, stream
+        self._bar: Any = None
+
+    def show(self, line: Line) -> None:
+        if self._bar is None:
+            self._bar = self._tqdm(bar_format="{desc}", leave=False, file=self._stream)
+        self._bar.set_description_str(f"zcompile: {line.text} ({line.seconds:.0f} s)")
+
+    def end(self, line: Line) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+    def tell(self, text: str) -> None:
+        self._tqdm.write(f"zcompile: {text}", file=self._stream)
+
+
+class NotebookLine:
+    """An output of a cell, updated as the work goes on and emptied at its end.
+
+    display  `IPython.display.display`
+    """
+
+    every_s = 2 * TICK_S
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display = display
+        self._handle: Any = None
+
+    def show(self, line: Line) -> None:
+        if self._handle is None:
+            self._handle = self._display(_row(line), display_id=True)
+        else:
+            self._handle.update(_row(line))
+
+    def end(self, line: Line) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.update({"text/plain": ""}, raw=True)
+
+    def tell(self, text: str) -> None:
+        self._display({"text/plain": f"zcompile: {text}"}, raw=True)
+
+
+def _row(line: Line) -> Any:
+    """A line as `rich` shows it, on a terminal and in a notebook."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    row = Table.grid(padding=(0, 1))
+    row.add_column(no_wrap=True, overflow="ellipsis")
+    cells: list[Any] = [f"zcompile ({line.seconds:.0f} s): {line.text}"]
+    if line.share is not None:
+        row.add_column(width=BAR)
+        cells.append(ProgressBar(total=1.0, completed=line.share, width=BAR))
+    row.add_row(*cells)
+    return row
+
+
+def display_here() -> Display:
+    """The display for where this process runs."""
+    if (display := _notebook_display()) is not None:
+        return NotebookLine(display)
+    stream = sys.stderr
+    if stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return PlainLines()
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is not None and any(not bar.disable for bar in list(getattr(tqdm, "_instances", ()))):
+        return TqdmLine(tqdm, stream)
+    return TerminalLine(stream)
+
+
+def _notebook_display() -> Callable[..., Any] | None:
+    """What displays in the notebook that this process is the kernel of; None if it is of none."""
+    if "ipykernel" not in sys.modules or "IPython" not in sys.modules:
+        return None
+    ipython: Any = sys.modules["IPython"]
+    if getattr(ipython.get_ipython(), "kernel", None) is None:
+        return None
+    from IPython.display import display  # type: ignore[import-not-found,unused-ignore]
+
+    shown: Callable[..., Any] = display
+    return shown
+
+
+# --- The board ---
+
+
+class Board:
+    """Works that are open, and the display that shows them.
+
+    clock    seconds that only go up
+    display  finds the display, each time that something is to be shown
+    ticks    whether a thread looks at the clock while a work is open; else `tick` is called
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        display: Callable[[], Display] = display_here,
+        ticks: bool = True,
+    ) -> None:
+        self._clock, self._make, self._ticks = clock, display, ticks
+        self.first_s = FIRST_S
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as in a child process, which has neither the works nor the thread."""
+        self._lock = threading.RLock()
+        self._stacks: dict[int, list[Work]] = {}
+        """Thread -> its open works, the outermost first; the oldest thread first."""
+        self._display: Display | None = None
+        self._next = 0.0
+        self._timer: tuple[threading.Thread, threading.Event] | None = None
+
+    def working(
+        self, what: str, total: int | None = None, unit: Callable[[int], str] = str
+    ) -> "_Opened":
+        """A context in which a work is open."""
+        return _Opened(self, Work(what, total, unit))
+
+    def tell(self, log: logging.Logger, text: str) -> None:
+        """Log a text, and show it where the log is not seen."""
+        log.info("%s", text)
+        if not shows_progress() or (log.hasHandlers() and log.isEnabledFor(logging.INFO)):
+            return
+        with self._lock:
+            self._try(lambda: (self._display or self._make()).tell(text))
+
+    def tick(self) -> None:
+        """Show what is due by now."""
+        with self._lock:
+            now = self._clock()
+            if (line := self._line(now)) is None or line.seconds < self.first_s or now < self._next:
+                return
+            self._try(lambda: self._show(line))
+            self._next = now + (self._display.every_s if self._display is not None else FIRST_S)
+
+    def opened(self, work: Work) -> None:
+        """Take note of a work that begins in this thread."""
+        if not shows_progress():
+            return
+        with self._lock:
+            work.began = self._clock()
+            self._stacks.setdefault(threading.get_ident(), []).append(work)
+            if self._timer is None and self._ticks:
+                self._start()
+
+    def closed(self, work: Work) -> None:
+        """Take note of the end of a work; of one that is not open too."""
+        timer = None
+        with self._lock:
+            for thread, works in list(self._stacks.items()):
+                if work not in works:
+                    continue
+                if len(works) == 1:
+                    self._end(Line.of(works, self._clock() - work.began), thread)
+                else:
+                    works.remove(work)
+            if not self._stacks:
+                timer, self._timer = self._timer, None
+        if timer is not None:
+            timer[1].set()
+            timer[0].join()
+
+    def _line(self, now: float) -> Line | None:
+        works = next(iter(self._stacks.values()), None)
+        return None if works is None else Line.of(works, now - works[0].began)
+
+    def _show(self, line: Line) -> None:
+        display = self._make()
+        if type(display) is not type(self._display):  # as when a bar of tqdm has appeared
+            if self._display is not None:
+                self._display.end(line)
+            self._display = display
+        self._display.show(line)
+
+    def _end(self, line: Line, thread: int) -> None:
+        """Drop the last work of a thread; if it was the one that was shown, its line ends."""
+        was_shown = next(iter(self._stacks)) == thread
+        del self._stacks[thread]
+        if was_shown and (display := self._display) is not None:
+            self._display, self._next = None, 0.0
+            self._try(lambda: display.end(line))
+
+    def _try(self, show: Callable[[], object]) -> None:
+        """Show something; where that fails, the work goes on unseen."""
+        try:
+            show()
+        except (OSError, ValueError, RuntimeError) as error:  # closed, or not to be written to
+            self._display = None
+            logger.debug("progress could not be shown: %s", error, exc_info=True)
+
+    def _start(self) -> None:
+        end = threading.Event()
+        thread = threading.Thread(target=self._run, args=(end,), name="zinf-progress", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # there are too many: the work goes on unseen
+            logger.debug("progress is not shown: %s", error)
+        else:
+            self._timer = thread, end
+
+    def _run(self, end: threading.Event) -> None:
+        while not end.wait(TICK_S):
+            self.tick()
+
+
+class _Opened:
+    """The context of one work."""
+
+    def __init__(self, board: Board, work: Work) -> None:
+        self._board, self._work = board, work
+
+    def __enter__(self) -> Work:
+        try:
+            with deferred_interrupts():
+                self._board.opened(self._work)
+        except BaseException:
+            self._board.closed(self._work)
+            raise
+        return self._work
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with deferred_interrupts():
+                self._board.closed(self._work)
+        except BaseException:
+            self._board.closed(self._work)
+            raise
+
+
+BOARD = Board()
+os.register_at_fork(after_in_child=BOARD.forget)
+working, tell = BOARD.working, BOARD.tell

@@ -5,6 +5,7 @@ import pytest
 import safetensors.torch
 import torch
 from e2e.models import gpt2, llama
+from host_copies import Copies
 from huggingface_hub import load_torch_model, save_torch_model, split_torch_state_dict_into_shards
 from pairs import assert_same, on_disk
 from saved import content, pair
@@ -121,6 +122,22 @@ def test_huggingface_hub_saves_and_loads_it_in_shards(build, max_shard_size, saf
     other = on_disk(build(), tmp_path)
     load_torch_model(other, tmp_path / "tiered", safe=safe)
     assert_same(plain, other)
+
+
+@pytest.mark.parametrize("values", [nn.Module.state_dict, lambda m: dict(m.named_parameters())])
+def test_a_save_needs_the_host_memory_of_one_file_and_keeps_none(values, monkeypatch, tmp_path):
+    _, tiered = pair(llama, tmp_path)
+    copies = Copies(monkeypatch)
+    held = values(tiered)
+    for _ in range(2):
+        safetensors.torch.save_file(held, tmp_path / "saved.safetensors")
+        assert copies.live_bytes() == 0
+    assert copies.read_bytes == 2 * copies.most_bytes
+    (tmp_path / "shards").mkdir()
+    whole, copies.most_bytes = copies.most_bytes, 0
+    save_torch_model(tiered, tmp_path / "shards", max_shard_size="20KB")
+    assert copies.most_bytes < 20_000 < whole / 4
+    assert copies.live_bytes() == 0
 
 
 def test_shards_are_split_by_the_sizes_of_tensors(tmp_path):

@@ -2,13 +2,13 @@
 
 import copy
 import ctypes
-import gc
 import pickle
 import weakref
 
 import numpy
 import pytest
 import torch
+from host_copies import Copies
 from pairs import mlp, on_disk, parameter_pair
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -136,29 +136,41 @@ def test_torch_takes_no_such_storage(tmp_path):
     assert not hasattr(storage, "no_such_thing")
 
 
-def test_the_copy_that_is_read_lives_as_long_as_the_pointer(monkeypatch, tmp_path):
-    """As safetensors reads: the values of then, in memory that is let go of with the array."""
+def as_array(tensor):
+    """An array over the values, as if they were memory."""
+    pointer = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    return numpy.ctypeslib.as_array(pointer, (tensor.numel(),))
+
+
+def with_a_list(tensor, keep_alive_buffer):
+    return as_array(tensor)
+
+
+def with_the_tensor_alone(tensor, kept):
+    kept.append(tensor)
+    return as_array(tensor)
+
+
+@pytest.mark.parametrize("read", [with_a_list, with_the_tensor_alone])
+def test_the_copy_that_is_read_lives_as_long_as_safetensors_keeps_it(read, monkeypatch, tmp_path):
     monkeypatch.setattr(identity, "READER", __name__)
+    copies = Copies(monkeypatch)
     plain, tiered = parameter_pair(lambda: torch.randn(4, 4), tmp_path)
-    tiered = tiered.detach()
+    kept = []
+    array = read(tiered.detach()[1], kept)
+    tiered.detach().zero_()
+    assert torch.equal(torch.from_numpy(array.copy()), plain[1].detach())
+    assert copies.live_bytes() == plain.nbytes
+    kept.clear()
+    assert copies.live_bytes() == 0
+
+
+def test_nobody_reads_a_part_that_nobody_holds(monkeypatch, tmp_path):
+    monkeypatch.setattr(identity, "READER", __name__)
+    _, tiered = parameter_pair(lambda: torch.randn(4, 4), tmp_path)
     address = tiered[1].data_ptr()
-    with pytest.raises(ctypes.ArgumentError):  # a part that nobody holds
+    with pytest.raises(ctypes.ArgumentError, match="a tiered tensor has no memory of its own"):
         ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-    row = tiered[1]
-    address = row.data_ptr()
-    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-    memory = weakref.ref(address._copy.untyped_storage())
-    del address, row
-    array = numpy.ctypeslib.as_array(pointer, (4,))
-    del pointer
-    gc.collect()
-    assert memory() is not None
-    assert torch.equal(torch.from_numpy(array.copy()), plain[1].detach())
-    tiered.zero_()
-    assert torch.equal(torch.from_numpy(array.copy()), plain[1].detach())
-    del array
-    gc.collect()
-    assert memory() is None
 
 
 def test_an_address_keeps_no_tensor_alive(tmp_path):

@@ -8,11 +8,10 @@ whoever would read or write memory by it (ctypes, a Triton kernel, `int`) gets a
 
 safetensors alone reads by it, of tensors that say they are on the CPU, as those of the emulated
 device do: it turns the address to a ctypes pointer, and the bytes behind that into a file. At that
-moment the address becomes that of a copy of the values on the host, which lives as long as the
-pointer does (ctypes keeps what a pointer was cast from) and is seen by nobody else.
+moment the address becomes that of a copy of the values on the host, which nobody else sees, and
+which lives as long as what safetensors itself keeps until the file is written.
 """
 
-import ctypes
 import sys
 import weakref
 from functools import total_ordering
@@ -29,8 +28,14 @@ FLATTENS = "huggingface_hub."
 """Whose modules take apart what `__tensor_flatten__` names, to ask each part where it lies."""
 
 
+KEPT = "keep_alive_buffer"
+"""What the caller of the function that reads calls its list of what must live until then."""
+
+
 class Shown(Protocol):
     """What an address needs of the tensor that it is of."""
+
+    _copy: Tensor | None
 
     def on_host(self) -> Tensor:
         """The full value as a plain CPU tensor."""
@@ -52,20 +57,16 @@ def is_asked_by(module: str) -> bool:
 
 
 @total_ordering
-class Address(ctypes.Structure):
+class Address:
     """A byte of an entry: equal for tensors that begin at the same one, and for no others.
 
     entry  its key; no two entries of a process ever have the same
     byte   from the begin of the entry
     """
 
-    _fields_ = ()  # it is nothing that C code could be given
-
     def __init__(self, entry: int, byte: int, of: Shown | None = None) -> None:
-        super().__init__()
         self.entry, self.byte = entry, byte
         self._of = None if of is None else weakref.ref(of)
-        self._copy: Tensor | None = None
 
     def _place(self) -> tuple[int, int]:
         return self.entry, self.byte
@@ -97,11 +98,16 @@ class Address(ctypes.Structure):
         raises  Unsupported, if anybody else asks
         """
         tensor = None if self._of is None else self._of()
-        caller = sys._getframe(1).f_back
-        if tensor is None or caller is None or caller.f_globals.get("__name__") != READER:
+        reader = sys._getframe(1).f_back
+        if tensor is None or reader is None or reader.f_globals.get("__name__") != READER:
             refuse("data_ptr() as a pointer")
-        self._copy = tensor.on_host()
-        return self._copy.data_ptr()
+        copy = tensor.on_host()
+        kept = None if reader.f_back is None else reader.f_back.f_locals.get(KEPT)
+        if isinstance(kept, list):
+            kept.append(copy)
+        else:  # a version that has no such list, and reads while it has the tensor
+            tensor._copy = copy
+        return copy.data_ptr()
 
 
 class EntryStorage:

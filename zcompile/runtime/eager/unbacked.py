@@ -22,12 +22,14 @@ class Unbacked(torch.Tensor):
 
     entry_layout  the layout of the tensor in the bytes of its entry
     _store        keeps the store alive: a value that is still held outlives the model it came from
+    _copy         of its values, where safetensors reads one (`identity.py`)
     """
 
     _handle: Tensor
     entry_layout: Layout
     _known: "weakref.ref[Entry] | None" = None
     _store: Store | None = None
+    _copy: Tensor | None = None
 
     @property
     def entry(self) -> Entry:

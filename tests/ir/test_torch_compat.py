@@ -62,6 +62,34 @@ def Dispatched() -> None:
 
 
 @contract
+def tell_of_compiling() -> None:
+    told = []
+    begins, ends = lambda _: told.append("begins"), lambda _: told.append("ends")
+    for _ in range(2):
+        private.tell_of_compiling(begins, ends)
+
+    def backend(gm, inputs):
+        told.append("compiles")
+        if len(told) > 3:
+            raise RuntimeError("cannot")
+        return gm
+
+    def call(x):
+        return x + 1
+
+    torch.compile(call, backend=backend)(torch.ones(2))
+    assert told == ["begins", "compiles", "ends"]
+    with pytest.raises(BaseException, match="cannot"):
+        torch.compile(lambda x: x + 2, backend=backend)(torch.ones(2))
+    assert told[3:] == ["begins", "compiles", "ends"]
+    torch._dynamo.reset()
+    private.tell_of_compiling(begins, ends)
+    torch.compile(call, backend=lambda gm, inputs: gm)(torch.ones(2))
+    assert told[6:] == ["begins", "ends"]
+    torch._dynamo.reset()
+
+
+@contract
 def no_torch_function() -> None:
     torch.add(Wrapped(torch.ones(2)), 1)
     assert Wrapped.seen is torch.ops.aten.add.Tensor, "acts at dispatch, with overloads resolved"

@@ -335,7 +335,7 @@ def test_offloading_compiling_planning_and_saving_show_themselves(told, tmp_path
             optimizer.step()
             optimizer.zero_grad()
     passes = len(pipeline(zcompile.Config()))
-    assert f"compiling graph0; passes: 0 of {passes}, tile-loss (0 s)" in told
+    assert f"torch.compile; compiling graph0; passes: 0 of {passes}, tile-loss (0 s)" in told
     assert any(line.startswith("planning a step: 1 arrangements tried") for line in told)
     assert any("; moving entries to where they rest: " in line for line in told)
     (summary,) = (r.getMessage() for r in caplog.records if "a step was planned" in r.getMessage())

@@ -35,6 +35,7 @@ from zcompile.ir.torch_compat import (
     is_shared_between_processes,
     memory_of,
     set_by,
+    tell_of_compiling,
     with_kept_nodes,
     without_weak_references,
 )
@@ -46,7 +47,7 @@ from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.open import Opening, open_resources
-from zcompile.runtime.progress import working
+from zcompile.runtime.progress import compiling_begins, compiling_ends, working
 from zcompile.runtime.session import Collaborators, Session, session_of
 from zcompile.runtime.store.sources import MemorySource, let_go
 from zcompile.runtime.transfer.interrupts import (
@@ -322,6 +323,7 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
     raises  as `opening`; Unsupported, if there are several ranks and no mesh=False
     """
     refuse_ranks(config.mesh)
+    tell_of_compiling(compiling_begins, compiling_ends)
     return Session(config, STAYING if config.stays_because else PLANNING, opening)
 
 

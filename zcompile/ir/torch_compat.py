@@ -783,6 +783,16 @@ def muted_tracing() -> Iterator[None]:
         log.disabled = was
 
 
+def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object], None]) -> None:
+    """Let torch call `begins` when it starts to trace for `torch.compile`, and `ends` when it is
+    done, whatever came of it. Asked for again it changes nothing; `torch._dynamo.reset` forgets it.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    if begins not in handler.start_callbacks:
+        handler.register_start_callback(begins)
+        handler.register_end_callback(ends)
+
+
 def without_recompile_limit() -> Any:
     """Within the context, code may be compiled any number of times, and compiling does not collect
     garbage."""

@@ -425,5 +425,18 @@ class _Opened:
 
 
 BOARD = Board()
+_COMPILING = Work("torch.compile")
+
+
+def compiling_begins(_: object) -> None:
+    """Take note that `torch.compile` begins to trace."""
+    BOARD.opened(_COMPILING)
+
+
+def compiling_ends(_: object) -> None:
+    """Take note that `torch.compile` is done."""
+    BOARD.closed(_COMPILING)
+
+
 os.register_at_fork(after_in_child=BOARD.forget)
 working, tell = BOARD.working, BOARD.tell

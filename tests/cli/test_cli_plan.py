@@ -6,9 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zcompile.cli.format import bars, read_sweep, svg
+from zcompile.cli.chart import Bar, Chart, chart_lines, chart_svg
+from zcompile.cli.format import curve_lines, curve_svg, read_sweep, svg
 from zcompile.cli.plan import example_inputs, find_model
 from zcompile.errors import ConfigInvalid
+from zcompile.ir.memory_curve import Memory, MemoryCurve
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.files import find, names
 
@@ -126,7 +128,9 @@ def test_a_sweep_is_a_table_a_plot_and_a_picture(zinf, models):
     assert code == 0
     assert lines[0].split() == ["device", "fits", "step", "least", "bottleneck"]
     assert [line.split()[0] for line in lines[1:4]] == ["64.0", "160", "256"]
-    assert "|####" in lines[-3]
+    assert "|####" in out
+    assert lines[-2].endswith("  seconds")
+    assert lines[-1] == "the machine has 22.4 GiB of device"
     names = [node.tag.rpartition("}")[2] for node in ElementTree.parse(picture).iter()]
     assert names.count("polyline") == 2
 
@@ -176,7 +180,7 @@ def test_shapes_and_papers_are_answered_by_scale(zinf):
         (("given_models:tiny", "--seq", "99"), "is not within the 16 tokens that the model takes"),
         (("given_models:tiny", "--batch", "0"), "must be at least 1"),
         (("given_models:tiny", "--optimizer", "adam"), "is none of adamw, sgd"),
-        (("--paper", "table-3", "--plot", "x.svg"), "shows a sweep; give --sweep too"),
+        (("--plot", "given_models:tiny"), "is no name of a picture, as sweep.svg; without a name"),
         (("given_models:tiny", "--sweep", "device"), "is not written like device=8GiB..80GiB"),
         (("given_models:tiny", "--disk-bytes", "many"), "cannot be used"),
         (
@@ -319,12 +323,63 @@ def test_a_sweep_that_leads_nowhere_is_refused(text):
         read_sweep(text)
 
 
-def test_bars_leave_out_what_cannot_run():
-    assert list(bars([("a", 2.0), ("bb", None), ("c", 1.0)], "t"))[1:] == [
-        " a |" + "#" * 50,
-        "bb |  (cannot run)",
-        " c |" + "#" * 25,
-    ]
+CHART = Chart(
+    "t",
+    "unit",
+    (Bar("a", 2.0, "two", 3.0), Bar("bb", None, "-"), Bar("c <", 4.0, "four", 3.0)),
+    "all",
+)
+
+
+def test_a_chart_has_an_axis_a_limit_and_a_label_at_the_longest_bar():
+    lines = list(chart_lines(CHART))
+    assert lines[0] == "t"
+    assert lines[1].split("|") == ["  a ", "#" * 24 + " " * 11, " " * 14 + " two"]
+    assert lines[2] == " bb |".ljust(55) + " (cannot run)"
+    assert lines[3] == "c < |" + "#" * 35 + "|" + "#" * 12 + "   four <- most"
+    assert lines[5].split() == ["0", "1", "2", "3", "4", "unit"]
+    assert lines[6].strip() == "# is so much, | is all"
+
+
+def test_a_picture_of_a_chart_is_valid_and_says_the_same():
+    picture = chart_svg(CHART)
+    texts = {node.text for node in ElementTree.fromstring(picture).iter() if node.text}
+    assert {"t", "c <", "four <- most", "(cannot run)", "unit; the line is all"} <= texts
+
+
+def test_a_chart_of_nothing_can_be_drawn():
+    for bars in ((), (Bar("a", None, "-"),), (Bar("a", 0.0, "0"),)):
+        assert "unit" in "\n".join(chart_lines(Chart("t", "unit", bars)))
+        ElementTree.fromstring(chart_svg(Chart("t", "unit", bars)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (
+            ("transformer:layers=10,hidden=4096,heads=16", "--machine", "dgx2-v100-1node"),
+            "of the tier",
+        ),
+        (("--paper", "figure-5a"), "ours / paper"),
+    ],
+)
+def test_every_form_of_plan_draws_below_its_answer_or_into_a_file(zinf, tmp_path, asked, says):
+    plain = zinf("plan", *asked)[1]
+    code, out, _ = zinf("plan", *asked, "--plot")
+    assert code == 0
+    assert out.startswith(plain.rstrip("\n") + "\n\n")
+    assert "|#####" in out
+    code, out, _ = zinf("plan", *asked, "--plot", tmp_path / "a.svg")
+    assert out == plain
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+def test_a_fit_draws_the_speeds_of_the_machines(zinf, llama, tmp_path):
+    out = zinf("plan", llama, "--fit", "--plot")[1]
+    assert out.rstrip().endswith("tokens/s")
+    assert out.count(" <- most") == 1
+    zinf("plan", llama, "--fit", "--plot", tmp_path / "a.svg")
+    assert "h200-141gb" in (tmp_path / "a.svg").read_text()
 
 
 def test_a_picture_is_well_formed_whatever_its_words():
@@ -338,6 +393,34 @@ def test_a_plan_without_a_sweep_is_drawn_as_what_is_held(zinf, models):
     assert "held by graphs, leave of its 1.00 MiB" in out
     texts = [node.text for node in ElementTree.parse(picture).iter() if node.text]
     assert "as chosen" in texts
+    assert any(text.startswith("most 0.0") for text in texts)
+    assert "device: 1 MiB" in texts
+
+
+MEMORY = Memory(
+    MemoryCurve(("a", "b", "c", "d"), 2, (MiB, 4 * MiB, 8 * MiB, MiB), "model", {"x": 8 * MiB}),
+    MemoryCurve(("a", "b", "c", "d"), 2, (MiB, 4 * MiB, 6 * MiB, MiB), "model", {"x": 6 * MiB}),
+)
+
+
+def test_what_is_held_is_drawn_below_the_budget_with_its_peak():
+    lines = list(curve_lines(MEMORY, 10 * MiB))
+    assert "  bytes that values of the graph hold of the device, node by node:" in lines
+    (line,) = (line for line in lines if line.endswith("|===="))
+    assert line == "  10.0 MiB |===="
+    assert "^ 6.00 MiB at %c" in "\n".join(lines)
+    (at,) = (line.index("^") for line in lines if "^" in line)
+    assert at == 12 + 2, "below the third node"
+    assert lines[-1].strip() == "= is the 10.0 MiB of the device"
+
+
+def test_a_budget_far_above_is_told_and_not_drawn():
+    lines = list(curve_lines(MEMORY, 400 * MiB))
+    assert lines[-1].strip() == "the device has 400 MiB, far above"
+    assert not any("=" in line for line in lines)
+    assert "device: 400 MiB" in curve_svg(MEMORY, 400 * MiB)
+    assert "stroke-dasharray" not in curve_svg(MEMORY, 400 * MiB)
+    assert "stroke-dasharray" in curve_svg(MEMORY, 10 * MiB)
 
 
 @pytest.mark.slow

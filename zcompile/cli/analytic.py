@@ -4,9 +4,12 @@ NAME`."""
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
-from zcompile.cli.format import Answer, Point, read_size, read_sweep, swept
+from zcompile.cli.chart import Bar, Chart, drawn
+from zcompile.cli.format import Answer, Point, read_size, read_sweep
+from zcompile.cli.sweep import swept
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.ir.tables import columns
 from zcompile.ir.units import show_size
@@ -90,7 +93,7 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     if args.paper is not None:
         if sweep is not None:
             raise ConfigInvalid("sweep", sweep, "means nothing to --paper; leave it out")
-        return paper_answer(args.paper)
+        return paper_answer(args.paper, getattr(args, "plot", None))
     for option, usual in (("optimizer", "adamw"), ("micro_batches", 1)):
         if (given := getattr(args, option, usual)) != usual:
             why = "means nothing to transformer:..., planned from its shape alone; leave it out"
@@ -109,8 +112,9 @@ def scale_answer(args: argparse.Namespace) -> Answer:
     asked = {key: getattr(args, key, None) for key in ("batch", "seq")}
     beside = {key: str(value) for key, value in asked.items() if value is not None}
     if sweep is not None:
-        return swept(tuple(_points(args.model, machine, beside, *read_sweep(sweep))), args.plot)
-    return transformer_answer(args.model, machine, beside)
+        points = tuple(_points(args.model, machine, beside, *(asked_of := read_sweep(sweep))))
+        return swept(points, args.plot, capacity=machine.tiers.get(asked_of[0]))
+    return transformer_answer(args.model, machine, beside, getattr(args, "plot", None))
 
 
 def dgx2(nodes: int) -> Machine:
@@ -120,7 +124,7 @@ def dgx2(nodes: int) -> Machine:
     return replace(find("dgx2-v100-4nodes"), name=f"dgx2-v100-{nodes}nodes", ranks=16 * nodes)
 
 
-def paper_answer(name: str) -> Answer:
+def paper_answer(name: str, plot: Path | None = None) -> Answer:
     """A figure of the paper beside our numbers; exit code 1, if a row neither agrees nor says
     why."""
     key = name if name in FIGURES else f"figure-{name}"
@@ -135,11 +139,14 @@ def paper_answer(name: str) -> Answer:
     table = columns((head, *(_compared(row) for row in rows)), "<<>>><")
     parts = (("where they differ:", notes), ("assumed:", assumed))
     lines = [line for head, told in parts if told for line in (head, *told)]
-    return Answer(
-        "\n".join((title, *table, *lines)),
-        found,
-        0 if all(row.agrees or row.why for row in rows) else 1,
+    code = 0 if all(row.agrees or row.why for row in rows) else 1
+    bars = (
+        Bar(f"{row.name} {row.unit}".strip(), row.ratio, f"{row.ratio:.2f}", 1.0)
+        for row in rows
+        if row.ratio is not None
     )
+    chart = Chart(f"{key}: ours beside the paper's", "ours / paper", tuple(bars), "the paper's")
+    return drawn(Answer("\n".join((title, *table, *lines)), found, code), chart, plot)
 
 
 def _compared(row: Row) -> tuple[str, ...]:
@@ -160,14 +167,24 @@ def _verdict(row: Row) -> str:
 
 
 def transformer_answer(
-    model: str, machine: Machine, beside: Mapping[str, str] = MappingProxyType({})
+    model: str,
+    machine: Machine,
+    beside: Mapping[str, str] = MappingProxyType({}),
+    plot: Path | None = None,
 ) -> Answer:
     """A shape on a machine; exit code 1, if it does not fit.
 
     beside  options that hold where the text does not say them
     """
     scaled = _scaled(model, machine, beside)
-    return Answer("\n".join(_text(scaled)), scaled, 0 if scaled.fits else 1)
+    answer = Answer("\n".join(_text(scaled)), scaled, 0 if scaled.fits else 1)
+    bars = (
+        Bar(tier, used / capacity, f"{show_size(used)} of {show_size(capacity)}", 1.0)
+        for tier, used in scaled.use.bytes_by_tier.items()
+        if (capacity := machine.tiers.get(tier))
+    )
+    title = f"what one rank of {machine.name} holds"
+    return drawn(answer, Chart(title, "part of the tier", tuple(bars), "all of it"), plot)
 
 
 def _points(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zcompile.cli.chart import Bar, Chart, drawn
 from zcompile.cli.format import Answer, read_size
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.tables import columns
@@ -67,11 +68,13 @@ def fit_answer(args: argparse.Namespace) -> Answer:
     decoder = read_decoder(Path(args.model))
     training = Training(decoder, _seq(decoder, args.seq), STATES[args.optimizer])
     found = [fitted(training, machine) for machine in _machines(args)]
-    return Answer("\n".join(_lines(training, args.optimizer, found)), found, _code(found))
-
-
-def _code(found: Sequence[Fitted]) -> int:
-    return 0 if any(row.batch for row in found) else 1
+    code = 0 if any(row.batch for row in found) else 1
+    answer = Answer("\n".join(_lines(training, args.optimizer, found)), found, code)
+    bars = (
+        Bar(row.machine, row.tokens_per_s if row.batch else None, f"{row.tokens_per_s:,.0f}")
+        for row in found
+    )
+    return drawn(answer, Chart("speed at the largest batch", "tokens/s", tuple(bars)), args.plot)
 
 
 def _check(args: argparse.Namespace) -> None:

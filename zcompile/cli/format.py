@@ -14,8 +14,7 @@ from pathlib import Path
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.memory_curve import Memory, MemoryCurve
 from zcompile.ir.serialize import encode
-from zcompile.ir.tables import table
-from zcompile.ir.units import MiB, parse_size, show_seconds, show_size
+from zcompile.ir.units import MiB, parse_size, show_size
 from zcompile.machine.model import TIERS
 
 
@@ -52,27 +51,25 @@ def read_size(option: str, text: str) -> int:
     return nbytes
 
 
-WIDTH = 50
-"""Characters of the longest bar."""
 SIZE = (720, 400)
 MARGIN = 60
 COLORS = ("#1f5fa8", "#c0562b", "#3c8d40")
 
 
-def bars(rows: Sequence[tuple[str, float | None]], title: str) -> Iterator[str]:
-    """A bar per row, from zero; None has none."""
-    most = max((value for _, value in rows if value is not None), default=0.0)
-    names = max(len(name) for name, _ in rows)
-    yield f"{title}, from 0 to {most:.3g}"
-    for name, value in rows:
-        filled = 0 if value is None or not most else round(WIDTH * value / most)
-        yield f"{name.rjust(names)} |{'#' * filled}" + ("  (cannot run)" if value is None else "")
+def svg(
+    title: str,
+    names: Sequence[str],
+    lines: Mapping[str, Sequence[float | None]],
+    limit: tuple[str, float] | None = None,
+) -> str:
+    """A picture of lines over equally spaced names, from zero up; None is left out.
 
-
-def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | None]]) -> str:
-    """A picture of lines over equally spaced names, from zero up; None is left out."""
+    limit  name and height of a line across; one that is far above the others is named, not drawn
+    """
     width, height = SIZE
-    most = max((v for line in lines.values() for v in line if v is not None), default=0.0) or 1.0
+    top = max((v for line in lines.values() for v in line if v is not None), default=0.0) or 1.0
+    drawn = limit is not None and limit[1] <= FAR * top
+    most = max(top, limit[1]) if limit is not None and drawn else top
 
     def x(index: int) -> float:
         return MARGIN + index * (width - 2 * MARGIN) / max(1, len(names) - 1)
@@ -113,9 +110,26 @@ def svg(title: str, names: Sequence[str], lines: Mapping[str, Sequence[float | N
             f'<text x="{width - MARGIN}" y="{24 + 16 * number}" text-anchor="end" '
             f'fill="{color}">{escape(label)}</text>'
         )
+    # The limit, and the highest point of the first line.
+    if limit is not None:
+        name, value = limit
+        if drawn:
+            parts.append(
+                f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(value):.1f}" '
+                f'y2="{y(value):.1f}" stroke="#b00020" stroke-dasharray="6 4"/>'
+            )
+        place = y(value) - 4 if drawn else MARGIN - 8
+        parts.append(f'<text x="{MARGIN}" y="{place:.1f}" fill="#b00020">{escape(name)}</text>')
+    first = next(iter(lines.values()), ())
+    at, peak = max(enumerate(v or 0.0 for v in first), key=lambda p: p[1], default=(0, 0.0))
+    parts.append(
+        f'<text x="{x(at):.1f}" y="{y(peak) - 8:.1f}" text-anchor="middle">most {peak:.3g}</text>'
+    )
     return "\n".join((*parts, "</svg>", ""))
 
 
+FAR = 4
+"""A limit so many times as high as a curve is named beside it; drawn, it would flatten that."""
 CURVE_WIDTH, CURVE_HEIGHT = 68, 9
 LABELLED = (CURVE_HEIGHT, (CURVE_HEIGHT + 1) // 2, 1)
 """Rows, counted from the lowest, whose bytes are written beside them."""
@@ -124,8 +138,11 @@ LEGEND = {CHOSEN: "held", SAVED: "were everything kept", ADDED: "more than if it
 MOST_HOLDERS = 4
 
 
-def curve_lines(memory: Memory) -> Iterator[str]:
-    """The peaks, the largest values there, and both curves in one picture."""
+def curve_lines(memory: Memory, budget: int | None = None) -> Iterator[str]:
+    """The peaks, the largest values there, and both curves in one picture.
+
+    budget  bytes of the device, drawn as a line across; with it axes are named, the peak is marked
+    """
     before, after = memory.before, memory.after
     if before == after:
         yield f"  everything is kept: at most {after.describe()}"
@@ -134,11 +151,18 @@ def curve_lines(memory: Memory) -> Iterator[str]:
         yield f"  as it was chosen:     at most {after.describe()}"
     yield f"  of which {_holders(after)}"
     most = max(before.peak, after.peak)
-    if most:
+    if most and budget is None:
         yield from _curve_lines(memory, most)
+    elif most and budget is not None:
+        yield "  bytes that values of the graph hold of the device, node by node:"
+        near = budget <= FAR * most
+        yield from _curve_lines(memory, max(most, budget) if near else most, budget)
+        size = show_size(budget)
+        told = f"= is the {size} of the device" if near else f"the device has {size}, far above"
+        yield " " * 12 + told
 
 
-def _curve_lines(memory: Memory, most: int) -> Iterator[str]:
+def _curve_lines(memory: Memory, most: int, budget: int | None = None) -> Iterator[str]:
     after = memory.after
     spans = _spans(len(after.nodes), after.backward)
     chosen = _columns(after.nbytes, spans)
@@ -151,7 +175,12 @@ def _curve_lines(memory: Memory, most: int) -> Iterator[str]:
         )
         line = "".join(cells).rstrip()
         drawn += line
+        if budget is not None and most * (row - 1) < budget * CURVE_HEIGHT <= most * row:
+            line = line.ljust(len(spans)).replace(" ", "=")
         yield f"{label:>10} |{line}"
+    if budget is not None:
+        at = chosen.index(max(chosen))
+        yield " " * (12 + at) + f"^ {show_size(after.peak)} at %{after.peak_node}"
     forward = sum(first < after.backward for first, _ in spans)
     late = len(spans) - forward
     yield " " * 11 + "+" + "-" * forward + ("+" + "-" * (late - 1) if late else "")
@@ -161,8 +190,8 @@ def _curve_lines(memory: Memory, most: int) -> Iterator[str]:
     yield " " * 12 + legend
 
 
-def curve_svg(memory: Memory) -> str:
-    """Both curves as lines."""
+def curve_svg(memory: Memory, budget: int | None = None) -> str:
+    """Both curves as lines, and the `budget` of the device as another."""
     after = memory.after
     spans = _spans(len(after.nodes), after.backward)
     begins = {0: "forward", after.backward: "backward"}
@@ -173,6 +202,7 @@ def curve_svg(memory: Memory) -> str:
         "MiB that the values of a graph hold of the device, node by node",
         [begins.get(first, "") for first, _ in spans],
         {name: [n / MiB for n in _columns(nbytes, spans)] for name, nbytes in rows.items()},
+        None if budget is None else (f"device: {budget / MiB:,.0f} MiB", budget / MiB),
     )
 
 
@@ -252,17 +282,14 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
 
 
-def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
-    """Refuse a picture that nothing would be in, or that cannot be written: planning may take
-    minutes before.
+def check_plot(plot: Path | None) -> None:
+    """Refuse a picture that cannot be written: planning may take minutes before.
 
-    needs_sweep  without a sweep there is nothing to show
-    raises       ConfigInvalid
+    plot    "-" is the terminal
+    raises  ConfigInvalid
     """
-    if plot is None:
+    if plot is None or plot == Path("-"):
         return
-    if sweep is None and needs_sweep:
-        raise ConfigInvalid("plot", str(plot), "shows a sweep; give --sweep too")
     if plot.is_dir():
         raise ConfigInvalid("plot", str(plot), "is a directory; name a file in it, as sweep.svg")
     if not plot.parent.is_dir():
@@ -271,43 +298,17 @@ def check_plot(plot: Path | None, sweep: str | None, needs_sweep: bool) -> None:
             str(plot),
             f"cannot be written: {plot.parent} is no directory; make it, or name another",
         )
+    if plot.suffix != ".svg":
+        raise ConfigInvalid(
+            "plot",
+            str(plot),
+            "is no name of a picture, as sweep.svg; without a name it is drawn below the answer, "
+            "and --plot stands last",
+        )
     if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
         raise ConfigInvalid(
             "plot", str(plot), "cannot be written: it is not ours to write; name another file"
         )
-
-
-def swept(points: Sequence[Point], plot: Path | None, note: str = "") -> Answer:
-    """The answer of a sweep; exit code 1, if nothing fits.
-
-    note    a line that says what all points have in common
-    raises  ConfigInvalid, if the picture cannot be written
-    """
-    if plot is not None:
-        write_plot(plot, _sweep_svg(points))
-    lines = (*_lines(points), *((note,) if note else ()))
-    return Answer("\n".join(lines), points, 0 if any(p.fits for p in points) else 1)
-
-
-def _lines(points: Sequence[Point]) -> Iterator[str]:
-    def told(seconds: float | None) -> str:
-        return "-" if seconds is None else show_seconds(seconds)
-
-    yield from table(
-        (points[0].tier, "fits", "step", "least", "bottleneck"),
-        [
-            (
-                show_size(p.nbytes),
-                "yes" if p.fits else "no",
-                told(p.step_seconds),
-                told(p.bound_seconds),
-                p.bottleneck,
-            )
-            for p in points
-        ],
-    )
-    yield ""
-    yield from bars([(show_size(p.nbytes), p.step_seconds) for p in points], "seconds of a step")
 
 
 def write_plot(path: Path, text: str) -> None:
@@ -320,15 +321,3 @@ def write_plot(path: Path, text: str) -> None:
     except OSError as error:
         why = f"cannot be written: {error.strerror}"
         raise ConfigInvalid("plot", str(path), why) from error
-
-
-def _sweep_svg(points: Sequence[Point]) -> str:
-    lines = {
-        "step": [p.step_seconds for p in points],
-        "least": [p.bound_seconds for p in points],
-    }
-    return svg(
-        f"seconds of a step by bytes of {points[0].tier}",
-        [show_size(p.nbytes) for p in points],
-        {name: line for name, line in lines.items() if any(v is not None for v in line)},
-    )

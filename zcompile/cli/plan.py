@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.cli.analytic import PREFIX, scale_answer
+from zcompile.cli.chart import TERMINAL
 from zcompile.cli.fit import fit_answer
 from zcompile.cli.format import (
     Answer,
     Point,
     check_plot,
+    curve_lines,
     curve_svg,
     read_size,
     read_sweep,
-    swept,
     write_plot,
 )
+from zcompile.cli.sweep import swept
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Running
+from zcompile.frontend.gc_pause import gc_paused
 from zcompile.machine.model import with_tier
 
 SEQUENCE = 1024
@@ -239,7 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         metavar="FILE.svg",
         type=Path,
-        help="the sweep as a picture; without one, what the graph holds that holds most, by node",
+        nargs="?",
+        const=TERMINAL,
+        help="a picture, into a file, or without its name below the answer: of the sweep, of the "
+        "table, or of what the graph holds that holds most, node by node",
     )
 
 
@@ -248,13 +254,18 @@ def plan(args: argparse.Namespace) -> Answer:
 
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
+    check_plot(args.plot)
     if args.fit:
         return fit_answer(args)
     args = argparse.Namespace(**{**vars(args), "machine": _one(args.machine)})
-    on_paper = args.paper is not None or (args.model or "").startswith(PREFIX)
-    check_plot(args.plot, args.sweep, on_paper)
-    if on_paper:
+    if args.paper is not None or (args.model or "").startswith(PREFIX):
         return scale_answer(args)
+    with gc_paused():  # also while torch and transformers are imported
+        return _walked(args)
+
+
+def _walked(args: argparse.Namespace) -> Answer:
+    """The plan of a step that is walked in a dry run."""
     if args.model is None:
         raise ConfigInvalid("MODEL", None, "is missing; name a model, or a figure by --paper")
     sweep = None if args.sweep is None else read_sweep(args.sweep)
@@ -275,11 +286,15 @@ def plan(args: argparse.Namespace) -> Answer:
 
     if sweep is not None:
         points = tuple(_points(trace, terms, *sweep))
-        return swept(points, args.plot, note_of_ranks(terms.machine.ranks))
+        capacity = terms.machine.tiers.get(sweep[0])
+        return swept(points, args.plot, note_of_ranks(terms.machine.ranks), capacity)
     report = plan.report_of(trace(terms), terms)
-    if args.plot is not None and report.fullest is not None:
-        write_plot(args.plot, curve_svg(report.fullest))
-    return Answer(str(report), report.to_dict(), 0 if report.fits else 1)
+    text, device = str(report), terms.machine.tiers["device"]
+    if args.plot == TERMINAL and report.fullest is not None:
+        text = "\n".join((text, "", *curve_lines(report.fullest, device)))
+    elif args.plot is not None and report.fullest is not None:
+        write_plot(args.plot, curve_svg(report.fullest, device))
+    return Answer(text, report.to_dict(), 0 if report.fits else 1)
 
 
 def _one(machines: list[str] | None) -> str | None:

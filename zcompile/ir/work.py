@@ -57,16 +57,16 @@ def flops_of(node: fx.Node) -> int | None:
     packet = getattr(node.target, "overloadpacket", None)
     formulas = cast(Mapping[Any, Any], flop_registry)
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    if packet not in formulas and name.removesuffix("_backward") != _ATTENTION:
+    if name == _ATTENTION:
+        return int(sdpa_flop_count(*map(_size, node.args[:3])))
+    if name == f"{_ATTENTION}_backward":
+        return int(sdpa_backward_flop_count(*map(_size, node.args[:4])))
+    if packet not in formulas:
         return None
     shaped = _size if packet in BY_SIZE else _shaped
     given = cast(Any, fx.map_arg((node.args, dict(node.kwargs)), cast(Any, shaped)))
     args, kwargs = given
-    if packet in formulas:
-        return int(formulas[packet](*args, **kwargs, out_val=shaped(node)))
-    if name == _ATTENTION:
-        return int(sdpa_flop_count(*(a.size() for a in args[:3])))
-    return int(sdpa_backward_flop_count(*(a.size() for a in args[:4])))
+    return int(formulas[packet](*args, **kwargs, out_val=shaped(node)))
 
 
 def touched_bytes(node: fx.Node) -> int:
@@ -106,7 +106,7 @@ def _shaped(node: fx.Node) -> Any:
     return _sized(node.meta.get("val"))
 
 
-def _size(node: fx.Node) -> Any:
+def _size(node: Any) -> Any:
     """The sizes of a node's value, for the formulas of `BY_SIZE`."""
     value = node.meta.get("val")
     return tuple(hint(n) for n in value.size()) if isinstance(value, torch.Tensor) else value

@@ -306,8 +306,8 @@ def load(
 ) -> Loaded:
     """Stream exported weights straight into the tiers, tensor by tensor.
 
-    A value is cast to the dtype of its parameter, as `load_state_dict` casts; a cast to another
-    kind of number, as from floats to ints, is refused. Returns the names that were missing and
+    A value is cast to the dtype of its parameter, as `load_state_dict` casts; only a complex one
+    does not become real. Returns the names that were missing and
     those that the model does not have, as `load_state_dict` does.
 
     paths   a file of safetensors or of `torch.save`, several, or a directory with
@@ -465,8 +465,8 @@ def _listed(paths: Paths) -> list[Path]:
 def _unloadable(
     found: Mapping[str, Place | Held], wanted: Mapping[str, str], held: ModelState
 ) -> list[str]:
-    """Sentences on what cannot be loaded, strictly or not: another shape, another kind of number,
-    or no memory to take it."""
+    """Sentences on what cannot be loaded, strictly or not: another shape, complex numbers for
+    real ones, or no memory to take it."""
     rows = []
     for name, place in found.items():
         target = held.tensors.get(wanted[name])
@@ -474,10 +474,10 @@ def _unloadable(
             continue
         if tuple(target.size()) != place.row.size:
             rows.append(f"{name}: {fact_in(place)}, the model has {fact_of(target)}")
-        elif not torch.can_cast(place.row.dtype, target.dtype):
+        elif place.row.dtype.is_complex and not target.is_complex():
             rows.append(
-                f"{name}: {fact_in(place)} would lose what {fact_of(target)} cannot hold; convert "
-                "it first, if that is meant"
+                f"{name}: {fact_in(place)} would lose its imaginary part, the model has "
+                f"{fact_of(target)}"
             )
         elif target.is_meta and not isinstance(target, TieredTensor):
             rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")

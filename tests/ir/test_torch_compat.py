@@ -388,6 +388,15 @@ def is_gradient_named() -> None:
     del named
 
 
+@contract
+def is_profiling() -> None:
+    assert not private.is_profiling()
+    for profiler in (torch.profiler.profile, torch.autograd.profiler.profile):
+        with profiler():
+            assert private.is_profiling()
+        assert not private.is_profiling()
+
+
 PUBLIC = {
     node.name
     for node in ast.parse(inspect.getsource(private)).body

@@ -84,6 +84,11 @@ def check_torch() -> None:
         raise TorchUnsupported(torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}")
 
 
+def is_profiling() -> bool:
+    """Whether a torch.profiler, or torch.autograd.profiler, records now, in any thread."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def wrapper(
     cls: type[Tensor],
     size: Sequence[int],

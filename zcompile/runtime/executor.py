@@ -35,7 +35,7 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import StepTrace
-from zcompile.ir.torch_compat import materialised
+from zcompile.ir.torch_compat import is_profiling, materialised
 from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
 from zcompile.runtime.foresight import Call, Foresight, wait_quietly
@@ -445,10 +445,11 @@ class _Call:
     def _run_instructions(self) -> None:
         """The loop."""
         watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
+        actions = ACTIONS if not is_profiling() else named_actions()
         for index, instruction in enumerate(self.schedule.instructions):
             if timed:
                 watch.begins(index)
-            ACTIONS[type(instruction)](self, instruction)
+            actions[type(instruction)](self, instruction)
             if timed:
                 watch.ends(index)
             if index in ready:
@@ -562,7 +563,9 @@ class _Call:
             self.store.arena.give_slot(slot.address, slot.nbytes)
 
 
-ACTIONS: dict[type, Callable[[_Call, Any], None]] = {
+Action = Callable[[_Call, Any], None]
+
+ACTIONS: dict[type, Action] = {
     Run: _Call._run,
     Borrow: _Call._borrow,
     Fetch: _Call._fetch,
@@ -574,3 +577,17 @@ ACTIONS: dict[type, Callable[[_Call, Any], None]] = {
     StoreHome: _Call._put,
 }
 """Class of an instruction -> what a call does to carry one out."""
+
+
+def named_actions() -> dict[type, Action]:
+    """`ACTIONS`, each inside a range of torch.profiler: "zinf fetch blocks.3.up.weight"."""
+
+    def named(act: Action) -> Action:
+        def within_range(call: _Call, instruction: Any) -> None:
+            x = instruction.effects
+            with torch.profiler.record_function(f"zinf {x.kind} {x.name}"):
+                act(call, instruction)
+
+        return within_range
+
+    return {kind: named(act) for kind, act in ACTIONS.items()}

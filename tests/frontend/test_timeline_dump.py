@@ -1,13 +1,17 @@
 """Steps of real runs as a dump holds them."""
 
 import json
+from itertools import pairwise
 
+import pytest
 import torch
 from offloaded import SMALL
 from small_models import mlp
 
 import zcompile
 from zcompile.cli import main
+from zcompile.ir import serialize as rf
+from zcompile.ir.units import MiB
 
 
 def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsys):
@@ -32,3 +36,121 @@ def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsy
     assert sum(measured["phases"].values()) == measured["step_s"]
     walked = moments[-1]["end_s"] - moments[0]["begin_s"]
     assert measured["step_s"] > walked, "what lies before the first call is part of a step"
+
+
+THROTTLED = {link: 50 * MiB for link in ("h2d", "d2h", "disk_read", "disk_write")}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> rf.TimelineRecord:
+    """The fourth step of a model most of which rests on disk, under the first plan."""
+    torch._dynamo.reset()
+    root = tmp_path_factory.mktemp("runs")
+    model = zcompile.offload(
+        mlp(256),
+        device="cpu",
+        device_memory="3MiB",
+        host_memory="5MiB",
+        disk=tmp_path_factory.mktemp("disk"),
+        throttle=THROTTLED,
+        dump=root,
+    )
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for _ in range(5):
+        compiled(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    record = rf.open_run(root).timeline()
+    zcompile.close(model)
+    return record
+
+
+def test_what_passed_each_link_is_what_was_counted(recorded):
+    measured = recorded.measured
+    assert recorded.step == 4
+    for link, nbytes in measured.nbytes.items():
+        rows = [row for row in recorded.passages if row.link == link]
+        assert nbytes > 0, "the model is too large for host and device"
+        assert all(a.end_s <= b.begin_s + 1e-9 for a, b in pairwise(rows))
+        # What is in flight when a step ends has moved, and is held back until it would arrive.
+        under_way = 4 * max(row.nbytes for row in rows)
+        assert abs(sum(row.nbytes for row in rows) - nbytes) <= under_way
+    entries = {row.name for row in recorded.entries}
+    assert {row.name for row in recorded.passages} <= entries
+
+
+def test_what_is_predicted_to_pass_each_link_is_the_same_as_its_sum(recorded):
+    for link, nbytes in recorded.predicted.nbytes.items():
+        rows = [row for row in recorded.predicted_passages if row.link == link]
+        assert sum(row.nbytes for row in rows) == pytest.approx(nbytes, rel=0.02)
+    moments = {(m.call, m.index): m for m in recorded.moments}
+    known = [row for row in recorded.predicted_passages if row.call is not None]
+    assert known
+    for row in known:
+        moment = moments[row.call, row.index]
+        assert moment.kind in ("fetch", "store", "reduce")
+        assert row.name in (moment.entry, f"{moment.entry}.grad")
+
+
+def test_a_fetch_says_what_uses_it_first(recorded):
+    moments = {(m.call, m.index): m for m in recorded.moments}
+    fetches = [m for m in recorded.moments if m.kind == "fetch"]
+    assert fetches
+    for fetch in fetches:
+        used = moments[fetch.call, fetch.used_by]
+        assert used.kind == "run"
+        between = [m for m in recorded.moments if m.call == fetch.call]
+        waits = [m for m in between if m.kind == "wait" and m.entry == fetch.entry]
+        assert any(fetch.index < wait.index < used.index for wait in waits)
+    assert all(m.used_by is None for m in recorded.moments if m.kind != "fetch")
+
+
+def test_levels_of_memory_stay_within_their_budgets(recorded):
+    budgets = {row.tier: row for row in recorded.tiers}
+    assert budgets["device"].budget_bytes == 3 * MiB
+    assert budgets["host"].budget_bytes == 5 * MiB
+    for column, tier in ((0, "device"), (2, "host"), (3, "disk")):
+        peak = max(m.levels[column] for m in recorded.moments)
+        assert 0 < peak == budgets[tier].peak_bytes <= budgets[tier].budget_bytes
+    assert all(m.levels[1] <= m.levels[0] for m in recorded.moments)
+    for m in recorded.moments:
+        both, outside = m.predicted_levels
+        assert 0 <= outside <= both <= 3 * MiB
+
+
+def test_entries_rest_where_the_plan_wants_them(recorded):
+    kinds = {row.kind for row in recorded.entries}
+    assert {"weight", "state", "gradient"} <= kinds
+    homes = {row.home for row in recorded.entries}
+    assert {"device", "disk"} <= homes
+    assert [row.name for row in recorded.entries if row.plan is None] == []
+    sizes = {row.name: row.nbytes for row in recorded.entries}
+    assert sizes["0.weight"] == 4 * 256 * 1024
+
+
+def test_what_binds_the_step_and_what_more_memory_would_save_are_told(recorded):
+    plan = recorded.plan
+    assert recorded.unplanned == ""
+    assert 0 < plan.floor_s <= plan.least_s
+    assert plan.binding.keys() <= {"forward", "backward", "step"}
+    assert [row.tier for row in plan.shadows] == ["device", "host"]
+    assert plan.shadows[0].planned_s > 0, "nothing would move any more"
+    rates = {row.link: row.bytes_per_s for row in recorded.links}
+    assert THROTTLED.keys() <= rates.keys()
+
+
+def test_without_a_plan_the_reason_is_told(tmp_path):
+    torch._dynamo.reset()
+    model = zcompile.offload(mlp(), **SMALL, residency=False, dump=tmp_path)
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    record = rf.open_run(tmp_path).timeline()
+    assert record.plan is None
+    assert "residency=False" in record.unplanned
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert record.format == rf.FORMAT == rf.open_run(tmp_path).record.format

@@ -36,6 +36,8 @@ def device(request):
 class Landed:
     """A landing that can be waited for."""
 
+    name = "w"
+
     def __init__(self):
         self.queued, self.over = Countdown(), Countdown()
         self.event = None

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from zcompile.runtime.meter import MOST_SPANS, Meter
+from zcompile.ir.step import Passage
+from zcompile.runtime.meter import MOST_SPANS, Gauge, Meter
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,36 @@ def test_a_link_is_busy_once_however_much_is_under_way():
     meter.busy("h2d", 10, 5.0, 5.5)
     meter.busy("d2h", 1, 0.0, 0.25)
     assert meter.traffic() == {"h2d": (160, 2.5), "d2h": (1, 0.25)}
+
+
+def test_what_passes_a_link_is_kept_only_where_it_is_asked_for():
+    meter = Meter()
+    meter.busy("h2d", 100, 1.0, 2.0, "before")
+    meter.keep_passages(True)
+    meter.busy("h2d", 50, 1.5, 3.0, "a")
+    meter.busy("h2d", 10, 5.0, 5.5, "b")
+    meter.busy("h2d", 1, 4.0, 5.0, "late")
+    assert meter.take_passages() == (
+        Passage("h2d", "a", 50, 2.0, 3.0),
+        Passage("h2d", "b", 10, 5.0, 5.5),
+        Passage("h2d", "late", 1, 5.0, 5.0),
+    )
+    assert meter.take_passages() == ()
+    meter.keep_passages(False)
+    meter.busy("h2d", 1, 6.0, 7.0, "after")
+    assert meter.take_passages() == ()
+
+
+def test_a_crest_is_the_highest_level_since_it_was_asked_last():
+    gauge = Gauge()
+    gauge.change(5)
+    gauge.touch(3)
+    gauge.change(-4)
+    assert [gauge.crest(), gauge.crest()] == [8, 1]
+    gauge.change(1)
+    gauge.change(-1)
+    gauge.reset()
+    gauge.change(1)
+    assert (gauge.crest(), gauge.peak) == (2, 2)
+    gauge.change(9)
+    assert gauge.peak == 11

@@ -18,13 +18,20 @@ from typing import Any, NamedTuple
 from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.rescheduling import Rescheduling
-from zcompile.frontend.session_plan import costs_of, plan_of, prediction_of, seconds_at
+from zcompile.frontend.session_plan import (
+    costs_of,
+    plan_of,
+    prediction_of,
+    seconds_at,
+    shadows_of,
+)
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
 from zcompile.ir.types import HELD, EntryRef
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
+from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
 from zcompile.runtime.progress import tell, working
@@ -270,6 +277,12 @@ class StepController(Rescheduling):
         """As `prediction`, at these costs; there is a plan."""
         assert self.plan is not None
         return prediction_of(self.session, self.plan, self._base, costs)
+
+    def shadows(self, costs: Costs) -> tuple[Shadow, ...]:
+        """What one more GiB of device and host would save of a step; there is a plan."""
+        assert self.plan is not None
+        with gc_paused():
+            return shadows_of(self.session, self.plan, self._base, costs)
 
     def costs(self) -> Costs:
         """Costs of this machine, and of what ran on it."""

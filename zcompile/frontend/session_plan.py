@@ -4,6 +4,7 @@ Nothing here changes the session: a plan is put into force by `frontend/replan.p
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zcompile.frontend.rescheduling import lead_of
@@ -13,6 +14,7 @@ from zcompile.machine.cost import Costs
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.floor import floor
+from zcompile.planner.outlook import COMPARED, Shadow, shadow_prices
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import Seconds, StepPlan, plan_step, stay_and_scratch
@@ -87,6 +89,15 @@ def prediction_of(
         "floor_binding": lowest.binding,
         "floor_compute_s": lowest.compute_s,
     }
+
+
+def shadows_of(
+    session: Session, plan: StepPlan, base: StepTrace, costs: Costs
+) -> tuple[Shadow, ...]:
+    """What one more GiB of device and host would save of a step, under a plan made for `base`."""
+    now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
+    room, demand = room_of(session, base), demand_of(base, costs.region_seconds)
+    return shadow_prices(base, costs.machine, costs, room, replace(plan, seconds=now_s), demand)
 
 
 def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:

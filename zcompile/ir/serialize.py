@@ -12,6 +12,9 @@
 A schedule is the one that the last call walked. Calls whose parameters rest on different tiers walk
 different arrangements of one phase: the second stands in schedule-<phase>-2, and so on.
 
+Run and timeline carry the number of the format they are written in (`FORMAT`); a reader refuses
+what is newer than itself, and finds less in what is older.
+
 Step 0, `captured`, is the graph before the first pass. The records are the format: a writer fills
 them and calls `encode`, so that a key is spelled once; the annotations of their fields say how they
 are read back. Sizes and addresses are bytes; names of nodes and parameters are for people. A reader
@@ -33,6 +36,10 @@ from zcompile.errors import NotInRun, RunUnreadable
 from zcompile.ir.memory_curve import Activation, ActivationCost, Memory, SlicedRegion
 from zcompile.ir.units import show_size
 
+FORMAT = 2
+"""1: as dumps were before they said so. 2: what passes links, memory over a step, what rests where,
+and what binds a step stand in timeline.json."""
+
 CAPTURED = "captured"
 PHASES = ("forward", "backward", "inference", "step")
 
@@ -42,12 +49,13 @@ _GRAPH = re.compile(r"graph(\d+)\Z")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """run.json. graphs[k] is the name of graph<k>."""
+    """run.json. graphs[k] is the name of graph<k>; format: `FORMAT` of who wrote it."""
 
     zcompile: str
     torch: str
     config: Mapping[str, object]
     graphs: tuple[str, ...]
+    format: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,15 @@ class MomentRecord:
     call     number of the call in the step
     index    of the instruction in its schedule
     stall_s  that compute waited during the instruction, or right before
+    entry    name of the entry whose bytes it moves or uses, in this very call; "": of none
+    stream   as in `InstructionRecord`
+    used_by  of a fetch: index of the first instruction of its call that computes with what it
+             brings; None: of another instruction, or nothing does
+    levels   measured peaks of bytes since the instruction before: of the device, of values of
+             graphs alone that lie there outside the arena, of the host, of the disk; empty: not
+             measured
+    predicted_levels  predicted peaks of bytes during it: of the device, and of values outside the
+             arena alone
     Seconds from the beginning of the step.
     """
 
@@ -176,16 +193,123 @@ class MomentRecord:
     predicted_begin_s: float | None = None
     predicted_end_s: float | None = None
     predicted_stall_s: float | None = None
+    entry: str = ""
+    stream: str = ""
+    nbytes: int = 0
+    used_by: int | None = None
+    levels: tuple[int, ...] = ()
+    predicted_levels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PassageRecord:
+    """Bytes of an entry on a link, which carries one passage at a time.
+
+    name         of the entry
+    call, index  of the instruction that sent them, as in `MomentRecord`; None: not known
+    Seconds from the beginning of the step; negative before it.
+    """
+
+    link: str
+    name: str
+    nbytes: int
+    begin_s: float
+    end_s: float
+    call: int | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class TierRecord:
+    """A tier. budget_bytes: that it may hold; peak_bytes: most that it held at once in the step.
+
+    Both of all that it holds: of the device, of the arena and values of graphs outside it.
+    """
+
+    tier: str
+    budget_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class EntryRecord:
+    """An entry of the store.
+
+    kind  "weight", "gradient", "state", "copy" (in another dtype) or "other"
+    home  tier that it rested on in the step; "held": on the device, where compute made it
+    plan  tier that the plan wants it on; None without a plan
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    home: str
+    plan: str | None = None
+
+
+@dataclass(frozen=True)
+class LinkRecord:
+    """Capacity of a link: bytes per second at which it is known to carry long transfers."""
+
+    link: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class ShadowRecord:
+    """Seconds of a step that one more GiB of a tier saves: planned again, and of the bound."""
+
+    tier: str
+    planned_s: float
+    least_s: float
+
+
+@dataclass(frozen=True)
+class StepPlanRecord:
+    """The plan of a whole step that was in force.
+
+    least_s, least_by  lower bound, in seconds, of plans that compute what this one does with the
+                       same split of the device; compute or the link that it is due to, for people
+    floor_s, floor_by  the same of all plans within the budgets
+    binding            phase -> compute or the link that binds it
+    window_bytes       of the arena, that entries stream through
+    staying_bytes      of gradients that stay outside the arena until the optimizer has read them
+    """
+
+    least_s: float
+    least_by: str
+    floor_s: float
+    floor_by: str
+    binding: Mapping[str, str]
+    window_bytes: int
+    staying_bytes: int
+    shadows: tuple[ShadowRecord, ...]
 
 
 @dataclass(frozen=True)
 class TimelineRecord:
-    """timeline.json. step: counts from 1; predicted: None where no machine was known."""
+    """timeline.json.
+
+    step        counts from 1
+    predicted   None where no machine was known
+    passages    measured; a link that cannot tell, as those of CUDA, has none
+    plan        None: none was in force, since `unplanned` (a sentence, for people)
+    inexact     what may round otherwise than eager's, a sentence each
+    """
 
     step: int
     measured: StepRecord
     predicted: StepRecord | None
     moments: tuple[MomentRecord, ...]
+    format: int = 1
+    passages: tuple[PassageRecord, ...] = ()
+    predicted_passages: tuple[PassageRecord, ...] = ()
+    tiers: tuple[TierRecord, ...] = ()
+    entries: tuple[EntryRecord, ...] = ()
+    links: tuple[LinkRecord, ...] = ()
+    plan: StepPlanRecord | None = None
+    unplanned: str = ""
+    inexact: tuple[str, ...] = ()
 
 
 def run_file(run: Path) -> Path:
@@ -460,7 +584,9 @@ class Run:
                 "holds no timeline: the second step of an optimizer is "
                 "written when the third begins, so train for three",
             )
-        return _read(TimelineRecord, path)
+        record = _read(TimelineRecord, path)
+        _check_format(path, record.format)
+        return record
 
 
 def open_run(path: Path, graph: int | None = None) -> Run:
@@ -480,6 +606,7 @@ def open_run(path: Path, graph: int | None = None) -> Run:
             raise RunUnreadable(path, "holds no run")
         path = numbered[-1][1]
     record = _read(RunRecord, run_file(path))
+    _check_format(path, record.format, f" by zcompile {record.zcompile}")
     graphs = tuple(Graph(found, index) for index, found in graphs_in(path))
     if not graphs:
         raise RunUnreadable(path, "holds no graph yet")
@@ -489,6 +616,16 @@ def open_run(path: Path, graph: int | None = None) -> Run:
         if not graphs:
             raise NotInRun(path, "graph", str(graph), known)
     return Run(path, record, graphs)
+
+
+def _check_format(path: Path, found: int, by: str = "") -> None:
+    """raises  RunUnreadable, if a newer version wrote it"""
+    if found > FORMAT:
+        raise RunUnreadable(
+            path,
+            f"is written in format {found}{by}, and this version reads up to {FORMAT}: take "
+            "the version that wrote it",
+        )
 
 
 def _text(path: Path) -> str:

@@ -150,6 +150,8 @@ class Moment(NamedTuple):
     begin_s, end_s     of compute, or of the host for an instruction that it only starts
     stall_s            that compute, or the host before it goes on, waited before `begin_s`
     sent_s, arrived_s  of the transfer it starts, if it does
+    together_bytes     peak during it of the arena and of live bytes outside it, at once
+    outside_bytes      peak during it of live bytes outside the arena
     """
 
     call: int
@@ -160,11 +162,30 @@ class Moment(NamedTuple):
     stall_s: float = 0.0
     sent_s: float | None = None
     arrived_s: float | None = None
+    together_bytes: int = 0
+    outside_bytes: int = 0
 
     @property
     def is_work(self) -> bool:
         """Whether it computes."""
         return self.instruction.effects.region is not None
+
+
+class Passage(NamedTuple):
+    """Bytes of an entry that passed a link, which carries one passage at a time.
+
+    name     of the entry
+    begin_s  when the link began to carry them, in seconds of the clock of whoever tells
+    call, number  of the instruction that sent them, if that is known
+    """
+
+    link: str
+    name: str
+    nbytes: int
+    begin_s: float
+    end_s: float
+    call: int | None = None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +212,7 @@ class Timeline:
     held_bytes: int
     together_bytes: int
     moments: tuple[Moment, ...] = ()
+    passages: tuple[Passage, ...] = ()
 
     @property
     def least_s(self) -> float:

@@ -55,7 +55,8 @@ class RunDir:
         path.mkdir()
         self.graphs.append(name)
         config = {f.name: _plain(getattr(self.config, f.name)) for f in fields(self.config)}
-        record = form.RunRecord(VERSION, torch.__version__, config, tuple(self.graphs))
+        names = tuple(self.graphs)
+        record = form.RunRecord(VERSION, torch.__version__, config, names, form.FORMAT)
         form.run_file(self.path).write_text(serialize.encode(record))
         return path
 

@@ -342,3 +342,30 @@ class LinkSimulator:
         for transfer in waiting:
             self._unblock(transfer)
         waiting.clear()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A piece of a transfer on a link: its bytes, and the seconds at which the link carried it."""
+
+    transfer: SimTransfer
+    link: str
+    nbytes: int
+    begin_s: float
+    end_s: float
+
+
+class RecordingLinkSimulator(LinkSimulator):
+    """A `LinkSimulator` that remembers what each link carried. Those of `links` carry bytes."""
+
+    def __init__(
+        self, links: Mapping[str, Link], chunk_bytes: int = 1, ring_bytes: int = 1
+    ) -> None:
+        super().__init__(links, chunk_bytes, ring_bytes)
+        self.carried: list[Carried] = []
+
+    def _carry(self, piece: _Piece) -> None:
+        link, nbytes, begin_s = piece.transfer.route[piece.at].name, piece.nbytes, self.now
+        super()._carry(piece)
+        end_s = begin_s + nbytes / piece.queues[piece.at][2]
+        self.carried.append(Carried(piece.transfer, link, int(nbytes), begin_s, end_s))

@@ -162,7 +162,7 @@ def evaluated(
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),
-        shadows=_shadows(step, terms, room, planned, demand, least) if prices else (),
+        shadows=shadow_prices(step, terms.machine, costs, room, planned, demand) if prices else (),
         compute_s=compute_s,
         lanes_s=lane_seconds(groups, homes, terms.machine.links),
     )
@@ -220,19 +220,24 @@ def _used(step: StepTrace, homes: Mapping[EntryRef, str]) -> dict[str, int]:
     return used
 
 
-def _shadows(
+def shadow_prices(
     step: StepTrace,
-    terms: Terms,
+    machine: Machine,
+    costs: Costs,
     room: Room,
     planned: StepPlan,
     demand: Demand,
-    least: Bound,
 ) -> tuple[Shadow, ...]:
     """Shadow prices of device and host; a disk has room, or lacks it, and saves no time.
 
     The window stays as it is, so that the GiB goes to resident entries.
+
+    step     as it was recorded
+    machine  links and rates
+    costs    of which `planned` has its seconds
+    room     bytes of each tier for the entries of the step
     """
-    links, costs = terms.machine.links, terms.costs()
+    least_s = bound(demand, machine.links, room).seconds
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
     made = []
@@ -242,13 +247,11 @@ def _shadows(
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
         stay = planned.placement.stay
-        homes = place(
-            step, terms.machine, replace(larger, nbytes=beside), demand.phases_s, stay
-        ).homes
+        homes = place(step, machine, replace(larger, nbytes=beside), demand.phases_s, stay).homes
         made_again = arranged(step, homes, planned.arena)
         again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
-        least_s = least.seconds - bound(demand, links, dearer).seconds
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
-        made.append(Shadow(tier, least_s, saved_s, more))
+        less_s = least_s - bound(demand, machine.links, dearer).seconds
+        made.append(Shadow(tier, less_s, saved_s, more))
     return tuple(made)

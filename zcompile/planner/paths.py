@@ -41,6 +41,11 @@ class LinkPaths:
     def home(self, ref: EntryRef) -> str:
         return self._homes.get(ref, HOST)
 
+    def name(self, ref: EntryRef) -> str:
+        """Name of an entry, for people; "" of one that the step does not know."""
+        fact = self._facts.get(ref)
+        return "" if fact is None else fact.name
+
     def resident(self, tier: str) -> Iterable[int]:
         """Bytes of each entry that rests on `tier`."""
         return (fact.nbytes for ref, fact in self._facts.items() if self.home(ref) == tier)

@@ -8,7 +8,7 @@ those that `zcompile.stats` measures.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ from zcompile.ir.effects import (
     Slot,
     Ticket,
 )
-from zcompile.ir.step import Moment, StepCall, StepTrace, Timeline
+from zcompile.ir.step import Moment, Passage, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
 from zcompile.memory.step_footprint import StepFootprint
-from zcompile.planner.links import LinkSimulator, SimTransfer
+from zcompile.planner.links import LinkSimulator, RecordingLinkSimulator, SimTransfer
 from zcompile.planner.paths import LinkPaths
 
 
@@ -52,6 +52,8 @@ class WalkedInstruction(NamedTuple):
     waited_s: float
     work: ComputeTask | None
     sent: SimTransfer | None
+    together_bytes: int
+    outside_bytes: int
 
     def moment(self, begun: float) -> Moment:
         """The instruction with its times, in seconds since `begun`."""
@@ -73,6 +75,8 @@ class WalkedInstruction(NamedTuple):
             stall,
             sent,
             arrived,
+            self.together_bytes,
+            self.outside_bytes,
         )
 
 
@@ -140,7 +144,10 @@ class SimulatedSteps:
         self._asynchronous = costs.ways.asynchronous
         self._routes = LinkPaths(step, costs, homes)
         ways = costs.ways
-        self._traffic = LinkSimulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
+        simulator = RecordingLinkSimulator if tells else LinkSimulator
+        self._traffic = simulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
+        self._sent_of: dict[SimTransfer, EntryRef] = {}
+        """The entry that each transfer moves, if instructions are remembered."""
         self._ahead = self._routes.handovers(self._calls)
         self._issues: dict[tuple[str, int], float] = {}
         self._host = 0.0
@@ -166,6 +173,7 @@ class SimulatedSteps:
         self._together = self._taken + self._held.now
         self._sent: list[SimTransfer] = []
         self._walked: list[WalkedInstruction] = []
+        self._crest = self._held.now
         self._between: list[tuple[SimTransfer, float, float]] = []
 
     def timeline(self) -> Timeline:
@@ -191,7 +199,20 @@ class SimulatedSteps:
             held_bytes=self._held_peak,
             together_bytes=self._together,
             moments=moments,
+            passages=tuple(self._passages(begun, since)),
         )
+
+    def _passages(self, begun: float, ended: float) -> Iterator[Passage]:
+        """What the links carried from `begun` to `ended`, in seconds since `begun`."""
+        if not isinstance(self._traffic, RecordingLinkSimulator):
+            return
+        by = {w.sent: (w.call, w.number) for w in self._walked if w.sent is not None}
+        for row in self._traffic.carried:
+            if row.end_s > begun and row.begin_s < ended:
+                name = self._routes.name(self._sent_of[row.transfer])
+                call, number = by.get(row.transfer, (None, None))
+                times = row.begin_s - begun, row.end_s - begun
+                yield Passage(row.link, name, row.nbytes, *times, call, number)
 
     def seconds(self) -> float:
         """Walk the step once more; `step_s` of the timeline, for which not all traffic need be
@@ -225,6 +246,7 @@ class SimulatedSteps:
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
         for index, x in enumerate(call.schedule.effects):
             self._waited, begin = 0.0, self._host
+            before, self._crest = self._taken, self._held.now
             if x.changes_live:
                 self._rise()
             work = sent = None
@@ -234,8 +256,12 @@ class SimulatedSteps:
                 sent = self._arrive(x) if x.lane is IN else self._leave(x)
             if self._tells:
                 done = begin, self._host, self._waited, work, sent
+                together = max(before + self._crest, self._taken + self._held.now)
+                peaks = together, max(self._crest, self._held.now)
                 self._walked.append(
-                    WalkedInstruction(number, index, call.schedule.instructions[index], *done)
+                    WalkedInstruction(
+                        number, index, call.schedule.instructions[index], *done, *peaks
+                    )
                 )
             for fetch in starts.get(index, ()):
                 self._bring(then or call, fetch.effects, self._given, self._compute)
@@ -354,7 +380,7 @@ class SimulatedSteps:
 
     def _rise(self) -> None:
         """Count live bytes during the next instruction that changes them."""
-        held = self._held.rise()
+        held = self._crest = self._held.rise()
         self._held_peak = max(self._held_peak, held)
         self._together = max(self._together, self._taken + held)
 
@@ -403,6 +429,8 @@ class SimulatedSteps:
             transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers
         )
         self._sent.append(transfer)
+        if self._tells:
+            self._sent_of[transfer] = ref
 
     def _make_room(self, nbytes: int) -> None:
         """Let the host wait until the bytes on their way out, with `nbytes` more, are within the

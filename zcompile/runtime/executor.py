@@ -188,6 +188,7 @@ class Executor:
             lambda: store._backlog.waited_s + in_flight.waited_s,
             store.meter.traffic,
             store.is_idle,
+            store.meter.crests,
         )
         self._busy = threading.Lock()
         self._walker: int | None = None
@@ -219,11 +220,13 @@ class Executor:
         """
         self.recorder.start(walks=True)
         self.clocks.keep_timeline(step_ended)
+        self.store.meter.keep_passages(True)
 
     def drop_timeline(self) -> None:
         """Time walks now and then again."""
         self.recorder.keep_walks(False)
         self.clocks.drop_timeline()
+        self.store.meter.keep_passages(False)
 
     def run(
         self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None

@@ -9,6 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from zcompile.config import LINKS
+from zcompile.ir.step import Passage
 
 SECONDS = ("compute", "stall", "optimizer")
 TOTALS = ("steps", "gathers")
@@ -17,6 +18,9 @@ STRUCTURE = ("graphs", "regions", "distinct_regions")
 """Counts of what was compiled; they stay true, so a reset leaves them."""
 MOST_SPANS = 4096
 """Device stopwatch pairs kept unread; far more than are in flight on a stream at once."""
+
+MOST_PASSAGES = 1 << 18
+"""Passages kept for a timeline; a step of some hundred layers has a tenth of that."""
 
 Value = dict[str, int] | dict[str, float] | int
 
@@ -34,14 +38,17 @@ class Gauge:
     def __init__(self, within: "Gauge | None" = None) -> None:
         self.now = 0
         self.peak = 0
+        self._crest = 0
         self._within = within
         self._lock = threading.Lock()
 
     def change(self, delta: int) -> None:
         with self._lock:
             self.now += delta
-            if self.now > self.peak:
-                self.peak = self.now
+            if self.now > self._crest:
+                self._crest = self.now
+                if self.now > self.peak:
+                    self.peak = self.now
         if self._within is not None:
             self._within.change(delta)
 
@@ -55,10 +62,17 @@ class Gauge:
         """Raise the high-water mark to `level`."""
         with self._lock:
             self.peak = max(self.peak, level)
+            self._crest = max(self._crest, level)
+
+    def crest(self) -> int:
+        """Highest level since this was asked last."""
+        with self._lock:
+            crest, self._crest = self._crest, self.now
+            return crest
 
     def reset(self) -> None:
         with self._lock:
-            self.peak = self.now
+            self.peak = self._crest = self.now
 
 
 class Meter:
@@ -75,22 +89,44 @@ class Meter:
         self._busy: dict[str, tuple[int, float, float]] = {}
         self._counts = dict.fromkeys((*TOTALS, *STRUCTURE), 0)
         self._spans: deque[tuple[str, Stamp, Stamp]] = deque()
+        self._passages: deque[Passage] | None = None
 
     def moved(self, link: str, nbytes: int) -> None:
         """`nbytes` have travelled over `link`."""
         with self._lock:
             self._bytes[link] += nbytes
 
-    def busy(self, link: str, nbytes: int, since: float, until: float) -> None:
-        """`nbytes` that set out over `link` at `since` have arrived; times of one clock, in its
-        order.
+    def busy(self, link: str, nbytes: int, since: float, until: float, name: str = "") -> None:
+        """`nbytes` of an entry called `name` that set out over `link` at `since` have arrived;
+        times of one clock, in its order.
 
-        The time in which several were in flight at once counts once.
+        The time in which several were in flight at once counts once, for the first to arrive.
         """
         with self._lock:
             total, seconds, last = self._busy.get(link, (0, 0.0, 0.0))
-            seconds += max(0.0, until - max(since, last))
-            self._busy[link] = total + nbytes, seconds, max(last, until)
+            begin = min(max(since, last), until)
+            self._busy[link] = total + nbytes, seconds + until - begin, max(last, until)
+            if self._passages is not None:
+                self._passages.append(Passage(link, name, nbytes, begin, until))
+
+    def keep_passages(self, wanted: bool) -> None:
+        """Remember what passes links from here on, or no more."""
+        with self._lock:
+            self._passages = deque(maxlen=MOST_PASSAGES) if wanted else None
+
+    def take_passages(self) -> tuple[Passage, ...]:
+        """What has passed links since this was asked last, in the order of arrival."""
+        with self._lock:
+            taken = tuple(self._passages or ())
+            if self._passages is not None:
+                self._passages.clear()
+        return taken
+
+    def crests(self) -> tuple[int, int, int, int]:
+        """Highest levels since this was asked last: bytes of the arena and of live values of graphs
+        outside it, of these alone, of the host, and of the disk."""
+        gauges = self.together, self.activations, self.host, self.disk
+        return tuple(gauge.crest() for gauge in gauges)  # type: ignore[return-value]  # four of four
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Bytes and seconds in use of each link that can tell, in all; no reset touches them."""

@@ -251,6 +251,7 @@ class _Arrival(Promise):
     """A promise that is finished by a device's copy."""
 
     __slots__ = ()
+    name = "what is probed"
 
     def enqueued(self, event: object) -> None:
         return

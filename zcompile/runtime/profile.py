@@ -257,6 +257,8 @@ EVERY = 16
 STEPS = 16
 """Steps over which the links are measured: with a quarter for each, those before count for a
 hundredth."""
+Levels = tuple[int, ...]
+"""Highest bytes of several gauges since they were read last."""
 Traffic = Mapping[str, tuple[int, float]]
 IDLE = (0, 0.0)
 
@@ -266,12 +268,14 @@ class Walked:
     """The times of one walk: when each instruction began and ended, in seconds of one clock.
 
     stalls  index of an instruction -> seconds that compute, or the host, waited there
+    levels  what `Clocks` is given as `levels`, of each instruction
     """
 
     schedule: Schedule
     begins: tuple[float, ...]
     ends: tuple[float, ...]
     stalls: Mapping[int, float]
+    levels: tuple[Levels, ...] = ()
 
 
 class Clocks:
@@ -280,6 +284,7 @@ class Clocks:
     waited   seconds that gradients have waited until others were sent, in all
     traffic  bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
     idle     whether no transfer is in flight
+    levels   highest levels of memory since it was called last, for a timeline
     """
 
     def __init__(
@@ -288,9 +293,11 @@ class Clocks:
         waited: Callable[[], float],
         traffic: Callable[[], Traffic] = dict,
         idle: Callable[[], bool] = lambda: False,
+        levels: Callable[[], Levels] = tuple,
     ) -> None:
         self.waited = waited
         self.idle = idle
+        self.levels = levels
         self._traffic, self._moved = traffic, traffic()
         self._rates: deque[tuple[dict[str, int], dict[str, float]]] = deque(maxlen=STEPS)
         beside = device.torch_device.type != "cpu"  # of the host, so that only events can tell
@@ -418,12 +425,14 @@ class Clocks:
         waits: Mapping[int, float],
         given: frozenset[int],
         idle: Container[int] = (),
+        levels: Sequence[Levels] = (),
     ) -> None:
         """A walk was timed.
 
         waits  seconds that gradients waited, by instruction
         given  tickets of fetches that were in flight before the walk began
         idle   instructions beside which no transfer was in flight
+        levels of memory, of each instruction
         """
         stalls, cold = dict(waits), self._is_cold(schedule)
         for index, x in enumerate(schedule.effects):
@@ -443,7 +452,8 @@ class Clocks:
                     if x.after:
                         stalls[index] = seconds - self._issues.least(key)
         if self.keeps_timeline:
-            self._step.append(Walked(schedule, tuple(begins), tuple(ends), stalls))
+            walked = Walked(schedule, tuple(begins), tuple(ends), stalls, tuple(levels))
+            self._step.append(walked)
 
     def _ran(self, region: Region, seconds: float, cold: bool) -> None:
         self._regions.note(region.key, seconds, cold)
@@ -501,6 +511,7 @@ class HostTimer(Timer):
         self._waits: dict[int, float] = {}
         self._waited = clocks.waited()
         self._idle: set[int] = set()
+        self._levels: list[Levels] | None = [] if clocks.keeps_timeline else None
 
     def begins(self, index: int) -> None:
         if self.clocks.idle():
@@ -514,11 +525,19 @@ class HostTimer(Timer):
         if (waited := self.clocks.waited()) > self._waited:
             self._waits[index] = waited - self._waited
             self._waited = waited
+        if self._levels is not None:
+            self._levels.append(self.clocks.levels())
 
     def over(self) -> None:
         super().over()
         self.clocks.learn(
-            self.schedule, self._begins, self._ends, self._waits, self.given, self._idle
+            self.schedule,
+            self._begins,
+            self._ends,
+            self._waits,
+            self.given,
+            self._idle,
+            self._levels or (),
         )
 
 

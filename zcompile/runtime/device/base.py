@@ -19,7 +19,13 @@ Direction = Literal["h2d", "d2h"]
 
 class CopyListener(Protocol):
     """Hears of one copy. Its methods are called from any thread, each at most once, in this
-    order."""
+    order.
+
+    name  of the entry whose bytes are copied, for people
+    """
+
+    @property
+    def name(self) -> str: ...
 
     def enqueued(self, event: object) -> None:
         """The copy is enqueued; `Device.join(event)` makes compute wait for the copy."""

@@ -140,7 +140,7 @@ class CpuDevice:
             copy_bytes(target, source, nbytes)
             self._meter.moved(direction, nbytes)
             throttle.delay(nbytes, since)
-            self._meter.busy(direction, nbytes, since, time.perf_counter())
+            self._meter.busy(direction, nbytes, since, time.perf_counter(), listener.name)
 
 
 @dataclass(frozen=True)

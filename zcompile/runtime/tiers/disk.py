@@ -393,7 +393,7 @@ class DiskTier:
         assert buffer.memory.data_ptr() % file.granule == 0, "a transfer off granules"
         promise = Promise()
         link = self._links["disk_write" if write else "disk_read"]
-        over = partial(link.arrived, promise, buffer.nbytes, time.perf_counter())
+        over = partial(link.arrived, promise, buffer.nbytes, time.perf_counter(), name)
         move = Move(write, file.at(part.offset + at), buffer, name, over)
         self._engines[part.file].start(move)
         return promise
@@ -441,16 +441,16 @@ class _DiskLink:
         self._pacer = Workers(f"zinf-{name}", 1, crashed) if bytes_per_s is not None else None
 
     def arrived(
-        self, promise: Promise, nbytes: int, since: float, error: BaseException | None
+        self, promise: Promise, nbytes: int, since: float, name: str, error: BaseException | None
     ) -> None:
-        """`nbytes` that set out at `since` have really been moved, or failed."""
+        """`nbytes` of entry `name` that set out at `since` have really been moved, or failed."""
         if error is None:
             self._meter.moved(self._name, nbytes)
         if error is None and self._pacer is not None:
-            self._pacer.submit(partial(self._hold, promise, nbytes, since))
+            self._pacer.submit(partial(self._hold, promise, nbytes, since, name))
         else:
             if error is None:
-                self._meter.busy(self._name, nbytes, since, time.perf_counter())
+                self._meter.busy(self._name, nbytes, since, time.perf_counter(), name)
             promise.finish(error)
 
     def close(self) -> None:
@@ -460,7 +460,7 @@ class _DiskLink:
         if self._pacer is not None:
             self._pacer.stop()
 
-    def _hold(self, promise: Promise, nbytes: int, since: float) -> None:
+    def _hold(self, promise: Promise, nbytes: int, since: float, name: str) -> None:
         self._throttle.delay(nbytes, since)
-        self._meter.busy(self._name, nbytes, since, time.perf_counter())
+        self._meter.busy(self._name, nbytes, since, time.perf_counter(), name)
         promise.finish()

@@ -86,6 +86,10 @@ class Transfer(ABC):
         self.before = WrittenRanges()
         self.memory_free.then(self._drop_memory)
 
+    @property
+    def name(self) -> str:
+        return self.place.name
+
     def done(self) -> bool:
         return self.home.done()
 
@@ -295,6 +299,10 @@ class _FetchedChunk:
     fetch: Fetch
     buffer: Buffer
 
+    @property
+    def name(self) -> str:
+        return self.fetch.name
+
     def enqueued(self, event: object) -> None:
         self.fetch.enqueued(event)
 
@@ -382,6 +390,10 @@ class _CopiedChunk:
 
     transfer: Put
     then: Callback
+
+    @property
+    def name(self) -> str:
+        return self.transfer.name
 
     def enqueued(self, event: object) -> None:
         self.transfer.enqueued(event)

@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zcompile.cli import disk, doctor, explain, plan, show, timeline
+from zcompile.cli import disk, doctor, explain, perfetto, plan, show, timeline
 from zcompile.cli.format import Answer
+from zcompile.cli.report import report
 from zcompile.errors import ConfigInvalid, UnknownOption, UserCodeFailed, ZinfError
 from zcompile.ir.serialize import PHASES
 from zcompile.machine.files import MachineUnknown, MachineUnreadable
@@ -78,7 +79,24 @@ def _parser() -> argparse.ArgumentParser:
         command=lambda args: show.schedule(args.run, args.graph, args.phase, args.regions)
     )
     asked = add("timeline", "the last step that was written: measured beside predicted", "RUN")
-    asked.set_defaults(command=lambda args: timeline.timeline(args.run))
+    asked.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write it as trace events, which Perfetto opens, in place of printing it",
+    )
+    asked.set_defaults(
+        command=lambda args: (
+            timeline.timeline(args.run)
+            if args.perfetto is None
+            else perfetto.write(args.run, args.perfetto)
+        )
+    )
+    asked = add("report", "write one page for a browser: times, memory, links, passes", "RUN")
+    asked.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", default=Path("report.html"), help="the page"
+    )
+    asked.set_defaults(command=lambda args: report(args.run, args.graph, args.output))
     asked = add(
         "explain",
         "the life of one parameter, what became of activations, or slices",

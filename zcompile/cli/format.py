@@ -316,8 +316,16 @@ def write_plot(path: Path, text: str) -> None:
 
     raises  ConfigInvalid, if it cannot be written
     """
+    write_file("plot", path, text)
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write what an option names a file for.
+
+    raises  ConfigInvalid, if it cannot be written
+    """
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        why = f"cannot be written: {error.strerror}"
-        raise ConfigInvalid("plot", str(path), why) from error
+    except (OSError, ValueError) as error:  # a NUL in a name is no error of the system
+        why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise ConfigInvalid(option, str(path), why) from error

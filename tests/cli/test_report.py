@@ -160,6 +160,23 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(made, tmp_path, file):
     assert Path(file).name in facts["warnings"][0]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "[" * 9_000])
+def test_what_is_no_number_damages_a_file(made, tmp_path, number):
+    run = write_step(tmp_path, step())
+    text = (run / "timeline.json").read_text()
+    (run / "timeline.json").write_text(text.replace('"stall_s": 0.0', f'"stall_s": {number}', 1))
+    code, facts, _, said = made(run)
+    assert (code, facts["step"]) == (1, None)
+    assert "timeline.json is not what a dump writes" in said
+
+
+def test_a_step_without_instructions_is_shown(made, tmp_path):
+    empty = replace(step(), moments=(), passages=(), predicted_passages=())
+    code, facts, _, _ = made(write_step(tmp_path, empty))
+    assert code == 0
+    assert [side["spans"] for side in facts["sides"]] == [[]]
+
+
 def test_a_run_whose_record_is_cut_off_is_refused(made, tmp_path):
     run = write_step(tmp_path, step())
     (run / "run.json").write_text("{")

@@ -36,6 +36,9 @@ def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsy
     assert sum(measured["phases"].values()) == measured["step_s"]
     walked = moments[-1]["end_s"] - moments[0]["begin_s"]
     assert measured["step_s"] > walked, "what lies before the first call is part of a step"
+    assert shown["plan"] is None, "the plan made of this step is that of the next"
+    assert shown["unplanned"].startswith("No plan was in force in this step")
+    assert {row["plan"] for row in shown["entries"]} == {None}
 
 
 THROTTLED = {link: 50 * MiB for link in ("h2d", "d2h", "disk_read", "disk_write")}

@@ -59,16 +59,20 @@ class _Writer:
         self._nbytes: dict[str, int] = {}
         self._traffic: dict[str, tuple[int, float]] = {}
         self._shadows: tuple[StepPlan, tuple[Shadow, ...]] | None = None
+        self._plan: StepPlan | None = None
+        """The plan in force when the step began that runs now."""
 
     def step_ended(self) -> None:
         session = self._session()
         if session is None:
             return
         self._steps += 1
+        # Where a step ends the next one may be planned, and it was walked under the plan before.
+        plan, self._plan = self._plan, _plan_of(session)
         moved, busy = self._since(session)
         passages = session.meter.take_passages()
         if self._steps >= 2 and not self._steps & (self._steps - 1):
-            self._write(session, moved, busy, passages)
+            self._write(session, plan, moved, busy, passages)
             session.meter.take_passages()
             session.executor.clocks.forget()
 
@@ -84,10 +88,12 @@ class _Writer:
     def _write(
         self,
         session: Session,
+        plan: StepPlan | None,
         moved: dict[str, int],
         busy: dict[str, float],
         passages: tuple[Passage, ...],
     ) -> None:
+        """Write the step that has ended, which was walked under `plan`."""
         clocks = session.executor.clocks
         step, walks = session.executor.recorder.last_walked, clocks.timeline()
         machine = machine_for(session.config, session.device)
@@ -100,10 +106,10 @@ class _Writer:
         record = replace(
             timeline_record(self._steps, measured, walks, simulated, step, passages),
             tiers=_tiers(session, walks),
-            entries=tuple(_entries(session, step)),
+            entries=tuple(_entries(session, step, plan)),
             links=tuple(form.LinkRecord(k, link.bytes_per_s) for k, link in machine.links.items()),
-            plan=self._plan(session, costs),
-            unplanned=_unplanned(session),
+            plan=self._told(session, plan, costs),
+            unplanned=_unplanned(session, plan),
             inexact=tuple(
                 f"{where} may round otherwise than eager's, by {by}: {why}"
                 for (where, by), why in session.inexact.items()
@@ -118,11 +124,14 @@ class _Writer:
             log.warning("%s takes no timeline any more: %s", self._run, error.strerror or error)
             session.executor.drop_timeline()
 
-    def _plan(self, session: Session, costs: Costs) -> form.StepPlanRecord | None:
+    def _told(
+        self, session: Session, plan: StepPlan | None, costs: Costs
+    ) -> form.StepPlanRecord | None:
+        """The record of `plan`; None, if it is in force no more."""
         controller = session.controller
-        if not isinstance(controller, StepController) or controller.plan is None:
+        if not isinstance(controller, StepController) or plan is None or plan is not self._plan:
             return None
-        plan, told = controller.plan, controller.predicted_at(costs)
+        told = controller.predicted_at(costs)
         if self._shadows is None or self._shadows[0] is not plan:
             self._shadows = plan, controller.shadows(costs)
         describe = costs.machine.describe
@@ -140,14 +149,19 @@ class _Writer:
         )
 
 
-def _unplanned(session: Session) -> str:
-    """Why no plan of a whole step is in force, as a sentence; "" if one is."""
+def _plan_of(session: Session) -> StepPlan | None:
+    """The plan in force."""
+    controller = session.controller
+    return controller.plan if isinstance(controller, StepController) else None
+
+
+def _unplanned(session: Session, plan: StepPlan | None) -> str:
+    """Why nothing is told of the plan of a step, as a sentence; "" if `plan` is in force still."""
     if because := session.config.stays_because:
         return f"No whole step is planned with {because}: entries rest where they were put first."
-    controller = session.controller
-    if isinstance(controller, StepController) and controller.plan is not None:
-        return ""
-    return "No plan of a whole step is in force: the first steps are observed before one is made."
+    if plan is None:
+        return "No plan was in force in this step: the first steps are observed before one is made."
+    return "" if plan is _plan_of(session) else "The step was walked under a plan that has gone."
 
 
 def _tiers(session: Session, walks: Sequence[Walked]) -> tuple[form.TierRecord, ...]:
@@ -163,12 +177,12 @@ def _tiers(session: Session, walks: Sequence[Walked]) -> tuple[form.TierRecord, 
     )
 
 
-def _entries(session: Session, step: StepTrace | None) -> Iterator[form.EntryRecord]:
-    """The entries that the step used, as they rested in it; then the others that last."""
+def _entries(
+    session: Session, step: StepTrace | None, plan: StepPlan | None
+) -> Iterator[form.EntryRecord]:
+    """The entries that the step used, as they rested in it, and the others that last."""
     facts: dict[EntryRef, EntryFact] = dict(step.facts) if step is not None else {}
     others = facts_of([entry for entry in session.entries() if entry.kind.lasting])
-    controller = session.controller
-    plan = controller.plan if isinstance(controller, StepController) else None
     homes: Mapping[EntryRef, str] = plan.placement.homes if plan is not None else {}
     for ref, fact in (others | facts).items():
         if fact.kind is not EntryKind.ACTIVATION:

@@ -25,6 +25,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import types
 from collections.abc import Mapping
@@ -637,9 +638,15 @@ def _text(path: Path) -> str:
         raise RunUnreadable(path, f"is not UTF-8 text: {error}") from error
 
 
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number")
+    return value
+
+
 def _read(kind: type[R], path: Path) -> R:
     text = _text(path)
     try:
-        return decode(kind, json.loads(text))
-    except ValueError as error:
+        return decode(kind, json.loads(text, parse_float=_finite, parse_constant=_finite))
+    except (ValueError, RecursionError) as error:
         raise RunUnreadable(path, f"is not what a dump writes: {error}") from error

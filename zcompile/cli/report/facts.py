@@ -61,7 +61,7 @@ def facts_of(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
             damage.append(str(error))
     graphs = [_graph(run, graph, damage) for graph in run.graphs]
     facts: dict[str, Any] = {
-        "title": run.path.name,
+        "title": run.path.name.encode(errors="replace").decode(),
         "zcompile": run.record.zcompile,
         "torch": run.record.torch,
         "config": plain(run.record.config),
@@ -150,7 +150,7 @@ def _memory(side: Side) -> dict[str, Any]:
     kept = [
         row for row, after in pairwise([*rows, (0.0, ())]) if row[1] != after[1]
     ]  # of equal levels the last, which holds until then
-    columns = zip(*(levels for _, levels in kept), strict=True)
+    columns = zip(*(levels for _, levels in kept), strict=False)
     told = dict(zip(("device", "outside", "host", "disk"), map(list, columns), strict=False))
     return {"until": _us(time for time, _ in kept), **told}
 

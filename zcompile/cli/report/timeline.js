@@ -21,7 +21,7 @@ const timeline = {
     }
     const times = sides.flatMap((side) => side.spans.flatMap((span) => [span.begin, span.end]));
     const late = sides.flatMap((side) => LINKS.map((link) => side.hops[link].end.at(-1) || 0));
-    view.open(Math.min(0, ...times), Math.max(...times, ...late));
+    view.open(Math.min(0, ...times), Math.max(1, ...times, ...late));
     byId("timeline").hidden = false;
     this.canvas.style.height = `${AXIS + sides.length * BLOCK}px`;
     const words = sides.map((side) => `${side.name}: ${seconds(side.step_s)}`).join(", ");

@@ -112,7 +112,17 @@ def test_the_docs_name_every_command():
         timeout=120,
     )
     commands = re.findall(r"^    (\w+) ", told.stdout, re.MULTILINE)
-    assert commands == ["doctor", "show", "diff", "schedule", "timeline", "explain", "plan", "disk"]
+    assert commands == [
+        "doctor",
+        "show",
+        "diff",
+        "schedule",
+        "timeline",
+        "report",
+        "explain",
+        "plan",
+        "disk",
+    ]
     for command in commands:
         assert f"\nzinf {command} " in COMMANDS
 

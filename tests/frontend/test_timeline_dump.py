@@ -86,7 +86,9 @@ def test_what_passed_each_link_is_what_was_counted(recorded):
 def test_what_is_predicted_to_pass_each_link_is_the_same_as_its_sum(recorded):
     for link, nbytes in recorded.predicted.nbytes.items():
         rows = [row for row in recorded.predicted_passages if row.link == link]
-        assert sum(row.nbytes for row in rows) == pytest.approx(nbytes, rel=0.02)
+        # Some are on their way when the step begins, and others when it ends.
+        under_way = 4 * max(row.nbytes for row in rows)
+        assert abs(sum(row.nbytes for row in rows) - nbytes) <= under_way
     moments = {(m.call, m.index): m for m in recorded.moments}
     known = [row for row in recorded.predicted_passages if row.call is not None]
     assert known

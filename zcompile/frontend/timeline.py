@@ -26,6 +26,7 @@ from zcompile.planner.simulator import simulate
 from zcompile.planner.step_plan import StepPlan
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.profile import Walked, facts_of
+from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class _Writer:
         moved, busy = self._since(session)
         passages = session.meter.take_passages()
         if self._steps >= 2 and not self._steps & (self._steps - 1):
-            self._write(session, plan, moved, busy, passages)
+            with working("writing what a step was"):
+                self._write(session, plan, moved, busy, passages)
             session.meter.take_passages()
             session.executor.clocks.forget()
 

@@ -17,7 +17,6 @@ from torch import fx
 
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import ConfigInvalid, Unsupported
-from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
@@ -87,7 +86,7 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
-    with gc_paused(), working(f"compiling {watch.name}"):
+    with working(f"compiling {watch.name}"):
         compiled: Callable[..., Any] = backend(gm, list(example_inputs))
     return compiled if session is None else _followed(compiled, _weakly(session))
 

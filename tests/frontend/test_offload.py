@@ -94,8 +94,12 @@ def test_offloading_twice_is_refused(tmp_path):
     )
     assert f"closed; {todo}" in str(told.value)
     assert zcompile.offload(model) is model
-    with pytest.raises(Unsupported, match=r"some parameters .* tiered already; offload the whole"):
-        zcompile.offload(nn.Sequential(model, nn.Linear(2, 2)))
+    grown = nn.Sequential(model, nn.Linear(2, 2))
+    with pytest.raises(Unsupported, match=r"without budgets, takes in parameters that were added"):
+        zcompile.offload(grown, device_memory="1MiB")
+    grown.append(zcompile.offload(nn.Linear(2, 2), device_memory="1MiB", host_memory="1MiB"))
+    with pytest.raises(Unsupported, match=r"offloaded one by one.* offload the whole model once"):
+        zcompile.offload(grown)
 
 
 @pytest.mark.parametrize(

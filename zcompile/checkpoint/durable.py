@@ -20,6 +20,7 @@ from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.state import Fact, describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.types import Layout
+from zcompile.runtime.closing import open_stores
 from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.directory import check_data
@@ -79,6 +80,26 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
             "durable=False and zcompile.save",
         )
     commit_log.follow(optimizer)
+
+
+def check_plain(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of parameters that were added to a durable model, if it trains nothing
+    else: its steps would not be committed.
+
+    raises  Unsupported
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(param, TieredTensor) for param in params):
+        return
+    trained = set(map(id, params))
+    for store in open_stores():
+        root = store.root() if store.commit_log is not None and store.root is not None else None
+        if root is not None and any(id(param) in trained for param in root.parameters()):
+            raise Unsupported(
+                f"{type(optimizer).__name__} trains parameters that were added to the durable "
+                f"{type(root).__name__} after zcompile.offload, and no commit would hold them",
+                "call zcompile.offload(model) once more, without budgets: it takes them in",
+            )
 
 
 def _check_trained(model: nn.Module, optimizer: Optimizer) -> None:

@@ -158,7 +158,9 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 
     Buffers go to the compute device. The parameter objects stay the same, so an optimizer made
     before holds the tiered ones. On a model on `meta` the values come later, by
-    `load_state_dict`. After `zcompile.init` it changes nothing but names.
+    `load_state_dict`. After `zcompile.init` it changes nothing but names. A model that was
+    offloaded, and got further parameters since (adapters, another head), is given once more,
+    without budgets: it takes them in.
 
     config, fields  a `Config`, or its fields, or both (fields win)
     raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
@@ -167,47 +169,51 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     check_torch()
     _check_model(model)
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
-    if tiered and len(tiered) == len(list(model.parameters())):
-        if config is not None or fields:
-            todo = "call zcompile.offload once, or only zcompile.init; for other budgets "
-            todo += REBUILD_ADVICE
-            raise Unsupported("the model is offloaded already, or was until it was closed", todo)
-        session_of(tiered[0].entry).belong_to(model)
-        return model
-    if tiered:
+    if tiered and (config is not None or fields):
+        todo = "call zcompile.offload once, or only zcompile.init; for other budgets "
+        todo += f"{REBUILD_ADVICE}; zcompile.offload(model), without budgets, takes in parameters "
+        todo += "that were added since"
+        raise Unsupported("the model is offloaded already, or was until it was closed", todo)
+    if len({param.store_key for param in tiered}) > 1:
         raise Unsupported(
-            "some parameters of the model are tiered already",
-            "offload the whole model once, from its root",
+            "parts of the model were offloaded one by one, each with budgets of its own",
+            "build it anew, and offload the whole model once, from its root",
         )
     with deferred_interrupts(), without_weak_references(model):
+        if tiered:
+            return move_in(session_of(tiered[0].entry), model)
         return move_in(open_session(build(config, fields, "zcompile.offload")), model)
 
 
 @uninterrupted
 def move_in(session: Session, model: nn.Module) -> nn.Module:
-    """Move the parameters of `model` to the tiers of `session`, which is closed if one cannot move.
+    """Move the plain parameters of `model` to the tiers of `session`.
 
+    If one cannot move, all stay plain, and the session is closed if it has no others.
     raises  as `offload`
     """
+    plain = [(name, p) for name, p in model.named_parameters() if not isinstance(p, TieredTensor)]
     moved: list[tuple[nn.Parameter, torch.device]] = []
     try:
-        for name, param in model.named_parameters():
+        for name, param in plain:
             _check_movable(name, param)
-        _check_nodes(model)
+        _check_nodes(plain)
         session.homes.keep_for_gradients(
-            sum(Layout.of(p).nbytes for p in model.parameters() if p.requires_grad)
+            sum(Layout.of(p).nbytes for _, p in plain if p.requires_grad)
         )
-        first = first_in_memory(model.named_parameters())
-        nbytes = sum(Layout.of(p).nbytes for p in model.parameters())
+        first = first_in_memory(plain)
+        nbytes = sum(Layout.of(p).nbytes for _, p in plain)
         with working("offloading the model", nbytes, show_size) as work:
-            for name, param in model.named_parameters():
+            for name, param in plain:
                 deliver_interrupts()
                 work.begin(name)
                 moved.append((param, param.device))
                 _become_tiered(session, name, param, first.get(id(param)))
                 work.add(Layout.of(param).nbytes, name)
     except BaseException:
-        _undo(session, moved)
+        _undo(moved)
+        if len(plain) == len(list(model.parameters())):
+            session.close()
         raise
     _log_other_holders(model)
     _move_buffers(model, session.device.torch_device)
@@ -232,11 +238,10 @@ def _log_other_holders(model: nn.Module) -> None:
 
 
 @cleanup
-def _undo(session: Session, moved: list[tuple[nn.Parameter, torch.device]]) -> None:
-    """Make parameters plain again, and close the session."""
+def _undo(moved: list[tuple[nn.Parameter, torch.device]]) -> None:
+    """Make parameters plain again."""
     for param, device in moved:
         _become_plain(param, device)
-    session.close()
 
 
 @contextmanager
@@ -415,13 +420,13 @@ def _wrapper_of(module: nn.Module) -> str:
     return next((name for name in names if name in WRAPPERS), "")
 
 
-def _check_nodes(model: nn.Module) -> None:
-    """Refuse a model if hooks may wait at an autograd node that a parameter leaves behind.
+def _check_nodes(plain: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters if hooks may wait at an autograd node that a parameter leaves behind.
 
     raises  Unsupported
     """
-    kept = with_kept_nodes(model.parameters())
-    names = (name for name, p in model.named_parameters() if any(p is k for k in kept))
+    kept = with_kept_nodes(param for _, param in plain)
+    names = (name for name, p in plain if any(p is k for k in kept))
     name = next(names, "")
     if name:
         raise Unsupported(

@@ -2,9 +2,11 @@
 
 Before a step, states that were loaded as plain tensors move to the store, and gradients that
 autograd left plain too. After it, the step is counted, states get the names people know them by,
-and a durable model commits. Optimizers without tiered parameters are not touched.
+and a durable model commits. Optimizers without tiered parameters are not touched; they end the step
+of a frozen model all the same, through which their own parameters were trained.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.optim.optimizer import (
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.runtime.closing import open_stores
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session, session_of
@@ -42,25 +45,67 @@ def _sessions(tiered: list[TieredTensor]) -> list[Session]:
     return list({t.store_key: session_of(t.entry) for t in tiered}.values())
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Begin a step; returns the arguments of `step`, if one of them is a closure."""
     tiered, begun = _tiered_params(optimizer), list[Session]()
     try:
         with deferred_interrupts():
-            _begin(optimizer, tiered, begun)
+            durable.check_plain(optimizer)
+            for session in _sessions(tiered):
+                refuse_ranks(session.config.mesh)  # the process group may be younger than the model
+                durable.check_step(session, optimizer)
+                session.begin_step(type(optimizer).__name__)
+                begun.append(session)
+            _adopt(optimizer, tiered)
     except BaseException:
         for session in begun:
             session.cancel_step()
         raise
+    if not begun:
+        return None
+
+    def outside(value: Any) -> Any:
+        return _outside_the_step(value, optimizer, begun) if callable(value) else value
+
+    return (
+        (args[0], *map(outside, args[1:])),
+        {key: outside(value) for key, value in kwargs.items()},
+    )
 
 
-def _begin(
-    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor], begun: list[Session]
-) -> None:
-    for session in _sessions(tiered):
-        refuse_ranks(session.config.mesh)  # the process group may be younger than the model
-        durable.check_step(session, optimizer)
-        session.begin_step(type(optimizer).__name__)
-        begun.append(session)
+def _outside_the_step(
+    closure: Callable[[], Any], optimizer: torch.optim.Optimizer, sessions: list[Session]
+) -> Callable[[], Any]:
+    """A closure that runs a forward and a backward, clips and the like, none of which is an op of
+    the optimizer. Where the first call fails, the step has changed nothing yet."""
+    first = True
+
+    def run() -> Any:
+        nonlocal first
+        for session in sessions:
+            session.in_closure = True
+        try:
+            result = closure()
+            with deferred_interrupts():
+                for session in sessions:
+                    durable.check_step(session, optimizer)
+                _adopt(optimizer, _tiered_params(optimizer))
+        except BaseException:
+            if first:
+                for session in sessions:
+                    session.cancel_step()
+            raise
+        finally:
+            for session in sessions:
+                session.in_closure = False
+        first = False
+        return result
+
+    return run
+
+
+def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None:
+    """Move gradients and states to the store that are plain."""
     for param in tiered:
         session = session_of(param.entry)
         session.gradients.adopt(param)
@@ -96,8 +141,14 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, TieredTensor):
                 value.entry.become_state(f"{param._name_in_store()}.{key}")
-    for session in _sessions(tiered):
+    sessions = _sessions(tiered)
+    for session in sessions:
         session.end_step()
         session.meter.count("steps")
         durable.commit_step(session, optimizer)
         session.norms.step_ended()
+    for store in open_stores():
+        # A frozen model with trained parts that are no entries, as adapters may be.
+        if isinstance(store, Session) and store not in sessions and store.is_trained_through:
+            store.end_step()
+            store.meter.count("steps")

@@ -300,6 +300,19 @@ def is_applied_by_a_module() -> bool:
     return False
 
 
+def target_of(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and dtype that `Tensor.<name>`, one of `to`, `cuda` and `cpu`, is called with."""
+    if name == "to":
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        return device, dtype
+    index = args[0] if args else kwargs.get("device")
+    if isinstance(index, int):
+        return torch.device(name, index), None
+    return torch.device(index or name), None
+
+
 @contextmanager
 def without_weak_references(model: torch.nn.Module) -> Iterator[None]:
     """Within the context, recurrent modules hold no weak references to their parameters."""

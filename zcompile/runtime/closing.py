@@ -75,6 +75,11 @@ class Closing(weakref.ref[Any]):
             self._over.finish()
 
     @property
+    def is_open(self) -> bool:
+        """Whether the store can be used: it is this process's, and nobody closes it."""
+        return self.alive and os.getpid() == self._pid
+
+    @property
     def owner(self) -> Any:
         """The store, or None once it has died."""
         return super().__call__()
@@ -88,6 +93,12 @@ class Closing(weakref.ref[Any]):
 
 
 _OPEN: set[Closing] = set()
+
+
+def open_stores() -> list[Any]:
+    """The stores of this process that are alive and not closed."""
+    stores = [closing.owner for closing in list(_OPEN) if closing.is_open]
+    return [store for store in stores if store is not None]
 
 
 @uninterrupted

@@ -142,6 +142,11 @@ class Recorder:
             known = replace(known, call=StepCall(schedule, refs), facts=facts_of(entries))
         return known
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward was recorded since the last optimizer was done."""
+        return not self._stepped and any(n.call.phase is Phase.BACKWARD for n in self._calls)
+
     def stepped(self) -> None:
         """An optimizer is done. Calls without a forward before them are not a step to plan for."""
         if any(noted.call.phase is Phase.FORWARD for noted in self._calls):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported
-from zcompile.ir.handles import Leaf, entry_of
+from zcompile.ir.handles import Leaf, entry_of, owners_of
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
 from zcompile.ir.schedule import Schedule
@@ -337,6 +337,8 @@ class Session(Store):
         self.scratch_use = StepScratchUse(self, self.split, self.executor, self._pending_reads)
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
+        self.in_closure = False
+        """Whether that step has called the user's closure, which computes loss and gradients."""
         self._warned: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
@@ -471,7 +473,17 @@ class Session(Store):
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to an optimizer's step."""
-        return self.stepping is not None and not torch.is_grad_enabled() and current_pass() < 0
+        if self.stepping is None or self.in_closure:
+            return False
+        return not torch.is_grad_enabled() and current_pass() < 0
+
+    @property
+    def is_trained_through(self) -> bool:
+        """Whether backward has run since the last step ended, and no parameter here is trained."""
+        if not self.executor.recorder.has_backward:
+            return False
+        owners = (owner for entry in self.entries() for owner in owners_of(entry))
+        return not any(owner.requires_grad for owner in owners)
 
     def begin_whole(
         self, op: str, entries: Sequence[Entry], plain: Sequence[Tensor], nbytes: int

@@ -33,6 +33,7 @@ from zcompile.ir.torch_compat import (
     refuse_as_data,
     set_grad,
     support_foreach,
+    target_of,
     trees,
     wrapper,
 )
@@ -276,12 +277,22 @@ class TieredTensor(Unbacked):
 
 
 def _converting(name: str) -> Callable[..., Tensor]:
-    """`Tensor.<name>`, except that `Module._apply` gets what it can assign to `.data`."""
+    """`Tensor.<name>`, except that `Module._apply` gets what it can assign to `.data`.
+
+    A module that is moved stays where it was offloaded to.
+    """
+    plainly = getattr(TieredTensor, name)
 
     def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = getattr(Tensor, name)(self, *args, **kwargs)
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return result
+            given: Tensor = plainly(self, *args, **kwargs)
+            return given
+        if name in MOVES and not is_traced(self._handle) and is_applied_by_a_module():
+            device, dtype = target_of(name, args, kwargs)
+            if device is not None and device.type != "meta" and dtype in (None, self.dtype):
+                _check_move(self, device)
+                return Unmoved(self._handle, self.__tensor_flatten__()[1])
+        result: Tensor = plainly(self, *args, **kwargs)
         if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
             return result
         if not is_applied_by_a_module():
@@ -291,7 +302,20 @@ def _converting(name: str) -> Callable[..., Tensor]:
     return convert
 
 
-for _name in ("to", "cuda", "float", "double", "half", "bfloat16"):
+MOVES = frozenset({"to", "cuda", "cpu"})
+
+
+def _check_move(tensor: TieredTensor, device: torch.device) -> None:
+    """raises  Unsupported, if a module is moved to an accelerator that it does not compute on"""
+    here = tensor.device
+    if device.type != "cpu" and (device.type, device.index or 0) != (here.type, here.index or 0):
+        raise Unsupported(
+            f"a model that was offloaded to compute on {str(here)!r} is moved to {str(device)!r}",
+            f"give zcompile.offload device={str(device)!r}, and leave the move out",
+        )
+
+
+for _name in (*sorted(MOVES), "float", "double", "half", "bfloat16"):
     setattr(TieredTensor, _name, _converting(_name))
 
 

@@ -49,6 +49,33 @@ def test_a_run_is_resumed_once(tmp_path):
     run.close()
 
 
+def test_adapters_that_no_commit_would_hold_are_refused_until_they_are_taken_in(tmp_path):
+    run = Run(tmp_path)
+    run.model.requires_grad_(False)
+    run.model.added = nn.Linear(WIDTH, WIDTH)
+    run.optimizer = torch.optim.AdamW(run.model.added.parameters())
+    x = torch.ones(8, WIDTH)
+    (run.model(x) + run.model.added(x)).sum().backward()
+    with pytest.raises(Unsupported, match=r"added to the durable Net .*offload\(model\) once more"):
+        run.optimizer.step()
+    zcompile.offload(run.model)
+    run.optimizer.step()
+    assert read_index(tmp_path)[0].step == 1
+    run.close()
+
+
+def test_a_closure_that_fails_leaves_no_step_broken_off(tmp_path):
+    run = Run(tmp_path).train(0, 1)
+
+    def fails():
+        raise ValueError("no batch")
+
+    with pytest.raises(ValueError, match="no batch"):
+        run.optimizer.step(fails)
+    run.train(1, 2).close()
+    assert read_index(tmp_path)[0].step == 2
+
+
 def test_a_second_optimizer_is_refused(tmp_path):
     run = Run(tmp_path).train(0, 1)
     other = torch.optim.SGD(run.model.up.parameters(), lr=0.1)

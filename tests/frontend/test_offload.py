@@ -102,6 +102,60 @@ def test_offloading_twice_is_refused(tmp_path):
         zcompile.offload(grown)
 
 
+def adapted(model):
+    """`model` beside a layer that is trained in its place, as adapters are."""
+    model.requires_grad_(False)
+    return nn.ModuleDict({"base": model, "added": nn.Linear(16, 4)})
+
+
+def test_parameters_that_were_added_are_taken_in(tmp_path):
+    torch.manual_seed(1)
+    plain = adapted(mlp())
+    torch.manual_seed(1)
+    model = adapted(on_disk(mlp(), tmp_path))
+    optimizer = torch.optim.AdamW(model["added"].parameters())
+    assert zcompile.offload(model) is model
+    assert model["added"].weight.entry.home == "disk"
+    assert session_behind(model) is session_behind(model["base"])
+    assert session_behind(model).root() is model
+    x = torch.randn(4, 16)
+    for m, opt in (plain, torch.optim.AdamW(plain["added"].parameters())), (model, optimizer):
+        for _ in range(2):
+            (m["base"](x) + m["added"](x)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    assert_same(plain, model)
+    assert zcompile.stats(model)["steps"] == 2
+
+
+def test_what_was_added_and_cannot_move_stays_and_the_rest_is_as_it_was(tmp_path):
+    model = adapted(on_disk(mlp(), tmp_path))
+    before = plain_of(model["base"][0].weight).clone()
+    model["added"].bias.register_hook(lambda grad: grad)
+    with pytest.raises(Unsupported, match=r"'added.bias' has hooks already"):
+        zcompile.offload(model)
+    assert all(type(p) is nn.Parameter for p in model["added"].parameters())
+    assert_equal(before, model["base"][0].weight)
+
+
+def test_a_module_that_is_moved_stays_where_it_was_offloaded_to(tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    zcompile.stats(model, reset=True)
+    assert model.cpu() is model.to("cpu") is model.to(torch.device("cpu"), torch.float32)
+    assert sum(zcompile.stats(model)["bytes"].values()) == 0
+    plain = mlp()
+    made = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    assert train(plain, made[0]) == train(model, made[1])
+
+
+@pytest.mark.parametrize("move", [lambda m: m.to("cuda"), lambda m: m.cuda(1), lambda m: m.cuda()])
+def test_a_move_to_a_device_it_does_not_compute_on_is_refused(move, tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    with pytest.raises(Unsupported, match=r"is moved to 'cuda.*offload device='cuda"):
+        move(model)
+    assert_same(mlp(), model)
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

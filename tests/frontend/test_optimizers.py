@@ -8,6 +8,7 @@ from pairs import assert_equal, assert_same, entries, mlp, on_disk, plain_of, sa
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
+import zcompile
 from zcompile.ir.types import EntryKind
 
 FORMS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
@@ -101,6 +102,74 @@ def test_lbfgs_gives_the_same_bits(tmp_path):
         return [optimizer.step(closure).item() for _ in range(2)]
 
     same_training(run, tmp_path, "eager")
+
+
+def test_what_a_closure_computes_is_no_part_of_the_step(tmp_path, caplog):
+    """It clips; the norms of a step's own ops would be those of whole tensors, with a warning."""
+    x, y = torch.randn(8, 16), torch.randint(4, (8,))
+
+    def run(model, call, **how):
+        optimizer = optim.AdamW(model.parameters(), **how)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(call(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss
+
+        return [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
+
+    same_training(run, tmp_path, "compiled")
+    assert "gathered whole" not in caplog.text
+
+
+def test_gradients_that_a_closure_assigns_are_those_of_the_step(tmp_path):
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters())
+
+        def closure():
+            for param in model.parameters():
+                param.grad = torch.ones_like(param).cpu()
+
+        optimizer.step(closure)
+
+    same_training(run, tmp_path, "eager")
+
+
+def test_the_optimizer_of_plain_adapters_has_the_steps_of_a_frozen_model_planned(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        base = mlp().requires_grad_(False)
+        return base
+
+    def run(model, call):
+        torch.manual_seed(1)
+        adapter, idle = nn.Linear(16, 16), nn.Linear(2, 2)
+        optimizer = optim.AdamW(adapter.parameters())
+        stranger = optim.AdamW(idle.parameters())
+        losses = []
+        for _ in range(4):
+            loss = call(adapter(torch.ones(4, 16))).square().sum()
+            stranger.step()  # before backward: it is no step of the model
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    _, tiered = same_training(run, tmp_path, "compiled", make)
+    stats = zcompile.stats(tiered)
+    assert stats["steps"] == 4
+    assert stats["predicted"] is not None
+
+
+def test_an_optimizer_of_others_ends_no_step_of_a_model_that_is_trained(tmp_path):
+    model = on_disk(mlp(), tmp_path)
+    call = torch.compile(model, backend="zinf")
+    call(torch.ones(4, 16)).sum().backward()
+    optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+    assert zcompile.stats(model)["steps"] == 0
 
 
 def test_sparse_gradients_stay_sparse(tmp_path):

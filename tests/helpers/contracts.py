@@ -387,6 +387,22 @@ def is_applied_by_a_module() -> None:
 
 
 @contract
+def target_of() -> None:
+    """As a module calls them, and as people do."""
+    half = torch.float16
+    assert private.target_of("to", (torch.device("cpu"), None, False), {}) == (
+        torch.device("cpu"),
+        None,
+    )
+    assert private.target_of("to", ("cuda:1",), {"dtype": half}) == (torch.device("cuda:1"), half)
+    assert private.target_of("to", (half,), {}) == (None, half)
+    assert private.target_of("cpu", (), {}) == (torch.device("cpu"), None)
+    assert private.target_of("cuda", (), {}) == (torch.device("cuda"), None)
+    assert private.target_of("cuda", (1,), {}) == (torch.device("cuda:1"), None)
+    assert private.target_of("cuda", (), {"device": "cuda:2"}) == (torch.device("cuda:2"), None)
+
+
+@contract
 def storage_of() -> None:
     """Past a subclass; torch keeps one object for each storage, and no bytes for a wrapper."""
     a = torch.zeros(4)

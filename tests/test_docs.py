@@ -180,6 +180,17 @@ def test_examples_of_a_page_are_python(page):
         compile(body, str(page), "exec")
 
 
+def test_each_row_of_the_table_of_libraries_names_its_test():
+    """That the test exists is held for every page above."""
+    text = (ROOT / "docs/integrations/index.md").read_text(encoding="utf-8")
+    _, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows
+    for row in rows:
+        *_, how, test = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert how == "unchanged" or how.startswith(("refused: ", "`")), row
+        assert re.fullmatch(r"`tests/[\w/]+\.py(::\w+)?`", test), row
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_the_example_trains_as_eager_pytorch_does(page, tmp_path):
     """As it stands, but for the device, and sizes and paths as there are here."""

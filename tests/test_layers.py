@@ -23,6 +23,7 @@ FLOORS = (
     {"runtime"},
     {"checkpoint"},
     {"frontend"},
+    {"integrations"},
     {"__init__"},  # the public face
     {"cli"},
 )

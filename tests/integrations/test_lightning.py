@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import zcompile
-from zcompile.errors import ModelWrapped, ParameterChanged
+from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
+from zcompile.integrations.lightning import OffloadStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -49,12 +50,11 @@ class Lit(lightning.LightningModule):
 
 def fit(lit: Lit, directory: Path, resume: Path | None = None, **options: Any) -> Any:
     keeper = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=-1)
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, **options}
     trainer = lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
         devices=1,
-        gradient_clip_val=0.1,
-        accumulate_grad_batches=2,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
@@ -156,3 +156,87 @@ def test_ddp_is_refused(tmp_path):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+class Random(Lit):
+    """With dropout and shuffled batches: what only random states bring back."""
+
+    def loss(self, x: Tensor) -> Tensor:
+        return super().loss(
+            nn.functional.dropout(x[torch.randperm(len(x))], training=self.training)
+        )
+
+
+def strategic() -> dict[str, Any]:
+    return {"strategy": OffloadStrategy("cpu")}
+
+
+def test_a_streamed_checkpoint_goes_on_with_random_numbers(tmp_path):
+    torch.manual_seed(1)
+    whole, rest = (Random(on_disk(mlp(), tmp_path)) for _ in range(2))
+    fit(whole, tmp_path / "first", **strategic())
+    assert (tmp_path / "first/epoch=0.ckpt/model.safetensors").is_file()
+    trainer = fit(rest, tmp_path / "second", tmp_path / "first/epoch=0.ckpt", **strategic())
+    assert rest.seen == whole.seen[len(whole.seen) // 2 :]
+    assert trainer.current_epoch == 2
+    states = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.dim()]
+    assert states
+    assert all(hasattr(value, "entry") for value in states)
+    plain = Lit(mlp())
+    zcompile.load(plain, tmp_path / "second/epoch=1.ckpt")
+    assert_same(plain, rest)
+
+
+def test_a_streaming_trainer_resumes_from_a_file_and_validates_a_directory(tmp_path):
+    whole, rest = (Lit(on_disk(mlp(), tmp_path)) for _ in range(2))
+    fit(whole, tmp_path / "first")
+    trainer = fit(rest, tmp_path / "second", tmp_path / "first/epoch=0.ckpt", **strategic())
+    assert rest.seen == whole.seen[len(whole.seen) // 2 :]
+    again = Lit(on_disk(mlp(), tmp_path))
+    data = DataLoader(torch.ones(8, 16), 8)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    other = lightning.Trainer(**strategic(), **options)
+    other.validate(again, data, ckpt_path=tmp_path / "second/epoch=1.ckpt", verbose=False)
+    trainer.validate(rest, data, verbose=False)
+    assert again.seen == rest.seen[-1:]
+
+
+def test_the_end_of_a_streaming_fit_leaves_states_in_place(tmp_path, monkeypatch):
+    """Elsewhere than on the emulated device Lightning would copy them to the host, whole."""
+
+    def moved(*_: object) -> None:
+        raise AssertionError("moved")
+
+    monkeypatch.setattr("lightning.pytorch.core.LightningModule.cpu", moved)
+    fit(Lit(on_disk(mlp(), tmp_path)), tmp_path / "run", **strategic())
+
+
+class Filtered(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["model.0.bias"]
+
+
+class Several(Lit):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.model[::2]]
+
+    def training_step(self, x: Tensor) -> None:
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Filtered, "on_save_checkpoint changed which weights .* leave the strategy out"),
+        (Several, "holds one optimizer, and there are 2; use one with several groups"),
+    ],
+)
+def test_what_a_streamed_checkpoint_cannot_hold_is_refused(kind, why, tmp_path):
+    lit = kind(on_disk(mlp(), tmp_path))
+    options = {"gradient_clip_val": None, "accumulate_grad_batches": 1} if kind is Several else {}
+    with pytest.raises(Unsupported, match=why):
+        fit(lit, tmp_path / "run", **strategic(), **options)
+    assert not list((tmp_path / "run").glob("*.ckpt"))

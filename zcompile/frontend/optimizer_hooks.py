@@ -7,6 +7,7 @@ of a frozen model all the same, through which their own parameters were trained.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ def _outside_the_step(
 
     def run() -> Any:
         nonlocal first
-        for session in sessions:
-            session.in_closure = True
         try:
-            result = closure()
+            with ExitStack() as closures:
+                for session in sessions:
+                    closures.enter_context(session.in_closure())
+                result = closure()
             with deferred_interrupts():
                 for session in sessions:
                     durable.check_step(session, optimizer)
@@ -95,9 +97,6 @@ def _outside_the_step(
                 for session in sessions:
                     session.cancel_step()
             raise
-        finally:
-            for session in sessions:
-                session.in_closure = False
         first = False
         return result
 

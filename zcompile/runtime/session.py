@@ -13,7 +13,8 @@ While no graph holds values, an optimizer's step may stream through the arena's 
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -337,8 +338,7 @@ class Session(Store):
         self.scratch_use = StepScratchUse(self, self.split, self.executor, self._pending_reads)
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
-        self.in_closure = False
-        """Whether that step has called the user's closure, which computes loss and gradients."""
+        self._in_closure = False
         self._warned: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
@@ -393,6 +393,15 @@ class Session(Store):
                 "build both again and call zcompile.resume: the last commit is whole",
             )
         self.stepping = optimizer
+
+    @contextmanager
+    def in_closure(self) -> Iterator[None]:
+        """Within, the step runs the user's closure, whose ops are not the optimizer's."""
+        self._in_closure = True
+        try:
+            yield
+        finally:
+            self._in_closure = False
 
     def cancel_step(self) -> None:
         """The step that has begun does not come; it has changed nothing yet."""
@@ -473,7 +482,7 @@ class Session(Store):
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to an optimizer's step."""
-        if self.stepping is None or self.in_closure:
+        if self.stepping is None or self._in_closure:
             return False
         return not torch.is_grad_enabled() and current_pass() < 0
 

@@ -64,9 +64,14 @@ def opening(model: nn.Module, config: zcompile.Config) -> str:
     return (
         f"{count / 1e6:.1f} M parameters: {show_size(weights)} of weights, "
         f"{show_size(4 * weights)} with gradients and the states of AdamW\n"
-        f"on {config.device}: device {show_size(config.device_memory)}, "
-        f"host {show_size(config.host_memory)}, disk {directories}"
+        f"on {config.device}: device {_shown(config.device_memory)}, "
+        f"host {_shown(config.host_memory)}, disk {directories}"
     )
+
+
+def _shown(budget: object) -> str:
+    """A budget: bytes, or a percentage of the tier as it was asked for."""
+    return show_size(budget) if isinstance(budget, int) else str(budget)
 
 
 def closing(losses: Sequence[float], measured: Mapping[str, Any], config: zcompile.Config) -> str:
@@ -82,7 +87,7 @@ def closing(losses: Sequence[float], measured: Mapping[str, Any], config: zcompi
             (
                 show_size(measured["planned_peak"][tier]),
                 show_size(nbytes),
-                show_size(budgets[tier]) if tier in budgets else "-",
+                _shown(budgets[tier]) if tier in budgets else "-",
             ),
         )
         for tier, nbytes in measured["peak"].items()

@@ -23,6 +23,7 @@ OF_OTHERS = {
     "_backward_hooks": "Tensor: forgotten in torch_compat, as before the first hook",
     "_post_accumulate_grad_hooks": "Tensor",
     "_flat_weight_refs": "nn.RNNBase, which refers to its weights weakly",
+    "exceeds_recompile_limit": "torch's own question before it compiles once more, in torch_compat",
     "_maybe_set": "torch's own list of what it saves, in torch_compat",
     "_boxed_call": "a function: the mark of AOTAutograd's calling convention",
     "disabled": "logging.Logger: torch's, muted for a while",

@@ -8,7 +8,7 @@ import torch
 
 from zcompile.config import LINKS, PLAN_FIELDS, Config, build, with_plan_options
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
-from zcompile.ir.units import GiB, MiB
+from zcompile.ir.units import Bytes, GiB, MiB
 from zcompile.machine.files import MachineUnknown, find, write
 
 
@@ -27,6 +27,38 @@ def test_sizes_and_rates_become_numbers():
     assert config.device_memory == 20 * GiB
     assert config.host_memory == 5 * MiB
     assert dict(config.throttle) == {"h2d": 1e9, "disk_read": 3e8}
+
+
+def test_a_small_number_is_asked_about_where_it_says_no_unit():
+    sentence = r"device_memory=20 cannot be used: 20 means 20 bytes; did you mean '20GiB'\?"
+    with pytest.raises(ConfigInvalid, match=sentence):
+        Config(device="cpu", device_memory=20)
+    with pytest.raises(ConfigInvalid, match=r"host_memory='512'.* did you mean '512GiB'"):
+        Config(device="cpu", host_memory="512")
+    small = Config(device="cpu", device_memory="20B", host_memory=Bytes(30), tile_bytes=64)
+    assert dataclasses.replace(small, max_lead=1).budgets == {"device": 20, "host": 30}
+    assert with_plan_options(small, {"max_lead": 1}).tile_bytes == 64, "its name says its unit"
+
+
+def test_a_percentage_is_settled_once_it_is_known_of_what():
+    config = Config(device="cpu", device_memory="80%", host_memory="12.5%")
+    settled = config.in_bytes({"device": 1000, "host": 8 * GiB})
+    assert settled.budgets == {"device": 800, "host": GiB}
+    assert settled.in_bytes({}) == settled
+    with pytest.raises(ConfigInvalid, match="'80%' is a part of what it is not known"):
+        config.in_bytes({"host": GiB})
+    with pytest.raises(ConfigInvalid, match="tile_bytes='5%' cannot be used: '5%' is not a size"):
+        Config(device="cpu", tile_bytes="5%")
+
+
+def test_a_config_knows_whether_the_device_is_emulated_for_want_of_another(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert Config().emulates_unasked
+    assert not Config(device="cpu").emulates_unasked
+    assert build(Config(), {"max_lead": 1}, "here").emulates_unasked
+    assert not build(Config(), {"device": "cpu"}, "here").emulates_unasked
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert not Config().emulates_unasked
 
 
 def test_a_config_can_be_made_from_a_config(tmp_path):

@@ -17,8 +17,7 @@ from packaging.version import Version
 
 from zcompile.config import Config
 from zcompile.errors import TorchUnsupported
-from zcompile.ir.torch_compat import TESTED, check_torch
-from zcompile.ir.version import VERSION
+from zcompile.ir.version import TESTED, VERSION, check_torch, installed_torch
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,16 +66,29 @@ def test_the_torch_that_may_be_installed_is_the_torch_under_test():
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.14.0+cu130", "3.0.0", "1.13.1"])
-def test_another_torch_is_refused_with_a_sentence(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(TorchUnsupported, match=r"is tested with 2\.11 to 2\.13"):
-        check_torch()
+def test_another_torch_is_refused_with_a_sentence(version):
+    told = rf"torch {re.escape(version)} is installed, zcompile is tested with 2\.11 to 2\.13"
+    with pytest.raises(TorchUnsupported, match=told):
+        check_torch(version)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0+cpu", "2.13.0a0+git12"])
-def test_a_tested_torch_is_accepted(monkeypatch, version):
-    monkeypatch.setattr(torch, "__version__", version)
-    check_torch()
+def test_a_tested_torch_is_accepted(version):
+    check_torch(version)
+    check_torch(None)  # whose absence the first import of torch tells
+    assert installed_torch() == torch.__version__
+
+
+def test_another_torch_is_refused_when_zcompile_is_imported_and_not_touched(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('it was touched')")
+    (tmp_path / "torch-2.9.1.dist-info").mkdir()
+    (tmp_path / "torch-2.9.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.1\n")
+    begin = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+    code = begin + "try: import zcompile\nexcept ImportError as error: print(error)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "torch 2.9.1 is installed, zcompile is tested with 2.11 to 2.13" in told.stdout
 
 
 def test_every_package_is_found_by_the_build():

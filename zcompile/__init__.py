@@ -10,7 +10,9 @@ commands start without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zcompile.ir.version import VERSION
+from zcompile.ir.version import VERSION, check_torch, installed_torch
+
+check_torch(installed_torch())  # before anything touches what only the tested versions have
 
 if TYPE_CHECKING:
     from zcompile import errors
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.frontend.dry_run.plan import plan
-    from zcompile.frontend.offload import close, init, offload, stats
+    from zcompile.frontend.offload import close, init, offload, offloaded, stats
 
 __version__ = VERSION
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "init",
     "load",
     "offload",
+    "offloaded",
     "plan",
     "resume",
     "save",
@@ -43,6 +46,7 @@ _HOMES = {
     "init": "zcompile.frontend.offload",
     "load": "zcompile.checkpoint.checkpoint",
     "offload": "zcompile.frontend.offload",
+    "offloaded": "zcompile.frontend.offload",
     "plan": "zcompile.frontend.dry_run.plan",
     "resume": "zcompile.checkpoint.checkpoint",
     "save": "zcompile.checkpoint.checkpoint",

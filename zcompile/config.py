@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
-from zcompile.ir.units import parse_rate, parse_size
+from zcompile.ir.units import Share, parse_budget, parse_rate, parse_size
 from zcompile.machine.files import find
 from zcompile.machine.model import TIER_LINKS, Machine
 
@@ -34,7 +34,10 @@ def _no_throttle() -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class Config:
-    """Budgets and choices. Sizes are ints of bytes or texts such as "20GiB".
+    """Budgets and choices. Sizes are ints of bytes or texts such as "20GiB" or "20G" (the same).
+
+    `device_memory` and `host_memory` may be percentages ("80%") of all that the tier has; an int
+    below 1 MiB has lost its unit, and is asked about.
 
     device          where compute happens: "cuda", "cuda:1", "cpu"; None takes CUDA if there is one
     device_memory   bytes of the device, for the arena and for what compiled graphs hold beside it;
@@ -66,8 +69,8 @@ class Config:
     """
 
     device: str | None = None
-    device_memory: int | str | None = None
-    host_memory: int | str | None = None
+    device_memory: int | str | Share | None = None
+    host_memory: int | str | Share | None = None
     disk: str | Path | tuple[str | Path, ...] | None = None
     durable: bool = False
     machine: str | Path | Machine | None = None
@@ -81,12 +84,20 @@ class Config:
     mesh: bool | None = None
     dump: str | Path | None = None
 
+    emulates_unasked: ClassVar[bool] = False
+    """Of an object: whether the device is the emulated one for want of another, and not by
+    wish."""
+
     def __post_init__(self) -> None:
         # Sizes and places.
-        for name in ("device_memory", "host_memory", "tile_bytes"):
+        for name in ("device_memory", "host_memory"):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _checked(name, value, parse_size))
+                self._set(name, _checked(name, value, parse_budget))
+        if self.tile_bytes is not None:
+            self._set("tile_bytes", _checked("tile_bytes", self.tile_bytes, parse_size))
+        given = self.device
         self._set("device", self._device())
+        self._set("emulates_unasked", given is None and self.device == "cpu")
         self._set("disk", self._disks())
         # Choices that are flags.
         if not isinstance(self.durable, bool):
@@ -147,6 +158,39 @@ class Config:
             f"param_dtype={self.param_dtype}": self.param_dtype is not None,
         }
         return ", ".join(text for text, holds in said.items() if holds)
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes asked for of "device" and "host", where any are; after `in_bytes`."""
+        given = {"device": self.device_memory, "host": self.host_memory}
+        found = {}
+        for tier, asked in given.items():
+            assert not isinstance(asked, Share), "in_bytes comes first"
+            if asked is not None:
+                found[tier] = int(asked)
+        return found
+
+    def in_bytes(self, totals: Mapping[str, int]) -> "Config":
+        """The same, with percentages as bytes.
+
+        totals  bytes that "device" and "host" have in all
+        raises  ConfigInvalid, if the tier of a percentage is not among them
+        """
+        settled = {}
+        for tier in ("device", "host"):
+            asked = getattr(self, name := f"{tier}_memory")
+            if isinstance(asked, Share):
+                if tier not in totals:
+                    why = f"is a part of what it is not known: the machine has no tier {tier!r}"
+                    raise ConfigInvalid(name, str(asked), why)
+                settled[name] = asked.of(totals[tier])
+        return self._with(settled)
+
+    def _with(self, changes: Mapping[str, object]) -> "Config":
+        made = replace(self, **changes)  # type: ignore[arg-type]  # names of fields
+        if self.emulates_unasked and changes.get("device") is None:
+            made._set("emulates_unasked", True)
+        return made
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -244,7 +288,7 @@ def build(config: Config | None, options: Mapping[str, object], where: str) -> C
             raise UnknownOption(key, known, where)
     if config is not None and not isinstance(config, Config):
         raise ConfigInvalid("config", config, "is not a zcompile.Config; pass fields by name")
-    return replace(config or Config(), **options)  # type: ignore[arg-type]  # names checked above
+    return (config or Config())._with(options)
 
 
 def with_plan_options(config: Config, options: Mapping[str, object]) -> Config:

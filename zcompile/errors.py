@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from traceback import FrameSummary
 
-from zcompile.ir.units import show_size
+from zcompile.ir.units import show_size, write_budget
 
 
 class ZinfError(Exception):
@@ -69,6 +69,11 @@ class BudgetExceeded(ZinfError, MemoryError):
         self.where, self.alive = where, tuple(alive)
 
 
+def more_device_memory(nbytes: int) -> str:
+    """What to do where the device needs so many bytes."""
+    return f"give zcompile.offload device_memory={write_budget(nbytes)} or more"
+
+
 class SlotsOverlap(ZinfError, AssertionError):
     """Two values were given bytes of the device that overlap: a defect of zcompile.
 
@@ -87,19 +92,29 @@ class SlotsOverlap(ZinfError, AssertionError):
 
 
 class TierFull(ZinfError, MemoryError):
-    """No tier has room left for an entry."""
+    """No tier has room left for an entry.
+
+    tiers  name of each, bytes in use, bytes in all
+    whole  what the model needs with its states, in a sentence
+    """
 
     def __init__(
-        self, name: str, nbytes: int, tiers: Iterable[tuple[str, int, int]], more: str = ""
+        self,
+        name: str,
+        nbytes: int,
+        tiers: Iterable[tuple[str, int, int]],
+        more: str = "",
+        whole: str = "",
     ) -> None:
-        self.tiers = list(tiers)
+        self.tiers, self.whole = list(tiers), whole
         rows = [
             f"    {tier}: {show_size(used)} used of {show_size(budget)}"
             for tier, used, budget in self.tiers
         ]
         what = f"no tier has {show_size(nbytes)} left for {name!r}"
         fit = "  to fit: raise host_memory, give a directory as disk, or free space on it"
-        super().__init__("\n".join((what, *rows, fit + more)))
+        told = [f"  {whole}"] if whole else []
+        super().__init__("\n".join((what, *rows, *told, fit + more)))
 
 
 class DiskUnusable(ZinfError, OSError):
@@ -112,11 +127,13 @@ class DiskUnusable(ZinfError, OSError):
 class DiskOwned(ZinfError, RuntimeError):
     """Another store holds the directory."""
 
-    def __init__(self, path: Path, owner: str) -> None:
-        super().__init__(
-            f"disk={str(path)!r} is in use by {owner}; give each model a directory of its own, "
-            "or end that process, or call zcompile.close on the other model"
-        )
+    TODO = (
+        "give each model a directory of its own, or end that process, or call zcompile.close on "
+        "the other model"
+    )
+
+    def __init__(self, path: Path, owner: str, todo: str = TODO) -> None:
+        super().__init__(f"disk={str(path)!r} is in use by {owner}; {todo}")
 
 
 class IOFault(ZinfError, OSError):

@@ -12,7 +12,7 @@ from zcompile.cli.explain import SLICES, slices_of, slices_text
 from zcompile.ir import serialize as form
 from zcompile.ir.memory_curve import SlicedRegion
 from zcompile.ir.serialize import PassRecord, PlanRecord, encode, open_run
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 
 UP = SlicedRegion("blocks.0.up", 4, 192, 24 * KiB, 72 * KiB, 18 * KiB)
 GATE = SlicedRegion("blocks.1.gate", 2, 192, 48 * KiB, 96 * KiB, 48 * KiB)
@@ -109,7 +109,7 @@ def sliced(tmp_path_factory):
     block = nn.Sequential(nn.Linear(16, hidden), nn.GELU(), nn.Linear(hidden, 16))
     one = tokens * hidden * 4
     model = zcompile.offload(
-        block, device="cpu", device_memory=2 * one, host_memory=64 * MiB, dump=dump
+        block, device="cpu", device_memory=Bytes(2 * one), host_memory=Bytes(64 * MiB), dump=dump
     )
     torch.compile(model, backend="zinf")(torch.randn(tokens, 16)).sum().backward()
     zcompile.close(model)

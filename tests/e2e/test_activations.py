@@ -21,7 +21,7 @@ import zcompile
 from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.serialize import open_run
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.machine.model import Compute, Link, Machine
 
 STEPS = 3
@@ -169,7 +169,7 @@ def test_a_transformer_trains_in_a_part_of_what_eager_takes(build, part, tmp_pat
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=budget,
+        device_memory=Bytes(budget),
         host_memory="256MiB",
         machine=LIKE_A_GPU,
         dump=tmp_path,
@@ -202,7 +202,7 @@ def test_only_what_was_asked_for_is_done(activations, tmp_path):
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=eager_peak(twin, inputs) // 2,
+        device_memory=Bytes(eager_peak(twin, inputs) // 2),
         host_memory="256MiB",
         machine=LIKE_A_GPU,
         dump=tmp_path,
@@ -265,7 +265,7 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=budget,
+        device_memory=Bytes(budget),
         host_memory="256MiB",
         machine=LIKE_A_GPU,
         dump=tmp_path,
@@ -292,7 +292,7 @@ def test_a_budget_that_cannot_work_says_which_would(activations, phase):
         zcompile.offload(
             model,
             device="cpu",
-            device_memory=budget,
+            device_memory=Bytes(budget),
             host_memory="256MiB",
             machine=LIKE_A_GPU,
             activations=activations,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zcompile
 from examples.train_gpt import Shape, model
-from zcompile.ir.units import KiB, MiB, show_size
+from zcompile.ir.units import Bytes, KiB, MiB, show_size
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -79,7 +79,10 @@ def train(trial: Trial, width: int, disk: str) -> None:
     """Stock AdamW on a model that never exists whole."""
     torch.manual_seed(0)
     with zcompile.init(
-        device="cpu", device_memory=trial.tier_bytes, host_memory=trial.tier_bytes, disk=disk
+        device="cpu",
+        device_memory=Bytes(trial.tier_bytes),
+        host_memory=Bytes(trial.tier_bytes),
+        disk=disk,
     ):
         built = trial.build(width)
     compiled = torch.compile(built, backend="zinf")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import zcompile
 from examples.train_gpt import Block, Shape
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 """Three steps in float32: input gradients are sums over tiles, and clipping has norms of norms."""
@@ -83,7 +83,7 @@ def both(name, tmp_path=None, **how):
     torch.manual_seed(0)
     model, x = MODELS[name]()
     disk = {} if tmp_path is None else {"disk": tmp_path}
-    pair = twins(model, device_memory=BUDGET, **disk)
+    pair = twins(model, device_memory=Bytes(BUDGET), **disk)
     losses = train(pair.model, pair.call, x, **how), train(pair.plain, pair.plain, x, **how)
     assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
     for tiered, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
@@ -104,14 +104,14 @@ def test_over_micro_batches_with_clipping_and_a_disk(name, tmp_path):
 
 def test_outputs_and_gradients_of_weights_are_exact_where_tiles_are_outputs():
     torch.manual_seed(0)
-    pair = twins(nn.Linear(64, 96), device_memory=BUDGET)
+    pair = twins(nn.Linear(64, 96), device_memory=Bytes(BUDGET))
     assert pair.train(torch.randn(5, 64))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_equal_tiles_are_compiled_once(bias):
     torch.manual_seed(0)
-    pair = twins(nn.Linear(64, 512, bias=bias), device_memory=BUDGET)
+    pair = twins(nn.Linear(64, 512, bias=bias), device_memory=Bytes(BUDGET))
     assert pair.train(torch.randn(5, 64))
     counts = zcompile.stats(pair.model)
     assert counts["distinct_regions"] <= 8 < counts["regions"]
@@ -122,7 +122,9 @@ def trained_block(width, budget):
     nothing said of tiles."""
     torch.manual_seed(0)
     block = Block(Shape(layers=1, width=width, heads=4))
-    pair = twins(block, device_memory=budget, host_memory="1GiB", residency=False, max_lead=1)
+    pair = twins(
+        block, device_memory=Bytes(budget), host_memory="1GiB", residency=False, max_lead=1
+    )
     losses = [train(pair.model, pair.call, x := torch.randn(1, 8, width, generator=seeded(1)))]
     peak = pair.session.meter.peak()["together"]
     losses.append(train(pair.plain, pair.plain, x))
@@ -145,7 +147,7 @@ def test_a_block_trains_in_what_a_narrower_one_takes_untiled(narrow, wide):
 
 def test_a_hook_sees_the_whole_gradient():
     torch.manual_seed(0)
-    pair = twins(nn.Linear(64, 96), device_memory=BUDGET)
+    pair = twins(nn.Linear(64, 96), device_memory=Bytes(BUDGET))
     seen = []
     pair.model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     assert pair.train(torch.randn(5, 64))
@@ -157,7 +159,7 @@ def test_what_was_saved_resumes(tmp_path):
     pair = both("mlp")
     zcompile.save(tmp_path / "run", pair.model)
     again = MODELS["mlp"]()[0]
-    zcompile.offload(again, device="cpu", device_memory=BUDGET, host_memory="16MiB")
+    zcompile.offload(again, device="cpu", device_memory=Bytes(BUDGET), host_memory="16MiB")
     zcompile.resume(tmp_path / "run", again)
     for p, q in zip(again.parameters(), pair.model.parameters(), strict=True):
         assert torch.equal(p.detach().cpu(), q.detach().cpu())
@@ -166,7 +168,7 @@ def test_what_was_saved_resumes(tmp_path):
 def test_where_not_even_a_row_fits_the_error_says_what_would():
     def run(budget):
         model = nn.Linear(8192, 4, bias=False)
-        zcompile.offload(model, device="cpu", device_memory=budget, host_memory="16MiB")
+        zcompile.offload(model, device="cpu", device_memory=Bytes(budget), host_memory="16MiB")
         torch._dynamo.reset()
         torch.compile(model, backend="zinf")(torch.ones(1, 8192)).sum().backward()
 

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import zcompile
 from zcompile.cli import main
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.units import MiB
+from zcompile.ir.units import Bytes, MiB
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes import choose_tiles
 
@@ -64,8 +64,8 @@ def offloaded(model: nn.Module, budget: int, **config):
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=budget,
-        host_memory=64 * MiB,
+        device_memory=Bytes(budget),
+        host_memory=Bytes(64 * MiB),
         machine=LIKE_A_GPU,
         **config,
     )

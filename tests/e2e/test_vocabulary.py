@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vocabularies import Head, flat
 
 import zcompile
+from zcompile.ir.units import Bytes
 from zcompile.passes import tile_loss
 
 hf = pytest.importorskip("transformers")
@@ -166,7 +167,7 @@ def test_a_head_trains_that_is_larger_than_the_device(
     """Tiles of the weight are gathered, and their gradients leave, one by one."""
     eager = built(name)
     weight = max(p.numel() * p.element_size() for p in eager.parameters())
-    budgets = {**BUDGETS, "device_memory": weight * 7 // 8}
+    budgets = {**BUDGETS, "device_memory": Bytes(weight * 7 // 8)}
     expected = train(eager, eager, sgd)
     model = zcompile.offload(built(name), disk=tmp_path, **budgets)
     losses = train(model, torch.compile(model, backend="zinf"), sgd)

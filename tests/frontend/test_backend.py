@@ -9,9 +9,17 @@ from small_models import mlp
 from torch import library, nn
 
 import zcompile
-from zcompile.errors import BudgetExceeded, ConfigInvalid, UnknownOption, Unsupported, ZinfError
+from zcompile.errors import (
+    BudgetExceeded,
+    ConfigInvalid,
+    UnknownOption,
+    Unsupported,
+    ZinfError,
+    more_device_memory,
+)
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import Bytes
 
 ROWS = torch.ones(2, 8)
 
@@ -127,17 +135,17 @@ def test_a_budget_too_small_names_the_parameter_and_the_bytes_that_do(phase):
             return self.one(x)
 
     rows = torch.ones(2, 1024, requires_grad=True)
-    error = refusal(offloaded(Net(), device_memory=2048), rows)
+    error = refusal(offloaded(Net(), device_memory=Bytes(2048)), rows)
     assert isinstance(error, BudgetExceeded)
     assert "one.weight" in str(error)
-    assert f"device_memory={error.needed_bytes} or more" in str(error)
+    assert more_device_memory(error.needed_bytes) in str(error)
     torch._dynamo.reset()
-    enough = offloaded(Net(), device_memory=error.needed_bytes)
+    enough = offloaded(Net(), device_memory=Bytes(error.needed_bytes))
     torch.compile(enough, backend="zinf")(rows).sum().backward()
     assert torch.equal(enough.one.weight.grad.cpu(), torch.full((8, 1024), 2.0))
     torch._dynamo.reset()
     assert isinstance(
-        refusal(offloaded(Net(), device_memory=error.needed_bytes - 1), rows), BudgetExceeded
+        refusal(offloaded(Net(), device_memory=Bytes(error.needed_bytes - 1)), rows), BudgetExceeded
     )
 
 

@@ -13,13 +13,15 @@ from torch import nn
 
 import zcompile
 from zcompile.config import Config
-from zcompile.errors import Unsupported
+from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.backend import activation_budget
 from zcompile.frontend.dry_run import plan
 from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.files import find
 from zcompile.machine.model import with_tier
 from zcompile.planner import bounds, floor
+from zcompile.runtime.device.pages import machine_bytes
 
 
 class Text(nn.Module):
@@ -61,6 +63,17 @@ def within(terms, machine):
 def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
     session = plan._session(plan.terms_of(Config(device="cpu"), machine))
     assert activation_budget(session).beside is beside
+
+
+def test_a_percentage_is_of_the_machine_that_is_planned_for():
+    tiers = plan.terms_of(Config(device="cpu", device_memory="50%"), "h200-node").machine.tiers
+    whole = plan.terms_of(Config(device="cpu"), "h200-node").machine.tiers
+    assert tiers == {**whole, "device": whole["device"] // 2}
+    here = plan.terms_of(Config(device="cpu", host_memory="2%")).machine.tiers
+    assert here["host"] == machine_bytes() // 50
+    machine = replace(find("h200-node"), tiers={"device": GiB})
+    with pytest.raises(ConfigInvalid, match="the machine has no tier 'host'"):
+        plan.terms_of(Config(device="cpu", host_memory="50%"), machine)
 
 
 def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):

@@ -18,7 +18,7 @@ from zcompile.checkpoint.stream import NewFile
 from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.transfer.interrupts import (
@@ -37,7 +37,7 @@ def model_of(tmp_path, home, **fields):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     if home == "disk":
         (tmp_path / "disk").mkdir(exist_ok=True)
-        fields |= {"disk": tmp_path / "disk", "host_memory": 256 * KiB}
+        fields |= {"disk": tmp_path / "disk", "host_memory": Bytes(256 * KiB)}
     return zcompile.offload(model, **{**FIELDS, **fields})
 
 

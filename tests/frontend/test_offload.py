@@ -23,9 +23,11 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
+from zcompile.frontend import offload
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.closing import wait_for_dead_stores
+from zcompile.runtime.device.pages import machine_bytes
 
 
 def test_the_objects_stay_the_same(tmp_path):
@@ -177,7 +179,7 @@ def test_what_would_be_lost_on_the_way_is_refused_and_nothing_moves(spoil, tmp_p
 
 def test_two_models_need_two_directories(tmp_path):
     first = zcompile.offload(mlp(), **ON_DISK, disk=tmp_path)
-    with pytest.raises(DiskOwned, match="another model of this process; give each model a dir"):
+    with pytest.raises(DiskOwned, match="another model of this process, a Sequential; call"):
         zcompile.offload(mlp(), **ON_DISK, disk=tmp_path)
     del first
     gc.collect()
@@ -284,7 +286,7 @@ def test_batches_are_the_same_each_time():
 def test_a_closed_model_gives_its_directory_back(tmp_path):
     first = zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
     loss = first(torch.randn(2, 16)).sum()  # keeps the parameters alive, as a notebook does
-    with pytest.raises(DiskOwned, match=r"call zcompile\.close on the other"):
+    with pytest.raises(DiskOwned, match=r"call zcompile\.close\(model\) with it first"):
         zcompile.offload(mlp(), **{**ON_DISK, "disk": tmp_path})
     zcompile.close(first)
     zcompile.close(first)
@@ -305,3 +307,22 @@ def test_after_a_step_that_broke_off_a_forward_is_not_taken_for_one(tmp_path, ca
     session_behind(model).begin_step("AdamW")
     model(torch.randn(2, 16)).sum().backward()
     assert "gathered whole" not in caplog.text
+
+
+def test_a_percentage_is_of_the_memory_of_the_machine_on_the_emulated_device():
+    model = zcompile.offload(mlp(), device="cpu", device_memory="1%", host_memory="0.5%")
+    session = session_behind(model)
+    assert session.device_budget == machine_bytes() // 100
+    assert session.config.host_memory == machine_bytes() * 5 // 1000
+    zcompile.close(model)
+
+
+def test_one_warning_says_that_the_device_is_emulated(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    offload._tell_that_the_device_is_emulated.cache_clear()
+    zcompile.close(zcompile.offload(mlp(), device="cpu", host_memory="16MiB"))
+    assert not caplog.records
+    for _ in range(2):
+        zcompile.close(zcompile.offload(mlp(), host_memory="16MiB"))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "no CUDA device" in caplog.text

@@ -15,7 +15,7 @@ from zcompile.config import Config
 from zcompile.errors import BudgetExceeded, Unsupported
 from zcompile.frontend.dry_run import plan
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
 
 RATES = {"h2d": 1e9, "d2h": 1e9, "disk_read": 2e8, "disk_write": 1e8}
@@ -25,7 +25,12 @@ MACHINE = Machine(
     {name: Link(name, rate) for name, rate in RATES.items()},
     Compute({"float32": 1e11}, 1e10),
 )
-BUDGETS = {"keep": 256 * KiB, "recompute": 108 * KiB, "offload": 96 * KiB, "auto": 88 * KiB}
+BUDGETS = {
+    "keep": Bytes(256 * KiB),
+    "recompute": Bytes(108 * KiB),
+    "offload": Bytes(96 * KiB),
+    "auto": Bytes(88 * KiB),
+}
 
 
 class Loss(nn.Module):
@@ -118,7 +123,7 @@ def test_a_device_that_is_too_small_is_told_what_it_needs(choice, device):
         model = Loss()
     torch._dynamo.reset()
     with pytest.raises(BudgetExceeded) as caught:
-        zcompile.plan(model, *given(0), **{**asked(choice), "device_memory": device})
+        zcompile.plan(model, *given(0), **{**asked(choice), "device_memory": Bytes(device)})
     assert caught.value.needed_bytes > device
 
 

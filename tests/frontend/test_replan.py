@@ -28,7 +28,7 @@ from zcompile.cli import main
 from zcompile.errors import ParameterChanged
 from zcompile.frontend import replan, session_plan
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import simulator, step_plan
@@ -57,7 +57,7 @@ RUNS = {
 @pytest.mark.parametrize(("run", "share"), crossed(RUNS, ARENAS))
 def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     (where, batches), arena = RUNS[run], ARENAS[share]
-    fields: dict[str, object] = {"device_memory": arena + held_bytes()}
+    fields: dict[str, object] = {"device_memory": Bytes(arena + held_bytes())}
     if where == "disk":
         fields |= {"disk": tmp_path, "host_memory": "512KiB"}
     if where == "throttled":
@@ -91,7 +91,7 @@ def test_with_room_for_everything_nothing_moves_after_the_warm_up(how):
 def test_the_peak_is_the_predicted_one(arena):
     budget = arena + held_bytes()
     model, compiled, optimizer = begun(
-        3, device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"}
+        3, device_memory=Bytes(budget), throttle={"h2d": "200MB/s", "d2h": "200MB/s"}
     )
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 3, STEPS)
@@ -117,7 +117,7 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    model, compiled, optimizer = begun(4, device_memory=2 * WEIGHT_BYTES, throttle=THROTTLE)
+    model, compiled, optimizer = begun(4, device_memory=Bytes(2 * WEIGHT_BYTES), throttle=THROTTLE)
     note(Arena, "take_slot", "take", lambda address, nbytes, name: address)
     note(Arena, "give_slot", "give", lambda address, nbytes: address)
     note(SimulatedSteps, "_take", "take", lambda slot: slot.address)
@@ -141,7 +141,7 @@ def test_a_plan_in_which_nothing_rests_on_the_device_is_walked_as_planned(monkey
 
     monkeypatch.setattr(step_plan, "_windows", widest)
     model, compiled, optimizer = begun(
-        3, device_memory=WEIGHT_BYTES // 2 + held_bytes(), throttle=THROTTLE
+        3, device_memory=Bytes(WEIGHT_BYTES // 2 + held_bytes()), throttle=THROTTLE
     )
     assert homes(model) == {"host"}
     zcompile.stats(model, reset=True)
@@ -235,7 +235,7 @@ def test_evaluation_between_steps_uses_what_rests_on_the_device():
 
 
 def test_an_evaluation_that_is_compiled_under_a_plan_does_not_plan_beyond_the_budget():
-    model, compiled, _ = begun(4, device_memory=2 * WEIGHT_BYTES)
+    model, compiled, _ = begun(4, device_memory=Bytes(2 * WEIGHT_BYTES))
     with torch.no_grad():
         compiled(ids(3))
     assert zcompile.stats(model)["planned_peak"]["device"] <= 2 * WEIGHT_BYTES
@@ -278,7 +278,7 @@ def steps_planned(monkeypatch, caplog, first_window):
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
         model, _, _ = begun(
             9,
-            device_memory=2 * WEIGHT_BYTES + held_bytes(),
+            device_memory=Bytes(2 * WEIGHT_BYTES + held_bytes()),
             throttle={"h2d": "10MB/s", "d2h": "10MB/s"},
         )
     return model, windows, [r.message for r in caplog.records if "costs have changed" in r.message]

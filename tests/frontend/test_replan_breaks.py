@@ -29,7 +29,7 @@ from zcompile.errors import BudgetExceeded, TierFull
 from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind, Phase
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import StepPlan
 from zcompile.runtime import executor, relocate
@@ -48,7 +48,9 @@ OPTIMIZERS = {
 def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
     """Their first two steps use the same entries, so fetches are handed over when a step is
     planned."""
-    model, compiled = offloaded(device_memory=int(share * WEIGHT_BYTES) + 32 * KiB + held_bytes())
+    model, compiled = offloaded(
+        device_memory=Bytes(int(share * WEIGHT_BYTES) + 32 * KiB + held_bytes())
+    )
     train(model, compiled, OPTIMIZERS[name](model))
     assert session_behind(model).controller.plan is not None
     assert same(model, expected(OPTIMIZERS[name]))
@@ -56,7 +58,9 @@ def test_other_optimizers_train_bit_equal_at_every_budget(name, share):
 
 def test_copies_that_fill_the_host_leave_the_plan_in_force():
     model, compiled, optimizer = begun(
-        3, device_memory=5 * WEIGHT_BYTES + held_bytes(), host_memory=5 * WEIGHT_BYTES + 256 * KiB
+        3,
+        device_memory=Bytes(5 * WEIGHT_BYTES + held_bytes()),
+        host_memory=Bytes(5 * WEIGHT_BYTES + 256 * KiB),
     )
     averages = [copy.deepcopy(model) for _ in range(2)]
     train(model, compiled, optimizer, 3, 4)
@@ -123,7 +127,7 @@ def goes_on(model, compiled, optimizer):
     ("at", "device"), crossed((1, 3, 6), (WEIGHT_BYTES, 2 * WEIGHT_BYTES, 16 * MiB))
 )
 def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device):
-    model, compiled, optimizer = begun(2, device_memory=device + held_bytes())
+    model, compiled, optimizer = begun(2, device_memory=Bytes(device + held_bytes()))
     session = session_behind(model)
     put, count = session.put, []
 
@@ -229,7 +233,7 @@ def test_what_finds_no_berth_is_predicted_where_it_rests(monkeypatch, share):
     made = crowded(
         monkeypatch, lambda session: session.arena.take(int(share * WEIGHT_BYTES), "a large value")
     )
-    trains_as_predicted(made, device_memory=2 * WEIGHT_BYTES + held_bytes())
+    trains_as_predicted(made, device_memory=Bytes(2 * WEIGHT_BYTES + held_bytes()))
 
 
 @pytest.mark.parametrize("left", [0, 16 * KiB, 64 * KiB])
@@ -244,7 +248,7 @@ def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch,
 
     trains_as_predicted(
         crowded(monkeypatch, fill),
-        device_memory=WEIGHT_BYTES // 2 + held_bytes(),
+        device_memory=Bytes(WEIGHT_BYTES // 2 + held_bytes()),
         host_memory="600KiB",
         disk=tmp_path,
     )
@@ -260,7 +264,7 @@ def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp
     made = crowded(monkeypatch, lambda session: None)
     model, compiled = offloaded(
         throttle=THROTTLE,
-        device_memory=WEIGHT_BYTES // 2 + held_bytes(),
+        device_memory=Bytes(WEIGHT_BYTES // 2 + held_bytes()),
         host_memory="650KiB",
         disk=tmp_path,
     )
@@ -274,7 +278,7 @@ def test_holes_of_the_host_are_closed_for_what_is_to_rest_there(monkeypatch, tmp
 
 def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():
     """Two forwards before one backward hold more than was foreseen, and the host is full."""
-    model, compiled, optimizer = begun(3, device_memory=8 * WEIGHT_BYTES + held_bytes())
+    model, compiled, optimizer = begun(3, device_memory=Bytes(8 * WEIGHT_BYTES + held_bytes()))
     session = session_behind(model)
     assert homes(model) == {"device"}
     _, used, capacity = session.homes._tiers[0].usage()
@@ -290,7 +294,7 @@ def test_what_rests_on_the_device_stays_where_it_has_to_leave_and_cannot():
 
 
 def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
-    model, compiled, optimizer = begun(3, device_memory=8 * WEIGHT_BYTES + held_bytes())
+    model, compiled, optimizer = begun(3, device_memory=Bytes(8 * WEIGHT_BYTES + held_bytes()))
     session = session_behind(model)
     arena = session.arena.budget_bytes
     kept = [compiled(ids(number)[:, :-1]) for number in (1, 2, 3)]
@@ -306,7 +310,7 @@ def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
 def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
     """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
     budget = WEIGHT_BYTES + 2 * held_bytes()
-    model, compiled, optimizer = begun(1, device_memory=budget, residency=residency)
+    model, compiled, optimizer = begun(1, device_memory=Bytes(budget), residency=residency)
     plain = gpt()
     twin = adamw(plain)
     train(plain, plain, twin, 0, 1)

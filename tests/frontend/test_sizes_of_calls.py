@@ -10,7 +10,7 @@ from torch import nn
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 
 BUDGET = 320 * KiB
 GROWING = [(2, 4), (3, 5), (8, 8), (12, 12), (30, 30)]
@@ -56,7 +56,7 @@ def pair(activations="auto", make=net, budget=BUDGET, **fields):
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=budget,
+        device_memory=Bytes(budget),
         host_memory="64MiB",
         activations=activations,
         **fields,
@@ -181,7 +181,7 @@ def test_a_size_is_not_counted_too_high():
 
 def test_a_language_model_of_any_length_stays_within_the_budget():
     budget = 512 * KiB
-    model, compiled = offloaded(device_memory=budget)
+    model, compiled = offloaded(device_memory=Bytes(budget))
     twin = gpt()
     mine, theirs = adamw(model), adamw(twin)
     refused = 0

@@ -76,6 +76,48 @@ def muted_tracing() -> None:
 
 
 @contract
+def compiled_frame() -> None:
+    seen = []
+
+    def noting(gm, inputs):
+        seen.append(private.compiled_frame())
+        return gm.forward
+
+    call = torch.compile(lambda x: x + 1, backend=noting, dynamic=False)
+    for size in (2, 3):
+        call(torch.ones(size))
+    torch.compile(lambda x: x + 2, backend=noting)(torch.ones(2))
+    assert private.compiled_frame() is None
+    assert seen[0] == seen[1] != seen[2]
+    assert all(isinstance(frame, int) for frame in seen)
+
+
+@contract
+def on_recompile_limit() -> None:
+    """Told with the function that was compiled, whichever of two limits is met."""
+    told, frames = [], []
+
+    def noting(gm, inputs):
+        frames.append(private.compiled_frame())
+        return gm.forward
+
+    stock = torch._dynamo.convert_frame.exceeds_recompile_limit
+    private.on_recompile_limit(lambda *what: told.append(what))
+    try:
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            torch._dynamo.reset()
+            call = torch.compile(lambda x: x + 1, backend=noting, dynamic=False)
+            with torch._dynamo.config.patch({limit: 2}):
+                for size in (2, 3):
+                    call(torch.ones(size))
+                assert not told
+                assert call(torch.ones(4)).tolist() == [2.0] * 4, "it runs eagerly"
+            assert told.pop() == (frames[-1], limit, 2)
+    finally:
+        torch._dynamo.convert_frame.exceeds_recompile_limit = stock
+
+
+@contract
 def without_recompile_limit() -> None:
     """Code that differs each time is compiled each time, and the limits come back."""
     graphs = []

@@ -8,6 +8,7 @@ from planned_runs import VOCABULARY, adamw, gpt, values
 
 import zcompile
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import Bytes
 
 STEPS = 7
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
@@ -27,7 +28,7 @@ def train(forward, optimizer, begin, end, **how):
 def begun(device, steps, make=adamw, **fields):
     torch._dynamo.reset()
     fields = {"host_memory": "64MiB", "throttle": THROTTLE, **fields}
-    model = zcompile.offload(gpt(), device="cpu", device_memory=device, **fields)
+    model = zcompile.offload(gpt(), device="cpu", device_memory=Bytes(device), **fields)
     compiled = torch.compile(model, backend="zinf")
     optimizer = make(model)
     train(compiled, optimizer, 0, steps)

@@ -39,6 +39,7 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.step import StepCall
 from zcompile.ir.types import EntryRef, Layout, Phase, Region, Work
+from zcompile.ir.units import Bytes
 from zcompile.machine.cost import Costs
 from zcompile.memory.step_footprint import device_peak
 from zcompile.planner.bounds import demand_of
@@ -239,7 +240,7 @@ def test_the_executor_does_what_effects_say(name, memory, kinds, monkeypatch):
     throttle = {"h2d": "500MB/s", "d2h": "500MB/s"}
     make, inputs = MODELS[name]
     model = zcompile.offload(
-        make(), device="cpu", device_memory=memory, host_memory="64MiB", throttle=throttle
+        make(), device="cpu", device_memory=Bytes(memory), host_memory="64MiB", throttle=throttle
     )
     live, seen = session_behind(model).executor.live_memory, set()
 

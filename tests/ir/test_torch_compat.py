@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 import zcompile
-from zcompile.errors import TorchUnsupported
 from zcompile.ir import torch_compat as private
 from zcompile.runtime.eager.tensor import TieredTensor
 
@@ -41,13 +40,6 @@ class Wrapped(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.seen = func
         return func(*[a.inner if isinstance(a, Wrapped) else a for a in args], **(kwargs or {}))
-
-
-@contract
-def check_torch() -> None:
-    private.check_torch()
-    first, last = private.TESTED
-    assert first <= tuple(int(n) for n in torch.__version__.split(".")[:2]) <= last
 
 
 @contract
@@ -412,19 +404,6 @@ def test_torch_keeps_its_side(name):
 
 def test_every_name_has_a_contract():
     assert set(CONTRACTS) == PUBLIC
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0a0+git", "1.13.1", "3.0.0"])
-def test_a_torch_outside_the_range_is_refused(version, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(TorchUnsupported, match=r"zcompile is tested with 2\.11 to 2\.13"):
-        private.check_torch()
-
-
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu128", "2.13.0+cpu"])
-def test_a_torch_within_the_range_is_taken(version, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", version)
-    private.check_torch()
 
 
 def test_a_guard_does_not_look_at_the_handle():

@@ -5,16 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zcompile.ir.units import (
+    Bytes,
     GiB,
     KiB,
     MiB,
     TiB,
+    parse_budget,
     parse_flops,
     parse_rate,
     parse_size,
     show_flops,
     show_rate,
     show_size,
+    write_budget,
     write_flops,
     write_rate,
     write_size,
@@ -34,6 +37,10 @@ from zcompile.ir.units import (
         ("2TB", 2 * 10**12),
         ("1TiB", TiB),
         ("0.5KB", 500),
+        ("20G", 20 * GiB),
+        ("20M", 20 * MiB),
+        ("20k", 20 * KiB),
+        ("1.5 T", 3 * TiB // 2),
     ],
 )
 def test_a_size_is_read_as_written(text, nbytes):
@@ -41,11 +48,53 @@ def test_a_size_is_read_as_written(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "1e9", "20 GiBs", "20GB/s", "20,5GB", "1 2", None, 1.5, True, [1]]
+    "text",
+    ["", "GiB", "80%", "-1", "1e9", "20 GiBs", "20GB/s", "20,5GB", "1 2", None, 1.5, True, [1]],
 )
 def test_what_is_not_a_size_is_said_to_be_none(text):
     with pytest.raises(ValueError, match="is not a size; write"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("20GiB", 20 * GiB),
+        (MiB, MiB),
+        ("20B", 20),
+        (Bytes(7), 7),
+        (Bytes("7B"), 7),
+        ("2M", 2 * MiB),
+    ],
+)
+def test_a_budget_is_read_as_a_size_and_not_asked_about_again(text, nbytes):
+    found = parse_budget(text)
+    assert found == nbytes
+    assert parse_budget(found) == nbytes
+    assert parse_budget(eval(write_budget(nbytes))) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [(20, "20GiB"), ("20", "20GiB"), (8192, "8192MiB"), (MiB - 1, "1048575MiB")],
+)
+def test_a_small_number_without_a_unit_is_asked_about(text, meant):
+    with pytest.raises(ValueError, match=f"means {text} bytes; did you mean '{meant}'.*'{text}B'"):
+        parse_budget(text)
+
+
+def test_a_percentage_is_of_what_there_is_in_all():
+    share = parse_budget(" 80 %")
+    assert (str(share), share.of(1000)) == ("80%", 800)
+    assert parse_budget(share) is share
+    assert parse_budget("12.5%").of(80) == 10
+    assert type(share.of(1000)) is Bytes
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "0.0%"])
+def test_a_percentage_is_a_part(text):
+    with pytest.raises(ValueError, match="above 0% and at most 100%"):
+        parse_budget(text)
 
 
 @pytest.mark.parametrize("text", [0, -4, "0", "0GiB", "0.1B"])
@@ -67,7 +116,7 @@ def test_a_rate_is_read_as_written(text, bytes_per_s):
     assert parse_rate(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["300MB", "300MB/h", "/s", "", None, True])
+@pytest.mark.parametrize("text", ["300MB", "300M/s", "300MB/h", "/s", "", None, True])
 def test_what_is_not_a_rate_is_said_to_be_none(text):
     with pytest.raises(ValueError, match=r"is not a (rate|size); write"):
         parse_rate(text)

@@ -9,11 +9,11 @@ from sampled import sampled
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import ALIGNMENT
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.planner import step_plan
 from zcompile.planner.placement import place
 
-BUDGETS = {"keep": 112 * KiB, "recompute": 64 * KiB, "offload": 64 * KiB}
+BUDGETS = {"keep": Bytes(112 * KiB), "recompute": Bytes(64 * KiB), "offload": Bytes(64 * KiB)}
 """Of the device; where all is kept, little less would be refused."""
 COUNTED = ("activations", "together")
 

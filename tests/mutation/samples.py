@@ -18,7 +18,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.ir.types import Phase, aligned
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.passes.arrange import rearrange
 
 UNSEEN = "100GB/s"
@@ -57,7 +57,7 @@ def compiled(name: str) -> tuple[Schedule, ...]:
     zcompile.offload(
         model,
         device="cpu",
-        device_memory=budget,
+        device_memory=Bytes(budget),
         host_memory="8MiB",
         tile_bytes=TILE_BYTES if how == "tiled" else None,
         throttle={"h2d": UNSEEN, "d2h": UNSEEN},

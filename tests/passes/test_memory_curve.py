@@ -11,9 +11,9 @@ from zcompile.cli import main
 from zcompile.cli.format import CURVE_HEIGHT, CURVE_WIDTH, curve_lines
 from zcompile.ir.memory_curve import Memory, MemoryCurve
 from zcompile.ir.serialize import open_run
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 
-BUDGETS = {"keep": 256 * KiB, "recompute": 108 * KiB, "offload": 96 * KiB}
+BUDGETS = {"keep": Bytes(256 * KiB), "recompute": Bytes(108 * KiB), "offload": Bytes(96 * KiB)}
 """Of the device: no weight is cut in any, so that only what becomes of activations differs."""
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from programs import least_window, programs
 from small_models import SMALL_MODELS
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir import printer
 from zcompile.ir.schedule import RegionProgram
 from zcompile.ir.types import ALIGNMENT
@@ -104,7 +104,7 @@ def test_a_budget_that_cannot_do_is_refused_with_one_that_can(needs):
     least = packed(needs, [n.first for n in needs])
     with pytest.raises(BudgetExceeded) as caught:
         choose_starts(needs, least - 1, 4, "forward")
-    assert f"device_memory={least} or more" in str(caught.value)
+    assert more_device_memory(least) in str(caught.value)
     assert caught.value.needed_bytes == least
     choose_starts(needs, least, 4, "forward")
 

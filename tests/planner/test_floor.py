@@ -14,7 +14,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import Region, Work
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner.bounds import bound
@@ -93,7 +93,7 @@ def test_no_split_of_the_budgets_has_its_least_below_the_floor(compute_s, arena,
 @pytest.mark.parametrize("choice", sampled(["keep", "recompute"], "recompute"))
 def test_of_a_run_the_floor_is_below_the_least_and_says_what_it_is_due_to(choice):
     budget = {"keep": 112 * KiB, "recompute": 64 * KiB}[choice]
-    model, _, _ = begun(4, device_memory=budget, activations=choice)
+    model, _, _ = begun(4, device_memory=Bytes(budget), activations=choice)
     told = zcompile.stats(model)["predicted"]
     assert 0 < told["floor_compute_s"] <= told["floor_s"] <= told["least_s"] * (1 + 1e-6)
     assert told["floor_compute_s"] <= told["least_compute_s"]
@@ -108,7 +108,7 @@ def test_of_a_run_the_floor_is_below_the_least_and_says_what_it_is_due_to(choice
     [("keep", "16MiB", False), ("keep", 112 * KiB, True), ("recompute", 64 * KiB, True)],
 )
 def test_tiles_and_what_is_made_again_are_no_part_of_the_traced_work(choice, budget, added):
-    model, _, _ = begun(2, device_memory=budget, activations=choice)
+    model, _, _ = begun(2, device_memory=Bytes(budget), activations=choice)
     step = session_behind(model).executor.recorder.end()
     backward = [call.schedule for call in step.calls if call.schedule.phase is B]
     scheduled = sum(x.region.work.ops for s in backward for x in s.instructions if type(x) is Run)

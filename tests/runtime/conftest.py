@@ -8,7 +8,7 @@ import pytest
 from runtime.faulty import Faults
 
 from zcompile.config import Config
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.store.store import Store
 from zcompile.runtime.tiers.disk import DiskTier
@@ -61,7 +61,7 @@ HOMES = (
     pytest.param(("cuda", "host"), marks=pytest.mark.gpu),
     pytest.param(("cuda", "disk"), marks=pytest.mark.gpu),
 )
-SMALL_BYTES = 256 * KiB
+SMALL_BYTES = Bytes(256 * KiB)
 """The least host budget: all of it is staging, so entries rest on disk."""
 
 

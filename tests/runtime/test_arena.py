@@ -93,7 +93,7 @@ def test_a_gather_that_does_not_fit_says_what_is_alive_and_what_to_do(device):
     text = str(caught.value)
     assert "gathering 'layers.1.weight' needs 10.0 KiB on the device, the budget is 8.00" in text
     assert "6.00 KiB  layers.0.weight" in text
-    assert "give zcompile.offload device_memory=10240 or more" in text
+    assert "give zcompile.offload device_memory='10240B' or more" in text
     assert kept.numel()
 
 
@@ -109,7 +109,7 @@ def test_room_in_pieces_is_told_as_such_and_what_would_do_does(device):
     text = str(caught.value)
     assert "needs 9.00 KiB on the device, the budget is 8.00" in text
     assert "7.00 KiB  free, in pieces of 4.00 KiB or less" in text
-    assert "device_memory=9216 or more" in text
+    assert "device_memory='9216B' or more" in text
     more, also = crowd(9 * KiB)
     assert more.take(5 * KiB, "w").numel()
     assert kept.numel() == also.numel()

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from zcompile.errors import IOFault
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.machine.staging import lane_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.transfer.transfer import Add, Fetch, Put, Transfer
 
-RING = 256 * KiB
+RING = Bytes(256 * KiB)
 """The least host budget: all of it is the ring, so entries rest on disk."""
 WHOLE = 150_000
 """Bytes of an entry: some chunks of a ring that small."""

@@ -7,9 +7,9 @@ from planned_runs import begun, expected, same, train
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 
-BUDGET = 128 * KiB
+BUDGET = Bytes(128 * KiB)
 
 
 def bytes_of(sources) -> int:

@@ -23,7 +23,7 @@ from zcompile.ir.optimizer_step import (
 )
 from zcompile.ir.schedule import EntryIndex
 from zcompile.ir.types import ALIGNMENT, Phase
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.planner import step_plan
 from zcompile.runtime.device.arena import StepScratch
 from zcompile.verify.schedule import verify_schedule
@@ -74,7 +74,7 @@ def expected():
 def begun(budget, steps, make=adamw, batches=1, **fields):
     torch._dynamo.reset()
     fields = {"host_memory": "64MiB", "throttle": THROTTLE, **fields}
-    model = zcompile.offload(gpt(), device="cpu", device_memory=budget, **fields)
+    model = zcompile.offload(gpt(), device="cpu", device_memory=Bytes(budget), **fields)
     compiled = torch.compile(model, backend="zinf")
     optimizer = make(model)
     train(compiled, optimizer, 0, steps, batches)

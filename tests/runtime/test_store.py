@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from zcompile.errors import TierFull, ValueUnset
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 
-SMALL = 256 * KiB
+SMALL = Bytes(256 * KiB)
 
 
 def random_bytes(nbytes):

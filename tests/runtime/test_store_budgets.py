@@ -8,12 +8,12 @@ import torch
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.ir.units import Bytes, GiB, KiB, MiB
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.transfer import queue
 from zcompile.runtime.transfer.ticket import Promise
 
-SMALL = 256 * KiB
+SMALL = Bytes(256 * KiB)
 
 
 def random_bytes(nbytes):
@@ -243,7 +243,7 @@ def test_on_cuda_a_put_source_is_not_reused_before_it_has_left(open_store):
 
 def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store):
     store = open_store(host_memory="2MiB", disk=True)
-    store.homes.keep_for_gradients(1 * MiB)
+    store.homes.foresee(1 * MiB, 1 * MiB)
     homes = [store.create(f"w{n}", EntryKind.PARAM, 300 * KiB).home for n in range(3)]
     assert homes == ["host", "disk", "disk"]
     assert store.create("bias", EntryKind.PARAM, 1 * KiB).home == "host"
@@ -256,7 +256,7 @@ def test_room_on_the_host_is_kept_for_gradients_where_there_is_a_disk(open_store
 
 def test_what_gradients_take_is_kept_for_them_no_more(open_store):
     store = open_store(host_memory="2MiB", disk=True)
-    store.homes.keep_for_gradients(1 * MiB)
+    store.homes.foresee(1 * MiB, 1 * MiB)
     held = [store.create(f"w{n}.grad", EntryKind.GRAD, 500 * KiB) for n in range(2)]
     assert store.create("w0", EntryKind.PARAM, 500 * KiB).home == "host"
     assert [grad.home for grad in held] == ["host"] * 2
@@ -264,7 +264,7 @@ def test_what_gradients_take_is_kept_for_them_no_more(open_store):
 
 def test_without_a_disk_no_room_is_kept(open_store):
     store = open_store(host_memory="2MiB")
-    store.homes.keep_for_gradients(64 * MiB)
+    store.homes.foresee(64 * MiB, 64 * MiB)
     assert store.create("w", EntryKind.PARAM, 1 * MiB).home == "host"
 
 

@@ -7,10 +7,10 @@ import torch
 
 from zcompile.errors import IOFault, ParameterChanged
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.runtime.store import resident
 
-SMALL = 256 * KiB
+SMALL = Bytes(256 * KiB)
 
 
 @pytest.fixture

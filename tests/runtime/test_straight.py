@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from zcompile.ir.types import ALIGNMENT, EntryKind
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 
-SMALL = 256 * KiB
+SMALL = Bytes(256 * KiB)
 """The least host budget: all of it is staging, so entries rest on disk."""
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zcompile.errors import DiskUnusable, TierFull
 from zcompile.ir.types import EntryKind
-from zcompile.ir.units import KiB, MiB
+from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.runtime.device.pages import host_pages
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import Buffer
@@ -94,7 +94,7 @@ def test_a_store_stripes_what_rests_on_disk_unless_it_is_durable(tmp_path, open_
         directories = [tmp_path / f"{name}{durable}" for name in "ab"]
         for directory in directories:
             directory.mkdir()
-        store = open_store(host_memory=256 * KiB, disk=tuple(directories), durable=durable)
+        store = open_store(host_memory=Bytes(256 * KiB), disk=tuple(directories), durable=durable)
         entry = store.create("w", EntryKind.PARAM, 2 * STRIPE_BYTES)
         store.put(entry, pattern(entry.nbytes)).wait()
         assert torch.equal(store.read_all(entry), pattern(entry.nbytes))

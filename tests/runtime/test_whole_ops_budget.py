@@ -10,7 +10,7 @@ import zcompile
 from zcompile.errors import BudgetExceeded, ParameterChanged
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import torch_compat as private
-from zcompile.ir.units import KiB
+from zcompile.ir.units import Bytes, KiB
 from zcompile.runtime.eager.dispatch import new_results
 
 WIDE = 128
@@ -28,7 +28,7 @@ def trained(budget, make, steps=4):
     torch._dynamo.reset()
     model = net()
     twin = copy.deepcopy(model)
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="64MiB")
+    zcompile.offload(model, device="cpu", device_memory=Bytes(budget), host_memory="64MiB")
     compiled = torch.compile(model, backend="zinf")
     optimizers = [make(m.parameters()) for m in (model, twin)]
     holding, most = session_behind(model).live_memory, []
@@ -84,7 +84,7 @@ def test_what_whole_ops_take_is_counted_and_within_the_budget(make, budget):
 
 def test_an_op_that_needs_more_is_refused_before_it_gathers():
     torch._dynamo.reset()
-    model = zcompile.offload(net(), device="cpu", device_memory=REFUSED, host_memory="64MiB")
+    model = zcompile.offload(net(), device="cpu", device_memory=Bytes(REFUSED), host_memory="64MiB")
     compiled = torch.compile(model, backend="zinf")
     x = torch.randn(4, WIDE)
     compiled(x).square().mean().backward()

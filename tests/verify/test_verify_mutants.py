@@ -18,7 +18,7 @@ from zcompile.errors import BudgetExceeded, ScheduleInvalid
 from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, DEPTH, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import EntryIndex, Instruction, Schedule, Slot
 from zcompile.ir.types import Layout, Phase, aligned
-from zcompile.ir.units import MiB
+from zcompile.ir.units import Bytes, MiB
 from zcompile.memory.allocator import Block, pack
 from zcompile.memory.window import Need
 from zcompile.passes.schedule_prefetch import choose_starts
@@ -35,7 +35,7 @@ def tight(name: str) -> int:
 def made_by(name: str, grad: bool = True, budget: int = MiB) -> list[Schedule]:
     """The schedules of one training step of a small model, AdamW and clipping included."""
     model, inputs = small(name)
-    zcompile.offload(model, device="cpu", device_memory=budget, host_memory="8MiB")
+    zcompile.offload(model, device="cpu", device_memory=Bytes(budget), host_memory="8MiB")
     return trained_schedules(model, inputs, grad)
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zcompile.cli.format import Answer
-from zcompile.errors import DiskUnusable, TorchUnsupported
+from zcompile.errors import DiskUnusable
 from zcompile.ir.units import MiB, show_flops, show_rate, show_size
+from zcompile.ir.version import TESTED
 from zcompile.machine.files import find, names
 from zcompile.machine.model import Machine
 from zcompile.runtime.hardware import available_bytes, cores, cpu_model, filesystem, free_disk_bytes
@@ -212,8 +213,6 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     """Look at everything once; what cannot be used becomes a finding, not an error."""
     import torch  # takes seconds; the commands that read a dump do without
 
-    from zcompile.ir.torch_compat import TESTED
-
     findings = [*_installation(torch.cuda.is_available())]
     disks_found = []
     for path in disks:
@@ -285,12 +284,6 @@ def _buffered(disk: Disk) -> Finding:
 
 
 def _installation(cuda: bool) -> Iterator[Finding]:
-    from zcompile.ir.torch_compat import check_torch
-
-    try:
-        check_torch()
-    except TorchUnsupported as error:
-        yield Finding(True, str(error))
     if "zinf" not in _backends():
         yield Finding(
             True,

@@ -28,6 +28,7 @@ from zcompile.cli.format import (
 from zcompile.cli.sweep import swept
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Running
 from zcompile.frontend.gc_pause import gc_paused
+from zcompile.ir.units import Bytes
 from zcompile.machine.model import with_tier
 
 SEQUENCE = 1024
@@ -307,7 +308,9 @@ def _one(machines: list[str] | None) -> str | None:
 def _budgets(args: argparse.Namespace) -> dict[str, Any]:
     given = {"device_memory": ("device", args.device), "host_memory": ("host", args.host)}
     return {
-        name: read_size(option, text) for name, (option, text) in given.items() if text is not None
+        name: text if text.strip().endswith("%") else Bytes(read_size(option, text))
+        for name, (option, text) in given.items()
+        if text is not None
     }
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
@@ -25,7 +26,6 @@ from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import (
     aot_backend,
     boxed,
-    check_torch,
     cut,
     handle_input,
     hint,
@@ -69,9 +69,8 @@ def zinf(
 ) -> Callable[..., Any]:
     """The backend `torch.compile(model, backend="zinf")` looks up by its entry point.
 
-    raises  UnknownOption, ConfigInvalid, BudgetExceeded, Unsupported, TorchUnsupported
+    raises  UnknownOption, ConfigInvalid, BudgetExceeded, Unsupported
     """
-    check_torch()
     if mode not in (None, "default"):
         raise ConfigInvalid("mode", mode, "means nothing to backend='zinf'; leave it out")
     specs, session = describe(example_inputs)
@@ -85,6 +84,7 @@ def zinf(
     graph = _Graph(specs, _weakly(session), config, watch)
     if session is not None:
         session.meter.count("graphs")
+        remember_frame(session)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
     with working(f"compiling {watch.name}"):
         compiled: Callable[..., Any] = backend(gm, list(example_inputs))

@@ -7,9 +7,11 @@ parameters, each with a gradient of its own, that show the same values.
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +25,12 @@ from torch.utils import swap_tensors
 from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
+from zcompile.frontend.owners import open_owned
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.frontend.replan import StepController
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.ir.handles import REBUILD_ADVICE, disown
 from zcompile.ir.torch_compat import (
-    check_torch,
     forget_hooks,
     holders_of_memory,
     hooks_of,
@@ -40,7 +42,7 @@ from zcompile.ir.torch_compat import (
     without_weak_references,
 )
 from zcompile.ir.types import EntryKind, Layout
-from zcompile.ir.units import show_size
+from zcompile.ir.units import show_seconds, show_size
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.rows import make_copy
@@ -164,9 +166,8 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 
     config, fields  a `Config`, or its fields, or both (fields win)
     raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
-            ModelWrapped, Unsupported, TorchUnsupported
+            ModelWrapped, Unsupported
     """
-    check_torch()
     _check_model(model)
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and (config is not None or fields):
@@ -198,11 +199,13 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         for name, param in plain:
             _check_movable(name, param)
         _check_nodes(plain)
-        session.homes.keep_for_gradients(
-            sum(Layout.of(p).nbytes for _, p in plain if p.requires_grad)
-        )
         first = first_in_memory(plain)
-        nbytes = sum(Layout.of(p).nbytes for _, p in plain)
+        sizes = [(Layout.of(p).nbytes, p) for _, p in plain]
+        session.homes.foresee(
+            sum(nbytes for nbytes, p in sizes if id(p) not in first),
+            sum(nbytes for nbytes, p in sizes if p.requires_grad),
+        )
+        nbytes = sum(nbytes for nbytes, _ in sizes)
         with working("offloading the model", nbytes, show_size) as work:
             for name, param in plain:
                 deliver_interrupts()
@@ -245,6 +248,22 @@ def _undo(moved: list[tuple[nn.Parameter, torch.device]]) -> None:
 
 
 @contextmanager
+def offloaded(model: nn.Module, config: Config | None = None, **fields: Any) -> Iterator[nn.Module]:
+    """Offload `model` as `offload` does, and close it at the end of the `with` block.
+
+        with zcompile.offloaded(GPT(cfg), device_memory="20GiB", disk="/mnt/nvme") as model:
+            ...
+
+    raises  as `offload`
+    """
+    session = session_behind(offload(model, config, **fields))
+    try:
+        yield model
+    finally:
+        session.close()
+
+
+@contextmanager
 def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     """Parameters created inside go to their tier one at a time.
 
@@ -258,7 +277,6 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
 
     raises  as `offload`
     """
-    check_torch()
     session = open_session(build(config, fields, "zcompile.init"))
     modules: dict[int, weakref.ref[nn.Module]] = {}
     lent: list[TieredTensor] = []
@@ -272,8 +290,8 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
         lent[:] = [before for before in lent if not let_go(before.entry)]
         born = param.device
         _check_movable(name, param)
-        if param.requires_grad:
-            session.homes.keep_for_gradients(Layout.of(param).nbytes)
+        nbytes = Layout.of(param).nbytes
+        session.homes.foresee(nbytes, nbytes if param.requires_grad else 0, more_to_come=True)
         _become_tiered(session, name, param)  # the object itself: others may hold it already
         tiered: Any = param
         session.births[tiered.entry.key] = born
@@ -329,7 +347,21 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
     """
     refuse_ranks(config.mesh)
     tell_of_compiling(compiling_begins, compiling_ends)
-    return Session(config, STAYING if config.stays_because else PLANNING, opening)
+    if config.emulates_unasked:
+        _tell_that_the_device_is_emulated()
+    others = STAYING if config.stays_because else PLANNING
+    given = config.disk if isinstance(config.disk, tuple) else ()
+    directories = tuple(Path(path) for path in given)
+    return open_owned(lambda: Session(config, others, opening), directories)
+
+
+@cache
+def _tell_that_the_device_is_emulated() -> None:
+    """Once for a process, since it is easily overlooked."""
+    log.warning(
+        "torch sees no CUDA device, and no device was asked for: device='cpu' stands in, a part of "
+        "this machine's memory used as if it were a device's"
+    )
 
 
 STAYING = Collaborators(TieredTensor.over, make_copy, apply_deferred, Rescheduling)
@@ -337,8 +369,41 @@ STAYING = Collaborators(TieredTensor.over, make_copy, apply_deferred, Rescheduli
 PLANNING = replace(STAYING, controller=StepController)
 
 
+class Stats(dict[str, Any]):
+    """A plain dict that shows itself line by line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{key:<16} {_shown(key, value)}" for key, value in self.items())
+
+
+_SHOWN: Mapping[str, Callable[[Any], str]] = {
+    "bytes": show_size,
+    "peak": show_size,
+    "planned_peak": show_size,
+    "seconds": show_seconds,
+    "step_s": show_seconds,
+}
+"""How the numbers of a key of `Stats` are shown to people."""
+
+
+def _shown(key: str, value: Any) -> str:
+    """A value of `Stats`, or of a dict in it, for people."""
+    show = _SHOWN.get("step_s" if key.endswith("_s") else key, str)
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        parts = (
+            f"{name} {show(part) if show is not str else _shown(name, part)}"
+            for name, part in value.items()
+        )
+        return ", ".join(f"({part})" if "," in part else part for part in parts)
+    if isinstance(value, list):
+        return "; ".join(_shown(key, row) for row in value) or "none"
+    return show(value)
+
+
 def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
-    """What was measured since the model was offloaded, or since the last `reset=True`.
+    """What was measured since the model was offloaded, or since the last `reset=True`: a dict.
 
     bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
     seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
@@ -361,7 +426,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     """
     session = session_behind(model)
     session.drain()
-    measured: dict[str, Any] = session.meter.snapshot()
+    measured = Stats(session.meter.snapshot())
     measured["inexact"] = [
         {"where": where, "by": by, "why": why} for (where, by), why in session.inexact.items()
     ]
@@ -376,8 +441,9 @@ def close(model: nn.Module) -> None:
     """Give back what an offloaded model holds: memory, threads, files, its directory.
 
     Its parameters have no values afterwards, and its optimizer no states: save what is needed
-    before. What a durable model committed stays. A model that is dropped is closed by itself, once
-    nothing refers to its parameters, a loss included; a notebook often does.
+    before. What a durable model committed stays. `with zcompile.offloaded(...) as model:` closes by
+    itself, and so is a model that is dropped, once nothing refers to its parameters, a loss
+    included; a notebook often does.
     raises  Unsupported, if the model was not offloaded
     """
     for param in model.parameters():
@@ -552,8 +618,8 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
                 continue
             past += 0 if param.is_meta else Layout.of(param).nbytes
             _check_movable(name, param)
-            if param.requires_grad:
-                session.homes.keep_for_gradients(Layout.of(param).nbytes)
+            nbytes = Layout.of(param).nbytes
+            session.homes.foresee(nbytes, nbytes if param.requires_grad else 0, more_to_come=True)
             _become_tiered(session, name, param)
     if past:
         log.warning(
@@ -562,6 +628,7 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             "model from its config inside zcompile.init, and call zcompile.load(model, path)",
             show_size(past),
         )
+    session.homes.foresee(0, 0)
     # Names are those of the whole model.
     children = {id(child) for module in modules for child in module.children()}
     for root in modules:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.byte_ranges import ByteRanges
 from zcompile.ir.schedule import (
     SERIALS,
@@ -317,7 +317,7 @@ def _sizes(rows: Sequence[Row], room: StepRoom, name: str) -> tuple[int, list[in
         least,
         f"one chunk of {name}",
         [(c.name, aligned(elements * c.dtype.itemsize)) for c in row.columns if not c.resident],
-        f"give zcompile.offload device_memory={least} or more",
+        more_device_memory(least),
     )
 
 

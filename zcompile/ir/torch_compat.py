@@ -1,7 +1,7 @@
 """Wraps every private torch API that zcompile relies on, in one place, each with a contract test.
 
 What stands here may change between torch releases without notice; `tests/ir/test_torch_compat.py`
-says for each name what we rely on. The tested range is `TESTED`.
+says for each name what we rely on. The tested range is `ir.version.TESTED`.
 
 A list for code that is not ours, which asks of every node of a graph whether it is in a sum of
 lists: a walk over thousands each time, where a set says it at once.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
 from torch import Tensor, fx, library
+from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
@@ -35,7 +36,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
@@ -46,11 +47,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
-from zcompile.errors import TorchUnsupported
 from zcompile.ir.types import CheckpointPolicy
-
-TESTED = ((2, 11), (2, 13))
-"""First and last torch minor release under test; the CPU suite runs on the last one."""
 
 Dispatched = torch._ops.OpOverload
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -74,14 +71,6 @@ _sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
-
-
-def check_torch() -> None:
-    """raises  TorchUnsupported, if the installed torch is outside `TESTED`"""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    first, last = TESTED
-    if not first <= (major, minor) <= last:
-        raise TorchUnsupported(torch.__version__, f"{first[0]}.{first[1]} to {last[0]}.{last[1]}")
 
 
 def is_profiling() -> bool:
@@ -809,6 +798,31 @@ def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object],
     if begins not in handler.start_callbacks:
         handler.register_start_callback(begins)
         handler.register_end_callback(ends)
+
+
+def compiled_frame() -> int | None:
+    """A number that names the function which torch compiles on this thread; None outside of
+    that."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else current.frame_id
+
+
+def on_recompile_limit(tell: Callable[[int, str, int], None]) -> None:
+    """Call `tell(function, limit, most)` from here on when torch would compile a function once more
+    than a limit permits, and runs it eagerly instead, or refuses.
+
+    function  as `compiled_frame`;  limit  its name in torch._dynamo.config;  most  its value
+    """
+    torchs: Any = _convert_frame
+    stock = torchs.exceeds_recompile_limit
+
+    def exceeds(cache_size: Any, compile_id: Any) -> tuple[bool, str]:
+        hit, limit = stock(cache_size, compile_id)
+        if hit and compile_id.frame_id is not None:
+            tell(compile_id.frame_id, limit, getattr(torch._dynamo.config, limit))
+        return hit, limit
+
+    torchs.exceeds_recompile_limit = exceeds
 
 
 def without_recompile_limit() -> Any:

@@ -6,6 +6,7 @@ place where "20GiB" and "300MB/s" become numbers, and numbers become text.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -24,6 +25,9 @@ _FACTORS = {
     "GIB": GiB,
     "TIB": TiB,
 }
+_LETTERS = {"K": KiB, "M": MiB, "G": GiB, "T": TiB}
+"""A single letter is binary, as it is to Slurm and Docker. Only of sizes: rates are decimal, where
+a letter would be read the other way."""
 _FLOPS = {
     "FLOP": 1,
     "KFLOP": 10**3,
@@ -34,10 +38,34 @@ _FLOPS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _RATE = re.compile(r"(.*?)\s*/\s*s\s*\Z")
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
+
+
+class Bytes(int):
+    """A size that was asked for with its unit, or confirmed: it is not asked about again.
+
+    raises  as `parse_size`
+    """
+
+    def __new__(cls, size: int | str) -> "Bytes":
+        return super().__new__(cls, parse_size(size))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A percentage of what a tier has in all."""
+
+    percent: float
+
+    def of(self, total_bytes: int) -> Bytes:
+        return Bytes(max(1, int(total_bytes * self.percent / 100)))
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%"
 
 
 def parse_size(text: int | str) -> int:
-    """Bytes from an int or from "20GiB", "1.5 GB", "4096".
+    """Bytes from an int or from "20GiB", "20G" (the same), "1.5 GB", "4096".
 
     raises  ValueError with a sentence, if the text is not a size or not positive
     """
@@ -47,12 +75,42 @@ def parse_size(text: int | str) -> int:
         nbytes = text
     else:
         match = _SIZE.match(text)
-        if match is None or match[2].upper() not in _FACTORS:
+        factor = None if match is None else (_FACTORS | _LETTERS).get(match[2].upper())
+        if match is None or factor is None:
             raise ValueError(f"{text!r} is not a size; write it like '20GiB', '500MB' or 4096")
-        nbytes = int(float(match[1]) * _FACTORS[match[2].upper()])
+        nbytes = int(float(match[1]) * factor)
     if nbytes <= 0:
         raise ValueError(f"{text!r} is not a size: it must be more than zero bytes")
     return nbytes
+
+
+def parse_budget(text: int | str | Share) -> Bytes | Share:
+    """Bytes of a tier, as of `parse_size`, or a `Share` from "80%".
+
+    No tier is as small as some bytes, so a small number without a unit is asked about.
+
+    raises  ValueError with a sentence
+    """
+    if isinstance(text, Bytes | Share):
+        return text
+    if isinstance(text, str) and (match := _SHARE.match(text)):
+        if not 0 < float(match[1]) <= 100:
+            raise ValueError(f"{text!r} is not a share of a tier: it is above 0% and at most 100%")
+        return Share(float(match[1]))
+    nbytes = parse_size(text)
+    number = str(text).strip()
+    if nbytes < MiB and number.isdigit():
+        likely = "GiB" if nbytes < KiB else "MiB"
+        raise ValueError(
+            f"{text!r} means {number} bytes; did you mean '{number}{likely}'? (a number below 1 "
+            f"MiB needs its unit: '{number}B' for bytes)"
+        )
+    return Bytes(nbytes)
+
+
+def write_budget(nbytes: int) -> str:
+    """The size as Python text that `parse_budget` takes: "1048576", "'4096B'"."""
+    return str(nbytes) if nbytes >= MiB else f"'{nbytes}B'"
 
 
 def parse_rate(text: float | str) -> float:
@@ -64,7 +122,7 @@ def parse_rate(text: float | str) -> float:
         raise ValueError(f"{text!r} is not a rate; write bytes per second or a text like '1GB/s'")
     if isinstance(text, str):
         match = _RATE.match(text)
-        if match is None:
+        if match is None or match[1][-1:].upper() in _LETTERS:
             raise ValueError(f"{text!r} is not a rate; write it like '300MB/s'")
         return float(parse_size(match[1]))
     if text <= 0:

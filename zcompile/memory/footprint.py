@@ -460,13 +460,13 @@ class Footprint:
         """Storages alive at node `index`, the largest first, for people: name with module,
         bytes."""
         alive = [v for v in self.values if v.first <= index <= v.last]
-        return [
-            (
-                f"{v.maker.name} ({module})" if (module := module_of(v.maker)) else v.maker.name,
-                v.nbytes,
-            )
-            for v in sorted(alive, key=lambda v: -v.nbytes)
-        ]
+        return [(self.title(v), v.nbytes) for v in sorted(alive, key=lambda v: -v.nbytes)]
+
+    @staticmethod
+    def title(value: Storage) -> str:
+        """A storage for people: its maker, and the module of that."""
+        module = module_of(value.maker)
+        return f"{value.maker.name} ({module})" if module else value.maker.name
 
     @property
     def where(self) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir import ops
 from zcompile.ir.graph import phase_of, region_of
 from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, layout_of_fetch
@@ -125,7 +125,7 @@ def _too_small(
         needed,
         beside.with_fetches(where),
         [*((n.name, n.nbytes) for n in alive(peak)), *beside.holders],
-        f"give zcompile.offload device_memory={needed} or more (this is the smallest that holds "
+        f"{more_device_memory(needed)} (this is the smallest that holds "
         "the parameters which one piece of compute reads together"
         f"{', and the values between them)' if beside.nbytes else ')'}",
     )

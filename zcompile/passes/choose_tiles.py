@@ -7,14 +7,16 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.graph import copy_graph
 from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.types import NodeName
 from zcompile.ir.units import show_size
-from zcompile.memory.footprint import footprint
+from zcompile.memory.footprint import Footprint, footprint
+from zcompile.memory.least_held import least_held
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.tile_matmuls import gathered_values
-from zcompile.passes.tile_matmuls.sizes import GatheredValue, cut_candidates, peak
+from zcompile.passes.tile_matmuls.sizes import GatheredValue, alive, cut_candidates, peak
 from zcompile.passes.tile_tokens import why_not_sliced, write_slices
 from zcompile.passes.tile_tokens.regions import Region, regions_of, slice_candidates
 from zcompile.passes.trial import BudgetSearch, Trial, between
@@ -56,13 +58,17 @@ class ChooseTiles(Pass):
 
     tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
                 budget cannot hold are cut
+    A budget below what nothing can split is refused before anything is tried.
+
     trial       runs what is decided afterwards; None: only what the budget cannot hold is cut
     slices      whether tokens may be cut
+    narrows     whether weights may come in a narrower dtype
     """
 
     tile_bytes: int | None = None
     trial: Trial | None = None
     slices: bool = True
+    narrows: bool = False
 
     name: ClassVar[str] = "choose-tiles"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -73,13 +79,16 @@ class ChooseTiles(Pass):
         coarsest = next(cut_candidates(gathered, budget, self.tile_bytes))
         if budget is None or self.trial is None:
             return replace(plan, cuts=coarsest)
-        upper_bound = _upper_bound(graph, plan, gathered)
+        held = footprint(graph, plan.params)
+        regions = regions_of(graph)
+        self._refuse_hopeless(budget, plan, gathered, held, regions)
+        upper_bound = _upper_bound(held, plan, gathered)
         if upper_bound <= budget and not coarsest:
             return replace(plan, cuts=coarsest)
         whole = _CutSearch(graph, plan, self.tile_bytes, self.trial)
         if self.slices and upper_bound > budget:
             least = budget // SMALL
-            regions = [r for r in regions_of(graph) if r.demand.sliced > least]
+            regions = [r for r in regions if r.demand.sliced > least]
             why = why_not_sliced(graph, regions, least)
             if regions or why:
                 plan = _SliceSearch(whole, regions, why).planned(budget, upper_bound)
@@ -92,6 +101,44 @@ class ChooseTiles(Pass):
                         error.add_note(note.text)
                 raise
         return plan if plan.slices else whole.with_activations(plan)
+
+    def _refuse_hopeless(
+        self,
+        budget: int,
+        plan: GraphPlan,
+        gathered: Sequence[GatheredValue],
+        held: Footprint,
+        regions: Sequence[Region],
+    ) -> None:
+        """Refuse a budget below a lower bound on what the graph needs.
+
+        raises  BudgetExceeded
+        """
+        parts = regions if self.slices else ()
+        sliced, inside = ({n for r in parts for n in getattr(r, k)} for k in ("nodes", "inside"))
+        values = least_held(held, sliced, inside)
+        rows = [(held.title(value), value.nbytes) for value in values]
+        if (nbytes := sum(n for _, n in rows)) < plan.beside.nbytes:
+            nbytes, rows = plan.beside.nbytes, [("values of graphs compiled before", nbytes)]
+        # Of weights, what is read at once, a row of each that can be cut.
+        if not self.narrows:
+            finest = {value.key: 0 for value in gathered if value.row_nbytes}
+            weights, place = peak(gathered, finest)
+            nbytes += weights
+            for value in alive(gathered, place):
+                name = plan.params[NodeName(value.key)].name
+                cut = f"a row of {name}" if value.row_nbytes else str(name)
+                rows.append((cut, value.row_nbytes or value.nbytes))
+        if nbytes > budget:
+            raise BudgetExceeded(
+                "device",
+                budget,
+                nbytes,
+                "what no plan can split",
+                rows,
+                f"{more_device_memory(nbytes)}: a lower bound, found at once; what really would do "
+                "is more, and is found by trials from there on",
+            )
 
 
 @dataclass
@@ -212,8 +259,8 @@ class _SliceSearch:
         return search(CUTS).first(budget)
 
 
-def _upper_bound(graph: fx.Graph, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:
+def _upper_bound(held: Footprint, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:
     """Bytes that hold everything whatever is decided, when nothing is cut."""
-    beside = max(plan.beside.nbytes, footprint(graph, plan.params).peak)
+    beside = max(plan.beside.nbytes, held.peak)
     at_once, _ = peak(gathered, {})
     return int(UPPER_BOUND_FACTOR * (beside + 2 * at_once))

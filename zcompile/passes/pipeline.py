@@ -83,7 +83,8 @@ def pipeline(
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
         TileLoss(tile_bytes),  # a loss over a large vocabulary runs over tiles of it
-        ChooseTiles(tile_bytes, whole, again),  # what is cut, and how finely: by trials
+        # What is cut, and how finely: by trials.
+        ChooseTiles(tile_bytes, whole, again, config.param_dtype is not None),
         TileTokens(),  # what fits over slices of tokens only
         tiles,  # what the budget cannot hold whole comes in tiles
         activations,  # what backward needs: kept, made again, or moved off the device

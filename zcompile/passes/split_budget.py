@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir import ops
 from zcompile.ir.graph import find
 from zcompile.ir.plan import GraphMemory, GraphPlan
@@ -46,7 +46,7 @@ class SplitBudget(Pass):
                 most,
                 where,
                 rows,
-                f"give zcompile.offload device_memory={most} or more, or a smaller batch",
+                f"{more_device_memory(most)}, or a smaller batch",
             )
         beside = GraphMemory(most, where, tuple(rows), plan.budget_bytes)
         left = max(0, plan.budget_bytes - most)

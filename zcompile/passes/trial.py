@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from torch import fx
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.graph import copy_graph
 from zcompile.ir.plan import GraphPlan
 from zcompile.memory.footprint import Footprint, footprint
@@ -182,9 +182,7 @@ class BudgetSearch(Generic[Candidate]):
                 break
             middle = isqrt(low * high)  # near in proportion is near enough
             low, high = (low, middle) if self._against(middle) is None else (middle, high)
-        return refusal(
-            high, f"give zcompile.offload device_memory={high} or more, or a smaller batch"
-        )
+        return refusal(high, f"{more_device_memory(high)}, or a smaller batch")
 
 
 def between(budget: int, upper_bound: int) -> list[int]:

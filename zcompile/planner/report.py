@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from math import ceil
 from typing import Any
 
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.serialize import encode, plain
-from zcompile.ir.tables import table
+from zcompile.ir.tables import html_list, html_table, table
 from zcompile.ir.types import EntryKind, aligned
 from zcompile.ir.units import show_count, show_seconds, show_size
 from zcompile.planner import bounds, floor
@@ -91,7 +92,7 @@ def bottleneck_of(found: Evaluation) -> str:
     return max(due, key=lambda name: due[name], default="compute")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """One training step of a model on a machine, from a dry run. Sizes in bytes, times in seconds.
 
@@ -264,53 +265,82 @@ class Report:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it; nothing in it is fetched from elsewhere."""
+        return "\n".join(_html(self))
+
 
 def _lines(report: Report) -> Iterator[str]:
     yield from _verdict(report)
     yield ""
-    yield from table(
-        ("tier", "capacity", "used", *COLUMNS),
-        [
-            (
-                row.tier,
-                *(show_size(n) for n in (row.capacity, row.used)),
-                *(_size(getattr(row, column)) for column in COLUMNS),
-            )
-            for row in report.tiers
-        ],
-    )
-    # Memory of graphs on the device.
-    if report.activation_bytes or report.bounded:
-        yield f"  {_beside(report)}"
-    if report.staying_bytes:
-        yield (
-            f"  {show_size(report.staying_bytes)} of gradients stay in what activations leave "
-            "until the optimizer has read them"
-        )
-    if report.scratch_bytes:
-        yield (
-            f"  the optimizer streams through {show_size(report.scratch_bytes)} beside it, which "
-            "no graph holds then"
-        )
-    if report.fullest is not None:
-        yield f"  graphs hold {report.fullest.describe()}"
-    # Times, links, and what to do.
+    yield from table(TIER_HEAD, _tier_table(report))
+    yield from (f"  {line}" for line in _memory(report))
     yield ""
     yield from _times(report)
     if report.links:
         yield ""
-        rows = [
-            (
-                row.link,
-                show_size(row.nbytes),
-                show_size(row.least_nbytes),
-                f"{row.busy_seconds / report.step_seconds:.0%}",
-            )
-            for row in report.links
-        ]
-        yield from table(("link", "per step", "least", "busy"), rows)
+        yield from table(LINK_HEAD, _link_table(report))
     yield ""
     yield from _advice(report)
+
+
+def _html(report: Report) -> Iterator[str]:
+    verdict, *more = _verdict(report)
+    yield f"<p><b>{escape(verdict)}</b></p>"
+    yield from html_list(more)
+    yield from html_table(TIER_HEAD, _tier_table(report))
+    yield from html_list(_memory(report))
+    yield from html_list(_times(report))
+    if report.links:
+        yield from html_table(LINK_HEAD, _link_table(report))
+    yield from html_list(_advice(report))
+
+
+TIER_HEAD = ("tier", "capacity", "used", *COLUMNS)
+LINK_HEAD = ("link", "per step", "least", "busy")
+
+
+def _tier_table(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.tier,
+            *(show_size(n) for n in (row.capacity, row.used)),
+            *(_size(getattr(row, column)) for column in COLUMNS),
+        )
+        for row in report.tiers
+    ]
+
+
+def _link_table(report: Report) -> list[tuple[str, ...]]:
+    return [
+        (
+            row.link,
+            show_size(row.nbytes),
+            show_size(row.least_nbytes),
+            f"{row.busy_seconds / report.step_seconds:.0%}",
+        )
+        for row in report.links
+    ]
+
+
+def _memory(report: Report) -> Iterator[str]:
+    """Sentences on the memory of graphs on the device."""
+    if report.activation_bytes or report.bounded:
+        yield _beside(report)
+    if report.staying_bytes:
+        yield (
+            f"{show_size(report.staying_bytes)} of gradients stay in what activations leave "
+            "until the optimizer has read them"
+        )
+    if report.scratch_bytes:
+        yield (
+            f"the optimizer streams through {show_size(report.scratch_bytes)} beside it, which "
+            "no graph holds then"
+        )
+    if report.fullest is not None:
+        yield f"graphs hold {report.fullest.describe()}"
 
 
 def _beside(report: Report) -> str:

@@ -137,7 +137,7 @@ def offload(
     try:
         entry = store.create(name, EntryKind.ACTIVATION, layout.nbytes, tier=tier)
     except TierFull as error:
-        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED) from error
+        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED, error.whole) from error
     handle = store.handle(entry)
     return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
 

@@ -104,6 +104,7 @@ def close_resources(resources: Resources) -> None:
     for tier in resources.tiers:
         tier.close()
     resources.mover.abandon(error)
+    resources.context.staging.close()
 
 
 def forked_error(name: str, pid: int) -> ParameterChanged:
@@ -157,8 +158,16 @@ def default_budgets(kind: str, free_bytes: int) -> dict[str, int]:
     return {"device": device, "host": machine_bytes() // SHARE_OF_MACHINE}
 
 
+def settled(config: Config) -> Config:
+    """`config` with percentages as bytes of what this machine has."""
+    device = torch.device(config.device or "cpu")
+    on_cuda = device.type == "cuda"
+    total = torch.cuda.mem_get_info(device)[1] if on_cuda else machine_bytes()
+    return config.in_bytes({"device": total, "host": machine_bytes()})
+
+
 def _host_budget(config: Config) -> int:
-    budget = int(config.host_memory or machine_bytes() // SHARE_OF_MACHINE)
+    budget = config.budgets.get("host", machine_bytes() // SHARE_OF_MACHINE)
     if budget > machine_bytes():
         raise ConfigInvalid(
             "host_memory", budget, f"is more than this machine has ({machine_bytes()} bytes)"
@@ -167,10 +176,9 @@ def _host_budget(config: Config) -> int:
 
 
 def _device_budget(config: Config, device: Device) -> int:
-    free = device.free_bytes()
-    if config.device_memory is None:
+    free, budget = device.free_bytes(), config.budgets.get("device")
+    if budget is None:
         return default_budgets(device.torch_device.type, free)["device"]
-    budget = int(config.device_memory)
     if budget > free:
         raise DeviceTooSmall(str(device.torch_device), budget, free)
     return budget

@@ -71,11 +71,8 @@ def machine_for(
     if not isinstance(machine, Machine):  # resolved by Config; None: none was given
         machine = probed(device.torch_device, config_disks)
         machine = replace(machine, tiers=_free(device, config_disks))
-    budgets = {"device": config.device_memory, "host": config.host_memory}
-    given = {tier: int(nbytes) for tier, nbytes in budgets.items() if nbytes is not None}
-    machine = replace(
-        machine, tiers={**machine.tiers, **given} if capacities is None else dict(capacities)
-    )
+    tiers = {**machine.tiers, **config.budgets} if capacities is None else dict(capacities)
+    machine = replace(machine, tiers=tiers)
     rates = {link: float(rate) for link, rate in config.throttle.items()}
     return throttled(machine, rates, _pacing_s(device.torch_device)) if rates else machine
 

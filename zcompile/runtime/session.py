@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zcompile.config import Config
-from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported
+from zcompile.errors import BudgetExceeded, DeviceTooSmall, Unsupported, more_device_memory
 from zcompile.ir.handles import Leaf, entry_of, owners_of
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
@@ -99,7 +99,7 @@ class DeviceSplit:
                 needed,
                 f"{op.name}, which takes whole tensors,",
                 [*op.gathers, *op.beside, (GRAPH_VALUES, held_bytes)],
-                f"give zcompile.offload device_memory={needed} or more, or take an optimizer "
+                f"{more_device_memory(needed)}, or take an optimizer "
                 "whose ops are elementwise (AdamW, Adam, SGD; foreach or fused): they stream",
             )
         self.hold(held_bytes + beside, gathered)
@@ -120,7 +120,7 @@ class DeviceSplit:
                 nbytes + least_arena,
                 "a call, with what compiled graphs keep for backward,",
                 [(GRAPH_VALUES, nbytes), ("parameters that are read together", least_arena)],
-                f"give zcompile.offload device_memory={nbytes + least_arena} or more, or a smaller "
+                f"{more_device_memory(nbytes + least_arena)}, or a smaller "
                 "batch, or let go of results whose backward never comes; or call torch._dynamo."
                 "reset() and begin with the largest batch: what is compiled first for small ones "
                 "may keep what it would else make again",
@@ -172,7 +172,7 @@ class DeviceSplit:
             needed,
             where,
             [(what, error.needed_bytes), (GRAPH_VALUES, self.held_bytes)],
-            f"give zcompile.offload device_memory={needed} or more, or a smaller batch",
+            f"{more_device_memory(needed)}, or a smaller batch",
         )
 
     def _refusal(

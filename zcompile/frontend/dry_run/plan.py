@@ -26,7 +26,7 @@ from zcompile.frontend.dry_run.session import (
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.step import StepTrace
-from zcompile.ir.torch_compat import check_torch, trees
+from zcompile.ir.torch_compat import trees
 from zcompile.ir.units import TiB
 from zcompile.machine.cost import TransferModes
 from zcompile.machine.files import find
@@ -37,7 +37,7 @@ from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.hardware import free_disk_bytes
-from zcompile.runtime.open import default_budgets
+from zcompile.runtime.open import default_budgets, settled
 from zcompile.runtime.probe import disks_of, machine_for
 from zcompile.runtime.progress import working
 
@@ -162,6 +162,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     # The device of a named machine is CUDA; without a name, that of this machine.
     device = torch.device(config.device or "cpu")
     here = config.machine is None
+    named = config.machine
+    config = config.in_bytes(named.tiers) if isinstance(named, Machine) else settled(config)
     paced = {"h2d", "d2h"} & set(config.throttle)
     emulates = here and device.type == "cpu" and not paced
     stand_in = DryRunDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
@@ -193,12 +195,11 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
 def _capacities(config: Config) -> dict[str, int]:
     """Capacities of this machine, where the config gives no budget: as `zcompile.offload` would
     take."""
-    given = {"device": config.device_memory, "host": config.host_memory}
     device = torch.device(config.device or "cpu")
     on_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_cuda else machine_bytes()
     usual = default_budgets(device.type, free)
-    tiers = {tier: int(given[tier] or nbytes) for tier, nbytes in usual.items()}
+    tiers = {**usual, **config.budgets}
     if disks := disks_of(config):
         tiers["disk"] = free_disk_bytes(disks)
     return tiers
@@ -215,7 +216,6 @@ def trace(
 
     raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
     """
-    check_torch()
     _check(model, optimizer, micro_batches)
     make = OPTIMIZERS[optimizer or "adamw"] if not callable(optimizer) else optimizer
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())

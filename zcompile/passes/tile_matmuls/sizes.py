@@ -84,7 +84,7 @@ def choose_cuts(
         taken, place = peak(gathered, cut)
         if taken <= budget_bytes:
             break
-        found = [h for h in _alive(gathered, place) if h.row_nbytes and h.key not in cut]
+        found = [h for h in alive(gathered, place) if h.row_nbytes and h.key not in cut]
         if not found:
             break
         largest = max(found, key=lambda h: (h.nbytes, h.key))
@@ -104,7 +104,7 @@ def cut_candidates(
             yield cuts
 
 
-def _alive(gathered: Sequence[GatheredValue], place: int) -> list[GatheredValue]:
+def alive(gathered: Sequence[GatheredValue], place: int) -> list[GatheredValue]:
     """Values that are in the arena at a position."""
     return [h for h in gathered if h.reads[0] <= place <= h.reads[-1]]
 
@@ -142,7 +142,7 @@ def _room(
     own = [h for h in gathered if h.key == key]
     others = [h for h in gathered if h.key != key and h.key not in cut]
     beside = max(
-        sum(aligned(h.nbytes) for h in _alive(others, place)) for h in own for place in h.reads
+        sum(aligned(h.nbytes) for h in alive(others, place)) for h in own for place in h.reads
     )
     room, row = budget_bytes - beside, max(h.row_nbytes for h in own)
     return room // SHARES if room // SHARES >= aligned(row) else room

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zcompile.errors import BudgetExceeded, SlotsOverlap
+from zcompile.errors import BudgetExceeded, SlotsOverlap, more_device_memory
 from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
 from zcompile.ir.ties import Tie
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
@@ -334,7 +334,7 @@ class Arena:
             needed,
             where,
             alive,
-            f"give zcompile.offload device_memory={needed} or more, drop "
+            f"{more_device_memory(needed)}, drop "
             "references to gathered values, or compile the model, so that "
             "gathers are planned",
         )
@@ -345,6 +345,14 @@ class Arena:
             if self._memory is None:
                 self._memory = self._device.allocate(self.budget_bytes)
             return self._memory
+
+    def close(self) -> None:
+        """Free the memory, once no transfer uses it; what was gathered keeps it as long as it
+        lives."""
+        with self._lock:
+            self._memory = None
+            self._views.clear()
+        self.scratch.close()
 
     def _drop_memory_of_other_size(self) -> None:
         """Free memory of another size than the arena has by now, if nothing lies in it."""

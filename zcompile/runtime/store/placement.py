@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from zcompile.errors import TierFull
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef
+from zcompile.ir.units import show_size
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.tiers.base import Compacting, Extent, Place, TierIO
 from zcompile.runtime.tiers.device import DeviceTier, HeldTier
+
+STATES = 2
+"""Of a weight, that an optimizer is taken to keep where none was seen yet."""
 
 
 class Tiers:
@@ -22,12 +26,15 @@ class Tiers:
         self.device, self.held = device, HeldTier()
         self._meter = meter
         self._wanted: Mapping[EntryRef, str] = {}
-        self._kept_bytes = self._gradient_bytes = 0
+        self._weight_bytes = self._kept_bytes = self._gradient_bytes = 0
+        self._grows = False
 
-    def keep_for_gradients(self, nbytes: int) -> None:
-        """Keep so many bytes more of the host for gradients, as far as there is a disk for the
-        rest."""
-        self._kept_bytes += nbytes
+    def foresee(self, weights: int, trained: int, more_to_come: bool = False) -> None:
+        """Count so many bytes of parameters more, of which so many get gradients: for those room is
+        kept on the host, as far as there is a disk for the rest."""
+        self._weight_bytes += weights
+        self._kept_bytes += trained
+        self._grows = more_to_come
 
     def want(self, homes: Mapping[EntryRef, str]) -> None:
         """Let gradients rest on these tiers from here on, as far as there is room."""
@@ -57,7 +64,25 @@ class Tiers:
                 continue
             self._account(home, kind, extent, 1)
             return Place(nbytes, home, extent)
-        raise TierFull(name, nbytes, [tier.usage() for tier in self._tiers])
+        raise TierFull(
+            name, nbytes, [tier.usage() for tier in self._tiers], whole=self._whole_model()
+        )
+
+    def _whole_model(self) -> str:
+        """What the model needs of these tiers, and what there is, in a sentence; "" before it is
+        known."""
+        weights, trained = self._weight_bytes, self._kept_bytes
+        if not weights:
+            return ""
+        what = "what was made of the model so far" if self._grows else "the whole model"
+        there = sum(capacity for _, _, capacity in (tier.usage() for tier in self._tiers))
+        return (
+            f"{what} needs {show_size(weights + (1 + STATES) * trained)} there, of "
+            f"{show_size(there)}: weights {show_size(weights)}, gradients {show_size(trained)}, "
+            f"states {show_size(STATES * trained)} (of an optimizer that keeps {STATES} of each "
+            f"weight, as AdamW does); the {show_size(self.device.usage()[2])} of the device take "
+            "none of it before a step is planned"
+        )
 
     def plan_device(self, nbytes: int) -> None:
         """Note that a schedule will take so much of the arena at once, beside what rests there."""

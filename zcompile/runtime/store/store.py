@@ -38,6 +38,7 @@ from zcompile.runtime.open import (
     closed_error,
     forked_error,
     open_resources,
+    settled,
 )
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
@@ -249,7 +250,7 @@ class Store:
         apply_deferred: Callable[[Entry], None] = _nobody_computes,
     ) -> None:
         self.key = handles.new_key()
-        self.config = config
+        self.config = config = settled(config)
         self.meter = Meter()
         wait_for_dead_stores()
         with deferred_interrupts():
@@ -488,9 +489,10 @@ class Store:
         return self._mover.is_idle()
 
     def close(self) -> None:
-        """Stop transfers and remove the files; idempotent."""
+        """Stop transfers, remove the files and free memory of the device; idempotent."""
         with deferred_interrupts():
             self._close()
+            self.arena.close()
 
     def enter(self, name: str) -> None:
         """Check at the door of every verb: the store is this process's, and open. Frees dead

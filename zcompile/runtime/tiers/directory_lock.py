@@ -40,7 +40,10 @@ class DirectoryLock:
         try:
             self._fd = self._acquire()
         except DiskOwned:
-            gc.collect()  # a model of this process that is unreachable may not be collected yet
+            # A model of this process that is unreachable may not be collected yet; what tensors of
+            # it hold goes with the collection after theirs.
+            for _ in range(2):
+                gc.collect()
             wait_for_dead_stores()
             self._fd = self._acquire()
         try:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zcompile.machine.staging import StagingSize, lane_bytes
@@ -89,6 +90,12 @@ class Staging:
             self._ranges.give(begin, buffer.nbytes)
         self._in_use.change(-buffer.nbytes)
         self._hand_out()
+
+    def close(self) -> None:
+        """Free the memory, unless a transfer that was given up still holds a part of it."""
+        with self._lock:
+            if not self._ranges.used_bytes:
+                self._whole = Buffer.over(torch.empty(1, dtype=torch.uint8))
 
     def _hand_out(self) -> None:
         """Hand out buffers until there are none, or nobody wants one.

@@ -1,0 +1,143 @@
+"""Opens a session on directories that an earlier model of this process may still hold.
+
+A notebook builds its model again and again. What only garbage keeps alive is closed by the lock of
+the directory itself (`runtime/tiers/directory_lock.py`). A model that is alive is closed where the
+cell that made it is run again: what it makes takes the place of what it made before. Any other is
+left alone, and the refusal says what holds it.
+"""
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from zcompile.errors import DiskOwned
+from zcompile.runtime.closing import open_owners
+from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.session import Session
+
+log = logging.getLogger(__name__)
+
+MOST_NAMES = 4
+"""Most names that a refusal tells."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a notebook, or an input of IPython, that is being run.
+
+    key  its id, where the notebook says it, else its text
+    run  number of inputs that were run before, this one included
+    """
+
+    key: str
+    run: int
+
+
+def current_cell() -> Cell | None:
+    """The cell that runs now; None outside of IPython, and on a thread that a cell started."""
+    found = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell: Any = found() if found is not None else None
+    inputs = getattr(shell, "user_ns", {}).get("In")
+    if not inputs or threading.current_thread() is not threading.main_thread():
+        return None
+    asked = shell.get_parent() if hasattr(shell, "get_parent") else None
+    named = (asked or {}).get("metadata", {}).get("cellId")
+    return Cell(str(named or inputs[-1]), shell.execution_count)
+
+
+_MADE_IN: weakref.WeakKeyDictionary[Session, Cell] = weakref.WeakKeyDictionary()
+"""The cell that made each session."""
+
+
+def open_owned(make: Callable[[], Session], directories: tuple[Path, ...]) -> Session:
+    """The session that `make` opens, where need be after an earlier one of the same cell is closed.
+
+    raises  as `make`; DiskOwned names what holds a directory, if that is a model of this process
+    """
+    cell = current_cell()
+    try:
+        session = make()
+    except DiskOwned:
+        holders = list(_holders(directories))
+        if not holders:
+            raise
+        for holder in holders:
+            if not _is_superseded(holder, cell):
+                raise DiskOwned(directories[0], _told(holder), CLOSE) from None
+        for holder in holders:
+            log.warning("the cell that made %s is run again: what it made is closed", _name(holder))
+            holder.close()
+        session = make()
+    if cell is not None:
+        _MADE_IN[session] = cell
+    return session
+
+
+CLOSE = (
+    "call zcompile.close(model) with it first, or give each model a directory of its own; `with "
+    "zcompile.offloaded(...) as model:` closes by itself"
+)
+
+
+def _holders(directories: tuple[Path, ...]) -> Iterator[Session]:
+    """Sessions of this process that are open on one of the directories."""
+    wanted = {path.resolve() for path in directories}
+    for owner in open_owners():
+        disk = owner.config.disk if isinstance(owner, Session) else None
+        if isinstance(disk, tuple) and wanted & {Path(path).resolve() for path in disk}:
+            yield owner
+
+
+def _is_superseded(holder: Session, cell: Cell | None) -> bool:
+    """Whether `cell` made it when it was run before."""
+    made = _MADE_IN.get(holder)
+    return cell is not None and made is not None and made.key == cell.key and made.run < cell.run
+
+
+def _name(session: Session) -> str:
+    model = session.root and session.root()
+    return "a model" if model is None else f"a {type(model).__name__}"
+
+
+def _told(session: Session) -> str:
+    """The session for people, with names in the main module that hold it."""
+    names = [f"`{name}`" for name in _names(session)]
+    held = f" that {', '.join(names[:MOST_NAMES])} still refers to" if names else ""
+    return f"another model of this process, {_name(session)}{held}"
+
+
+def _names(session: Session) -> Iterator[str]:
+    """What refers to parameters of the session, as far as it is quickly found."""
+    main = sys.modules.get("__main__", ModuleType("none"))
+    for name, value in list(vars(main).items()):
+        if not name.startswith("_") and _refers(value, session):
+            yield name
+    for number, value in dict(vars(main).get("Out") or {}).items():
+        if _refers(value, session):
+            yield f"Out[{number}]"
+    trace: TracebackType | None = getattr(sys, "last_traceback", None)
+    while trace is not None:
+        for name, value in list(trace.tb_frame.f_locals.items()):
+            if trace.tb_frame.f_globals is not vars(main) and _refers(value, session):
+                yield f"{name} in the traceback of the last error (sys.last_traceback)"
+        trace = trace.tb_next
+
+
+def _refers(value: Any, session: Session) -> bool:
+    """Whether a value is a parameter of the session, or a model or an optimizer with one."""
+    if isinstance(value, nn.Module):
+        held: list[Any] = list(value.parameters())
+    elif isinstance(value, torch.optim.Optimizer):
+        held = [param for group in value.param_groups for param in group["params"]]
+    else:
+        held = [value]
+    return any(isinstance(p, TieredTensor) and p.store_key == session.key for p in held)

@@ -97,7 +97,9 @@ def shadows_of(
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
     now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
     room, demand = room_of(session, base), demand_of(base, costs.region_seconds)
-    return shadow_prices(base, costs.machine, costs, room, replace(plan, seconds=now_s), demand)
+    least = bound(demand, costs.machine.links, room)
+    fresh = replace(plan, seconds=now_s)
+    return shadow_prices(base, costs.machine, costs, room, fresh, demand, least)
 
 
 def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:

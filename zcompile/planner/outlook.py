@@ -162,7 +162,9 @@ def evaluated(
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),
-        shadows=shadow_prices(step, terms.machine, costs, room, planned, demand) if prices else (),
+        shadows=shadow_prices(step, terms.machine, costs, room, planned, demand, least)
+        if prices
+        else (),
         compute_s=compute_s,
         lanes_s=lane_seconds(groups, homes, terms.machine.links),
     )
@@ -227,6 +229,7 @@ def shadow_prices(
     room: Room,
     planned: StepPlan,
     demand: Demand,
+    least: Bound,
 ) -> tuple[Shadow, ...]:
     """Shadow prices of device and host; a disk has room, or lacks it, and saves no time.
 
@@ -236,8 +239,8 @@ def shadow_prices(
     machine  links and rates
     costs    of which `planned` has its seconds
     room     bytes of each tier for the entries of the step
+    least    bound of the step in that room
     """
-    least_s = bound(demand, machine.links, room).seconds
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
     made = []
@@ -252,6 +255,6 @@ def shadow_prices(
         again_s = step_seconds(made_again, costs, homes, COMPARED)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
-        less_s = least_s - bound(demand, machine.links, dearer).seconds
+        less_s = least.seconds - bound(demand, machine.links, dearer).seconds
         made.append(Shadow(tier, less_s, saved_s, more))
     return tuple(made)

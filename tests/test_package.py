@@ -131,6 +131,7 @@ def test_the_docs_name_every_command():
         "schedule",
         "timeline",
         "report",
+        "watch",
         "explain",
         "plan",
         "disk",

@@ -9,9 +9,14 @@ from zcompile.runtime.meter import MOST_SPANS, Gauge, Meter
 @dataclass(frozen=True)
 class At:
     seconds: float
+    there: bool = True
 
     def until(self, later):
+        assert later.there, "this would wait for the device"
         return later.seconds - self.seconds
+
+    def passed(self):
+        return self.there
 
 
 def test_a_snapshot_has_exactly_what_stats_promises():
@@ -42,6 +47,21 @@ def test_spans_that_nobody_asks_for_stay_few():
         meter.span("compute", At(n), At(n + 1))
     assert len(meter._spans) <= MOST_SPANS
     assert meter.seconds()["compute"] == 3 * MOST_SPANS
+
+
+def test_what_is_counted_in_all_survives_a_reset_and_waits_for_nothing():
+    meter = Meter()
+    meter.moved("h2d", 10)
+    meter.span("compute", At(1.0), At(1.5))
+    meter.count("steps")
+    meter.reset()
+    meter.moved("h2d", 5)
+    meter.span("compute", At(2.0), At(2.25))
+    meter.span("compute", At(3.0), At(4.0, there=False))
+    meter.count("steps", 2)
+    found = meter.in_all()
+    assert (found.nbytes["h2d"], found.seconds["compute"], found.steps) == (15, 0.75, 3)
+    assert meter.bytes()["h2d"] == 5
 
 
 def test_peaks_are_high_water_marks():

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zcompile.cli import disk, doctor, explain, perfetto, plan, show, timeline
+from zcompile.cli import disk, doctor, explain, perfetto, plan, show, timeline, watch
 from zcompile.cli.format import Answer
 from zcompile.cli.report import report
 from zcompile.errors import ConfigInvalid, UnknownOption, UserCodeFailed, ZinfError
@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZinfError as error:
         print(f"zinf: {error}", file=sys.stderr)
         return 2 if isinstance(error, USAGE) else 1
-    _write(answer.json() if args.json else answer.text)
+    if not answer.shown:
+        _write(answer.json() if args.json else answer.text)
     return answer.code
 
 
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, metavar="FILE", default=Path("report.html"), help="the page"
     )
     asked.set_defaults(command=lambda args: report(args.run, args.graph, args.output))
+    _add_watch(add("watch", "a run while it goes: step time, tiers, links, stalls", "RUN"))
     asked = add(
         "explain",
         "the life of one parameter, what became of activations, or slices",
@@ -155,6 +157,31 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
             doctor.doctor(args.disk, args.measure)
             if args.machine is None
             else doctor.described(args.machine)
+        )
+    )
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="one picture, at once")
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="between two pictures (0.5 on a terminal, else 10)",
+    )
+    parser.add_argument(
+        "--tokens-per-step",
+        type=int,
+        metavar="N",
+        help="tokens of a step, over all its batches: for tokens per second",
+    )
+    parser.set_defaults(
+        command=lambda args: watch.watch(
+            args.run,
+            once=args.once,
+            as_json=args.json,
+            every_s=args.every,
+            tokens=args.tokens_per_step,
         )
     )
 

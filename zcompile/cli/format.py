@@ -21,11 +21,12 @@ from zcompile.machine.model import TIERS
 @dataclass(frozen=True)
 class Answer:
     """The answer of a command. text: for a person; data: records, or containers of them, for
-    `--json`."""
+    `--json`; shown: it was, as it came."""
 
     text: str
     data: object
     code: int = 0
+    shown: bool = False
 
     def json(self) -> str:
         return encode(self.data)

@@ -18,6 +18,7 @@ from torch import fx
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.recompiles import remember_frame
+from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
 from zcompile.ir.graph import assign_phases, find, module_of, phase_of
@@ -80,6 +81,7 @@ def zinf(
     watch = Watcher(f"graph{number}", dumped)
     if session is not None and dumped is not None:
         dump_steps(session, dumped.path)
+        write_steps(session, dumped.path)
         session.executor.listen(watch.name, watch)
     graph = _Graph(specs, _weakly(session), config, watch)
     if session is not None:

@@ -6,6 +6,8 @@ plan, except `planned_peak`, which is there to be compared.
 
 import threading
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from zcompile.config import LINKS
@@ -30,6 +32,9 @@ class Stamp(Protocol):
 
     def until(self, later: "Stamp") -> float:
         """Seconds from here to `later`; blocks until the device has passed both."""
+
+    def passed(self) -> bool:
+        """Whether the device has passed it."""
 
 
 class Gauge:
@@ -75,6 +80,15 @@ class Gauge:
             self.peak = self._crest = self.now
 
 
+@dataclass(frozen=True)
+class Totals:
+    """What was counted in all, resets or not: bytes by link, seconds by activity, steps."""
+
+    nbytes: Mapping[str, int]
+    seconds: Mapping[str, float]
+    steps: int
+
+
 class Meter:
     """The measurements of one store; thread-safe."""
 
@@ -88,6 +102,8 @@ class Meter:
         self._seconds = dict.fromkeys(SECONDS, 0.0)
         self._busy: dict[str, tuple[int, float, float]] = {}
         self._counts = dict.fromkeys((*TOTALS, *STRUCTURE), 0)
+        self._before = Totals(dict.fromkeys(LINKS, 0), dict.fromkeys(SECONDS, 0.0), 0)
+        """What had been counted by the last reset."""
         self._spans: deque[tuple[str, Stamp, Stamp]] = deque()
         self._passages: deque[Passage] | None = None
 
@@ -162,6 +178,22 @@ class Meter:
         with self._lock:
             return dict(self._seconds)
 
+    def in_all(self) -> Totals:
+        """What was counted in all; seconds as far as the device has come, which is not waited
+        for."""
+        while self._spans and self._spans[0][2].passed():
+            self._read_spans(len(self._spans) - 1)
+        with self._lock:
+            return self._totals()
+
+    def _totals(self) -> Totals:
+        before = self._before
+        return Totals(
+            {link: n + before.nbytes[link] for link, n in self._bytes.items()},
+            {what: s + before.seconds[what] for what, s in self._seconds.items()},
+            self._counts["steps"] + before.steps,
+        )
+
     def peak(self) -> dict[str, int]:
         return {
             "device": self.device.peak,
@@ -196,6 +228,7 @@ class Meter:
         """Zero the totals; peaks start again from what is in use now."""
         self._read_spans(0)
         with self._lock:
+            self._before = self._totals()
             self._bytes = dict.fromkeys(LINKS, 0)
             self._seconds = dict.fromkeys(SECONDS, 0.0)
             self._counts.update(dict.fromkeys(TOTALS, 0))

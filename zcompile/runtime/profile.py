@@ -23,6 +23,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
+from typing import Protocol
 
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
@@ -283,6 +284,16 @@ class Walked:
     levels: tuple[Levels, ...] = ()
 
 
+class StepListener(Protocol):
+    """Hears of the steps of a session. What it takes is no part of a step."""
+
+    def stepped(self) -> None:
+        """An optimizer is done, perhaps not the only one of the step."""
+
+    def over(self) -> None:
+        """The next step begins."""
+
+
 class Clocks:
     """The times of one session. Used by one thread at a time, as the executor is.
 
@@ -290,6 +301,9 @@ class Clocks:
     traffic  bytes and busy seconds of each link, in all; of a link that cannot tell, nothing
     idle     whether no transfer is in flight
     levels   highest levels of memory since it was called last, for a timeline
+
+    whole_steps, whole_s  steps that another one followed, each from its first call to that of the
+                          next, but for the first; seconds of all of them
     """
 
     def __init__(
@@ -309,6 +323,8 @@ class Clocks:
         self._stamp = device.stamp if beside else None
         self.keeps_timeline = False
         self._step_ended: Callable[[], None] = nobody_looks
+        self._listener: StepListener | None = None
+        self.whole_steps, self.whole_s = 0, 0.0
         self._walks: dict[int, int] = {}
         self._regions, self._idle_regions = Samples(), Samples()
         self._alike: dict[str, dict[str, int]] = {}
@@ -333,6 +349,14 @@ class Clocks:
         """Time walks now and then again."""
         self.keeps_timeline = False
 
+    @property
+    def has_listener(self) -> bool:
+        return self._listener is not None
+
+    def listen(self, listener: "StepListener") -> None:
+        """Let `listener` hear of steps."""
+        self._listener = listener
+
     def watch(self, schedule: Schedule) -> "Timer":
         """A walk begins: returns its timer."""
         now = perf_counter()
@@ -342,9 +366,14 @@ class Clocks:
         if schedule.phase is Phase.FORWARD and self._stepping:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
+                self.whole_steps += 1
+                self.whole_s += self._steps[-1]
             self._step_began, self._stepping = now, False
             self._measure_links()
             self._whole, self._step = tuple(self._step), []
+            if self._listener is not None:
+                self._listener.over()
+                self._step_began = perf_counter()
             if self.keeps_timeline and self._whole:
                 self._step_ended()
                 self._step_began = perf_counter()
@@ -363,6 +392,8 @@ class Clocks:
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""
         self._stepping = True
+        if self._listener is not None:
+            self._listener.stepped()
 
     def costs(self, machine: Machine, ways: TransferModes) -> Costs:
         """What is known by now; blocks until the device has passed what was timed on it.

@@ -103,6 +103,9 @@ class DryRunStamp:
     def until(self, later: Stamp) -> float:
         return 0.0
 
+    def passed(self) -> bool:
+        return True
+
 
 class DryRunDevice:
     """A `Device` whose copies are over when they are asked for.

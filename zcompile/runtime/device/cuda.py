@@ -202,6 +202,9 @@ class CudaStamp:
         later.event.synchronize()
         return float(self.event.elapsed_time(later.event)) / 1e3
 
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
 
 @dataclass(frozen=True)
 class Mark:

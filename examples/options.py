@@ -3,10 +3,10 @@
 import argparse
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
@@ -15,6 +15,8 @@ import zcompile
 from examples.loop import Keeping, Task
 from examples.text import Batch, InputInvalid, read_text
 from zcompile.config import LINKS
+
+Result = TypeVar("Result")
 
 
 def positive(text: str) -> int:
@@ -62,10 +64,8 @@ def parser(
     device_memory: str,
     host_memory: str,
 ) -> argparse.ArgumentParser:
-    """The options that every training example has; the arguments are defaults."""
-    made = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The options of the examples that train on bytes; the arguments are defaults."""
+    made = parser_of_tiers(about, device_memory=device_memory, host_memory=host_memory)
     made.add_argument("--steps", type=positive, default=steps, help=f"default {steps}")
     made.add_argument("--batch", type=positive, default=batch, help=f"sequences; default {batch}")
     made.add_argument("--seq", type=positive, default=sequence, help=f"bytes; default {sequence}")
@@ -80,6 +80,20 @@ def parser(
         metavar="FILE",
         help="text to learn; by default Python's standard library",
     )
+    made.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
+    made.add_argument("--save-every", type=positive, metavar="STEPS", help="and as often before")
+    made.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
+    made.add_argument(
+        "--check", action="store_true", help="train the same in eager; exit code 1 if a bit differs"
+    )
+    return made
+
+
+def parser_of_tiers(about: str, *, device_memory: str, host_memory: str) -> argparse.ArgumentParser:
+    """The options that `config` reads; the arguments are defaults."""
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--device", help="cpu or cuda; by default cuda if there is one")
     made.add_argument("--device-memory", default=device_memory, help=f"default {device_memory}")
     made.add_argument("--host-memory", default=host_memory, help=f"default {host_memory}")
@@ -93,11 +107,15 @@ def parser(
         help=f"paces the CPU device; links: {', '.join(LINKS)}",
     )
     made.add_argument("--dump", type=Path, help="a directory for what every pass did")
-    made.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint at the end")
-    made.add_argument("--save-every", type=positive, metavar="STEPS", help="and as often before")
-    made.add_argument("--resume", type=Path, metavar="DIR", help="go on from a checkpoint")
+    return made
+
+
+def plain_too(made: argparse.ArgumentParser, *, steps: int) -> argparse.ArgumentParser:
+    """Adds what the examples have that others' libraries run; `steps` is a default."""
+    made.add_argument("--steps", type=positive, default=steps, help=f"default {steps}")
+    made.add_argument("--seed", type=natural, default=0)
     made.add_argument(
-        "--check", action="store_true", help="train the same in eager; exit code 1 if a bit differs"
+        "--plain", action="store_true", help="the same in memory, without zcompile, to compare"
     )
     return made
 
@@ -135,9 +153,14 @@ def keeping(args: argparse.Namespace) -> Keeping:
     return Keeping(args.save, args.save_every, args.resume)
 
 
-def main(made: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> int:
-    """Parse the command line and run; what the user can mend is told in a sentence, exit code 2."""
-    args = made.parse_args()
+def main(
+    made: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], Result],
+    given: Sequence[str] | None = None,
+) -> Result:
+    """Parse the command line, or `given`, and run; what the user can mend is told in a sentence,
+    exit code 2."""
+    args = made.parse_args(given)
     try:
         return run(args)
     except (InputInvalid, zcompile.ZinfError) as error:

@@ -1,5 +1,6 @@
 """The examples that run others' libraries: with `--plain` and without, the same bits."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,16 @@ import torch
 import transformers
 from saved import content
 
-from examples import finetune_hf, finetune_trainer, lora_peft, options
+from examples import (
+    denoise_unet,
+    finetune_hf,
+    finetune_trainer,
+    generate,
+    lora_peft,
+    options,
+    pretrain,
+    train_vision,
+)
 from examples.text import VOCABULARY
 
 pytestmark = pytest.mark.filterwarnings(
@@ -85,3 +95,116 @@ def test_a_directory_without_a_model_earns_a_sentence(
     told = refusal(capsys, example, "--model", tmp_path)
     assert f"--model {tmp_path} cannot be loaded" in told
     assert "give a directory that save_pretrained wrote" in told
+
+
+def test_a_model_on_disk_generates_the_tokens_of_the_plain_one(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--model", base, "--tokens", 6, "--prompt", "ab")
+    plain = called(generate, *given, "--plain")
+    assert len(plain) == 8
+    assert called(generate, *given) == plain
+    assert "MiB of weights, read" in capsys.readouterr().out
+
+
+def test_an_empty_prompt_earns_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--prompt is empty" in refusal(capsys, generate, "--prompt", "")
+
+
+TINY_GPT = ("--layers", 1, "--width", 32, "--seq", 16, "--batch", 2, "--vocabulary", 300)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 40, encoding="utf-8")
+    return path
+
+
+def test_a_gpt_learns_from_mapped_tokens_that_workers_read(text: Path, tmp_path: Path) -> None:
+    """Plainly with two workers, then from disk with none and with two: their order is the loader's,
+    and a process that was forked while the store was open disturbs nothing."""
+    kept, disk = tmp_path / "kept", tmp_path / "disk"
+    given = (*TINY_GPT, "--data", text, "--keep", kept, "--steps", 4)
+    plain = called(pretrain, *given, "--plain")
+    tokens = kept / "tokens.bin"
+    made = tokens.stat().st_mtime_ns
+    assert called(pretrain, *given, "--disk", disk) == plain
+    assert tokens.stat().st_mtime_ns == made, "found, not made again"
+    assert list(disk.iterdir()) == []
+    assert called(pretrain, *given, "--plain", "--workers", 0) == plain
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--vocabulary", "100"), "--vocabulary 100 is not within 256"),
+        (("--data", "no_such_file"), "cannot read no_such_file: No such file or directory"),
+        (("--batch", "1000"), "a batch needs 1000; give longer files"),
+    ],
+)
+def test_a_wrong_option_of_pretraining_earns_a_sentence(
+    text: Path, given: tuple[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refusal(capsys, pretrain, "--data", text, *TINY_GPT, *given)
+
+
+def test_a_text_whose_writing_broke_off_is_tokenized_again(text: Path, tmp_path: Path) -> None:
+    tokens, kinds = pretrain.prepare([text], 300, tmp_path / "kept")
+    whole = tokens.read_bytes()
+    tokens.with_suffix(".partial").write_bytes(whole[:10])
+    tokens.unlink()
+    assert pretrain.prepare([text], 300, tmp_path / "kept") == (tokens, kinds)
+    assert tokens.read_bytes() == whole
+    windows = pretrain.Windows(tokens, 16)
+    ids, targets = windows[1]
+    assert torch.equal(ids[1:], targets[:-1])
+    assert torch.equal(windows[0][1][-1], ids[0])
+
+
+UNET = ("--width", 16, "--batch", 2, "--steps", 3)
+
+
+@pytest.mark.slow
+def test_a_unet_compiled_has_the_bits_of_torchs_own_compiled_code() -> None:
+    pytest.importorskip("diffusers")
+    assert called(denoise_unet, *UNET) == called(denoise_unet, *UNET, "--plain")
+
+
+def test_a_unet_that_is_not_compiled_has_the_bits_of_eager_code() -> None:
+    pytest.importorskip("diffusers")
+    ours = called(denoise_unet, *UNET, "--eager")
+    assert ours == called(denoise_unet, *UNET, "--eager", "--plain")
+
+
+def test_a_width_that_norms_cannot_divide_earns_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--width 12 is not a multiple of 8" in refusal(capsys, denoise_unet, "--width", 12)
+
+
+def test_a_vit_learns_from_disk_what_it_learns_in_memory() -> None:
+    given = ("--layers", 1, "--width", 32, "--batch", 2, "--steps", 3)
+    assert called(train_vision, *given) == called(train_vision, *given, "--plain")
+
+
+def test_a_model_of_timm_learns_from_disk_what_it_learns_in_memory() -> None:
+    pytest.importorskip("timm")
+    given = ("--model", "vit_tiny_patch16_224", "--batch", 2, "--steps", 2, "--size", 32)
+    memory = ("--device-memory", "64MiB")
+    assert called(train_vision, *given, *memory) == called(train_vision, *given, "--plain")
+
+
+def test_a_model_of_timm_without_timm_earns_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    told = refusal(capsys, train_vision, "--model", "resnet18")
+    assert "--model resnet18 is made by timm, which cannot be imported" in told
+    assert "the torchvision that belongs to your torch, or leave --model at vit" in told
+
+
+def test_pictures_that_patches_do_not_fill_earn_a_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "--size 30 is not a multiple of 8" in refusal(capsys, train_vision, "--size", 30)

@@ -69,6 +69,46 @@ def test_what_a_cell_made_before_is_closed_when_it_is_run_again(shell, build, ca
     assert "a Sequential is run again: what it made is closed" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("text", "keep"),
+    [
+        ("model = build()", lambda model: {"keep": model}),
+        ("models.append(build())", lambda model: {"models": [model]}),
+        ("runs['a'] = Run(build())", lambda model: {"runs": {"a": types.SimpleNamespace(m=model)}}),
+        ("%%fortran\nend", lambda model: {"_last": (model,)}),
+    ],
+    ids=["another name", "a list", "an object in a dict", "unread text"],
+)
+def test_a_model_that_is_kept_elsewhere_survives_its_cell(shell, build, monkeypatch, text, keep):
+    monkeypatch.setitem(sys.modules, "__main__", main := types.ModuleType("__main__"))
+    shell.run(text)
+    model = build()
+    vars(main).update(keep(model), model=model if text.startswith("model =") else None)
+    shell.run(text)
+    with pytest.raises(DiskOwned, match=f"`{next(iter(keep(model)))}`"):
+        build()
+    assert len(model[0].weight.tolist()) == 32
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = build()",
+        "get_ipython().run_cell_magic('time', '', 'for model in (build(),): 0\\n')",
+    ],
+)
+def test_what_depends_on_a_model_or_shows_it_does_not_keep_it(shell, build, monkeypatch, text):
+    monkeypatch.setitem(sys.modules, "__main__", main := types.ModuleType("__main__"))
+    shell.run(text)
+    vars(main).update(model=(model := build()), Out={2: model}, _2=model, _=model)
+    vars(main).update(optimizer=torch.optim.SGD(model.parameters()), whole=torch.compile(model))
+    vars(main).update(trainer=types.SimpleNamespace(model=model), size=3)
+    shell.run(text)
+    build()
+    with pytest.raises(ParameterChanged, match="is gone: its store was closed"):
+        model[0].weight.tolist()
+
+
 def test_a_model_of_another_cell_is_left_alone_and_named(shell, build, monkeypatch):
     shell.run("model = build()")
     model = build()

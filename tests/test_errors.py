@@ -2,6 +2,8 @@
 
 import inspect
 import pickle
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from zcompile import errors
 from zcompile.errors import ZinfError
 from zcompile.ir.units import GiB, MiB
+from zcompile.machine.files import MachineUnknown, MachineUnreadable
+from zcompile.machine.model import MachineInvalid
 
 DISK = Path("/data")
+TROUBLESHOOTING = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 SENTENCES = {
     errors.ConfigInvalid: (
@@ -205,3 +210,39 @@ def test_what_is_not_in_an_empty_run():
 
 def test_the_root_can_travel_between_processes():
     assert str(pickle.loads(pickle.dumps(ZinfError("why")))) == "why"
+
+
+def descendants(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from descendants(child)
+
+
+def explained() -> dict[str, str]:
+    """Classes of the page on errors -> how it says that their sentences begin."""
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
+    assert len(dict(rows)) == len(rows), "each class once"
+    return dict(rows)
+
+
+def test_each_error_is_explained_and_none_that_is_gone():
+    there = {kind.__name__ for kind in descendants(ZinfError) if "zcompile" in kind.__module__}
+    assert set(explained()) == there
+
+
+OF_MACHINES = [
+    MachineUnknown("dgx9", ["dgx2"]),
+    MachineUnreadable(DISK, "no such file"),
+    MachineInvalid("my.toml", "[device]", "has no bytes", "give them"),
+]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [*(kind(*SENTENCES[kind][0]) for kind in every_error()), *OF_MACHINES],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_page_on_errors_shows_how_each_begins(error):
+    begin = explained()[type(error).__name__]
+    pattern = ".+".join(re.escape(part.strip()) for part in begin.split("..."))
+    assert re.match(pattern, str(error)), begin

@@ -37,7 +37,7 @@ def main() -> None:
     print(f"{directory} holds what every pass did. Next:")
     print(f"  zinf show {directory}                   one line per pass")
     print(f"  zinf show {directory} release-params    the graph after a pass")
-    print(f"  zinf diff {directory} 02 04             two stages compared")
+    print(f"  zinf diff {directory} 07 09             two stages compared")
     print(f"  zinf schedule {directory}               what the runtime walks")
     print(f"  zinf explain {directory} blocks.1.mlp_in.weight    the life of a parameter")
 

@@ -1,9 +1,8 @@
-"""What the documentation names is there: files, functions, links, commands; its example trains."""
+"""What the documentation names is there: files, functions, links; its example trains."""
 
 import ast
 import functools
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from test_layers import FLOORS
 
 from examples.train_gpt import Shape
 from examples.train_gpt import model as gpt
-from zcompile.cli import _parser
 
 ROOT = Path(__file__).parent.parent
 PRODUCT = ROOT / "zcompile"
@@ -163,15 +161,6 @@ def test_every_page_is_reached_from_the_readme():
         links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text(encoding="utf-8"))
         left += [page.parent / link for link in links if "://" not in link]
     assert set(PAGES) <= seen
-
-
-@pages
-def test_commands_of_a_page_are_understood(page):
-    text = page.read_text(encoding="utf-8")
-    lines = [line for body in blocks(text, "") for line in body.splitlines()]
-    for line in lines:
-        if line.startswith("zinf "):
-            _parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
 @pages

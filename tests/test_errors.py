@@ -220,7 +220,9 @@ def descendants(kind: type) -> Iterator[type]:
 
 def explained() -> dict[str, str]:
     """Classes of the page on errors -> how it says that their sentences begin."""
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| `(.*?)` \|", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE
+    )
     assert len(dict(rows)) == len(rows), "each class once"
     return dict(rows)
 

@@ -103,6 +103,45 @@ def test_a_model_that_was_not_offloaded_compiles_and_runs():
         assert torch.equal(p.grad, q.grad)
 
 
+@library.custom_op("zcompile_tests::no_shape", mutates_args=())
+def no_shape(x: torch.Tensor) -> torch.Tensor:
+    """Works, but its result is not known without its operand: it cannot be traced."""
+    return x.clone()
+
+
+@library.custom_op("zcompile_tests::odd", mutates_args=())
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """Its backward cannot be traced."""
+    return x.clone()
+
+
+odd.register_fake(torch.empty_like)
+odd.register_autograd(lambda ctx, grad: no_shape(grad))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward")
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_graph_that_torch_cannot_trace_says_so_and_names_a_way_round(disabled):
+    """The way that the sentence names is tried."""
+
+    class Odd(nn.Module):
+        def forward(self, x):
+            return odd(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))
+    zcompile.offload(model, **SMALL)
+    if disabled:
+        model[1].forward = torch.compiler.disable(model[1].forward)
+        torch.compile(model, backend="zinf")(ROWS).sum().backward()
+        assert model[0].weight.grad is not None
+        return
+    found = refusal(model, ROWS)
+    assert isinstance(found, Unsupported)
+    assert "torch failed to trace graph0, before zcompile had a part in it: " in str(found)
+    assert "RuntimeError: There was no fake impl registered" in str(found)
+    assert "torch.compiler.disable(module.forward)" in str(found)
+
+
 def test_two_models_in_one_graph_are_refused():
     one, other = offloaded(), offloaded()
     error = refusal(lambda x: one(x) + other(x), ROWS)

@@ -371,6 +371,27 @@ def BackendFailed() -> None:
 
 
 @contract
+def ends_compiling() -> None:
+    """An op whose shape depends on values makes Dynamo break the graph; any other error ends it."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    def raises(error: Exception) -> Callable[..., Any]:
+        def backend(gm, inputs):
+            raise error
+
+        return backend
+
+    other = DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+    assert not private.ends_compiling(other)
+    broken = torch.compile(lambda x: x.sin(), backend=raises(other))
+    assert broken(torch.zeros(2)).sum() == 0
+    assert private.ends_compiling(KeyError("mine"))
+    ended = torch.compile(lambda x: x.cos(), backend=raises(KeyError("mine")))
+    with pytest.raises(private.BackendFailed):
+        ended(torch.zeros(2))
+
+
+@contract
 def is_applied_by_a_module() -> None:
     """True for what a module applies to its tensors, by any of the verbs that convert it."""
     asked: list[bool] = []

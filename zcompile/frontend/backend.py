@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zcompile.config import Config, with_plan_options
-from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.errors import ConfigInvalid, Unsupported, ZinfError
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
@@ -28,6 +28,7 @@ from zcompile.ir.torch_compat import (
     aot_backend,
     boxed,
     cut,
+    ends_compiling,
     handle_input,
     hint,
     is_symbol,
@@ -89,7 +90,19 @@ def zinf(
         remember_frame(session)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
     with working(f"compiling {watch.name}"):
-        compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+        try:
+            compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+        except Exception as error:
+            if graph.reached or isinstance(error, ZinfError) or not ends_compiling(error):
+                raise
+            raise Unsupported(
+                f"torch failed to trace {watch.name}, before zcompile had a part in it: "
+                f"{type(error).__name__}: {error}",
+                "keep the module that does it out of the graph "
+                "(module.forward = torch.compiler.disable(module.forward)), or compile the blocks "
+                'around it one by one (block.compile(backend="zinf")); without torch.compile the '
+                "offloaded model runs as it is, but slower",
+            ) from error
     return compiled if session is None else _followed(compiled, _weakly(session))
 
 
@@ -126,7 +139,10 @@ Weakly = Callable[[], Session | None]
 
 @dataclass
 class _Graph:
-    """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order."""
+    """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
+
+    reached  whether it has called the first: torch's own tracing is done
+    """
 
     specs: Mapping[int, ParamSpec]
     session: Weakly
@@ -136,6 +152,7 @@ class _Graph:
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
+    reached: bool = False
     largest: dict[str, int] = field(default_factory=dict)
     """Name of each dynamic size -> its largest value in forward calls."""
 
@@ -169,6 +186,7 @@ class _Graph:
         return self._executable(gm, Phase.FORWARD, "inference", {})
 
     def _passes(self, gm: fx.GraphModule, forward_outputs: int | None) -> GraphPlan:
+        self.reached = True
         # What the passes may know: tiered inputs, budget, machine, memory of earlier graphs.
         params = {
             NodeName(node.name): self.specs[position]

@@ -28,6 +28,7 @@ from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _falls_back
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -771,6 +772,12 @@ def failure_of(error: BaseException) -> tuple[BaseException, Sequence[traceback.
             break
         reason = behind
     return reason, getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+
+
+def ends_compiling(error: Exception) -> bool:
+    """Whether Dynamo gives up on an error that a backend raises; else it takes another way, such as
+    a graph break."""
+    return not isinstance(error, (_TracingFailed, *_falls_back))
 
 
 def says_not_resizable(error: RuntimeError) -> bool:

@@ -299,7 +299,7 @@ def test_checkpoints_in_shards_need_the_host_memory_of_one_and_are_gone_on_from(
 
 
 def test_the_backend_is_given_to_the_model_since_accelerate_knows_its_own_alone(tmp_path):
-    """The sentence that docs/integrations/transformers.md tells."""
+    """The sentence that docs/integrations/index.md tells."""
     with pytest.raises(ValueError, match="'ZINF' is not a valid DynamoBackend"):
         trained(
             pair(one_layer, tmp_path)[1],
@@ -307,3 +307,10 @@ def test_the_backend_is_given_to_the_model_since_accelerate_knows_its_own_alone(
             torch_compile=True,
             torch_compile_backend="zinf",
         )
+
+
+def test_a_compiled_wrapper_is_no_model_to_a_trainer(tmp_path):
+    """The sentence that docs/integrations/index.md tells; it is the same of a plain model."""
+    for model in pair(one_layer, tmp_path):
+        with pytest.raises(ValueError, match="The batch received was empty"):
+            trained(torch.compile(model, backend="zinf"), tmp_path / "out")

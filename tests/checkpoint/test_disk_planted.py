@@ -97,8 +97,9 @@ def test_what_a_lock_says_is_not_passed_on_unless_it_is_of_ours(disk, caplog):
     assert "process 123 since 2026-01-02 03:04:05, ended without closing its model" in caplog.text
     run = Run(disk)
     (disk / "zinf.lock").write_bytes(b"\x1b[2J since 2026-01-02 03:04:05\n")
-    with pytest.raises(DiskOwned, match="in use by a process that the lock does not name"):
+    with pytest.raises(DiskOwned, match="in use by another model of this process") as caught:
         Run(disk)
+    assert "\x1b" not in str(caught.value)
     run.close()
 
 

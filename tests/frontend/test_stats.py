@@ -1,5 +1,7 @@
 """`zcompile.stats`: its keys, what they count, and the bytes of a step worked out by hand."""
 
+import json
+
 import pytest
 import torch
 from pairs import batches, mlp, on_disk, train
@@ -29,7 +31,8 @@ def trained(tmp_path):
 
 def test_it_is_a_plain_dict_of_plain_numbers(trained):
     stats = zcompile.stats(trained)
-    assert type(stats) is dict
+    assert isinstance(stats, dict)
+    assert json.loads(json.dumps(stats)) == stats
     assert set(stats) == {*GROUPS, *COUNTS, "step_s", "predicted", "inexact"}
     assert stats["step_s"] is None, "the first whole step has not ended"
     assert stats["predicted"] is None, "no step was planned yet"

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from small_models import small
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import zcompile
+from zcompile.errors import BudgetExceeded
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops, printer
@@ -26,6 +28,7 @@ from zcompile.ir.torch_compat import aot_backend, boxed, gradient_of, handle_inp
 from zcompile.ir.types import Phase
 from zcompile.ir.units import MiB
 from zcompile.memory.footprint import footprint
+from zcompile.passes.choose_tiles import NOTHING_SPLITS
 from zcompile.passes.instrument import Watcher
 from zcompile.passes.pipeline import SILENT, Silence, Watch, pipeline, run
 from zcompile.runtime.eager import streaming
@@ -292,9 +295,30 @@ def least_budget(joint: Joint) -> int:
     passes = [p for p in pipeline(zcompile.Config(device="cpu")) if p.name not in tiles]
     try:
         joint.copy(budget_bytes=1).through(*passes)
-    except zcompile.errors.BudgetExceeded as error:
+    except BudgetExceeded as error:
         return error.needed_bytes
     raise AssertionError("the graph needs no bytes")
+
+
+def refused_after_trials(attempt: Callable[[int], object], budget: int) -> BudgetExceeded:
+    """The refusal of a budget that was searched for in vain, which names one that does.
+
+    Below what nothing can split, a budget is refused at once, with that bound: it is tried next.
+
+    attempt  budget in bytes -> raises BudgetExceeded, or torch's error around it
+    """
+    while True:
+        try:
+            attempt(budget)
+        except (BudgetExceeded, BackendCompilerFailed) as caught:
+            inner = getattr(caught, "inner_exception", caught)
+            assert isinstance(inner, BudgetExceeded)
+            if inner.where != NOTHING_SPLITS:
+                return inner
+            assert inner.needed_bytes > budget
+            budget = inner.needed_bytes
+        else:
+            raise AssertionError(f"{budget} bytes are enough")
 
 
 def held_bytes(joint: Joint) -> int:

@@ -34,6 +34,8 @@ HOPELESS = 2
 GROWTH, ENOUGH = 2, 2000
 """Nodes that slices may add: so many times the nodes of the graph, or `ENOUGH`; every trial goes
 over all of them."""
+NOTHING_SPLITS = "what no plan can split"
+"""Where a budget is exceeded that is refused before anything is tried."""
 
 Slices = tuple[int, ...]
 """Number of slices of each region."""
@@ -56,10 +58,10 @@ class ChooseTiles(Pass):
     are not enough either, the budget is refused, with one that does. Activations that were chosen
     in the trial of an uncut graph are handed on. The graph does not change.
 
-    tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
-                budget cannot hold are cut
     A budget below what nothing can split is refused before anything is tried.
 
+    tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
+                budget cannot hold are cut
     trial       runs what is decided afterwards; None: only what the budget cannot hold is cut
     slices      whether tokens may be cut
     narrows     whether weights may come in a narrower dtype
@@ -81,7 +83,13 @@ class ChooseTiles(Pass):
             return replace(plan, cuts=coarsest)
         held = footprint(graph, plan.params)
         regions = regions_of(graph)
-        self._refuse_hopeless(budget, plan, gathered, held, regions)
+        try:
+            self._refuse_hopeless(budget, plan, gathered, held, regions)
+        except BudgetExceeded as error:
+            if self.slices:
+                for text in why_not_sliced(graph, regions, budget // SMALL):
+                    error.add_note(text)
+            raise
         upper_bound = _upper_bound(held, plan, gathered)
         if upper_bound <= budget and not coarsest:
             return replace(plan, cuts=coarsest)
@@ -134,7 +142,7 @@ class ChooseTiles(Pass):
                 "device",
                 budget,
                 nbytes,
-                "what no plan can split",
+                NOTHING_SPLITS,
                 rows,
                 f"{more_device_memory(nbytes)}: a lower bound, found at once; what really would do "
                 "is more, and is found by trials from there on",

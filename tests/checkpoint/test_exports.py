@@ -153,6 +153,11 @@ def cut(path):
     os.truncate(path, path.stat().st_size - 600)
 
 
+def cut_in_half(path):
+    torch.save({"a": torch.zeros(1 << 14)}, path)
+    os.truncate(path, path.stat().st_size // 2)
+
+
 def cut_old(path):
     torch.save(mlp().state_dict(), path, _use_new_zipfile_serialization=False)
     os.truncate(path, path.stat().st_size - 600)
@@ -172,6 +177,7 @@ def a_zip(path):
 
 BROKEN = {
     "cut": (cut, "is damaged or cut short"),
+    "cut in half": (cut_in_half, "is damaged or cut short: it ends too early; copy it again"),
     "cut, old": (cut_old, "is damaged or cut short"),
     "flipped": (flipped, "is damaged"),
     "a zip": (a_zip, "is damaged or cut short"),

@@ -7,7 +7,9 @@ makes tensors and plain values and calls nothing.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from errno import EINVAL
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -71,7 +73,7 @@ class TorchFile:
         path = self.path
         opened = f"/proc/self/fd/{self._file.fd}"  # the file that was opened, whatever its name is
         try:
-            with checkpoint_errors(path):
+            with checkpoint_errors(path), _end_errors():
                 told = torch.load(
                     opened, map_location="cpu", weights_only=True, mmap=self._is_mapped
                 )
@@ -83,6 +85,21 @@ class TorchFile:
             first = str(error).partition("\n")[0] or "it ends too early"
             raise CheckpointInvalid(path, f"is damaged or cut short: {first:.200}") from error
         return _checked(self, told)
+
+
+@contextmanager
+def _end_errors() -> Iterator[None]:
+    """A context in which a file without its end is said to be one: torch looks for what lies so
+    far before the end, and the system tells of an invalid argument.
+
+    raises  EOFError
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno == EINVAL:
+            raise EOFError from error
+        raise
 
 
 class Held(NamedTuple):

@@ -1,8 +1,11 @@
 """`zcompile.plan`: a training step of a dry run, and what is told of it."""
 
 import json
+import re
 import resource
+from collections import Counter
 from dataclasses import replace
+from html import unescape
 
 import pytest
 import small_models
@@ -242,6 +245,18 @@ def test_a_report_is_a_record_and_a_text(traced, terms):
     assert bounds.ASSUMES in str(report)
     assert floor.ASSUMES in str(report)
     assert f"{report.tokens_per_second:.4g} tokens/s" in str(report)
+
+
+def test_a_report_says_in_a_notebook_what_it_says_as_text(traced, terms):
+    report = replace(plan.report_of(traced, terms), machine="</b><script>alert(1)</script>")
+    shown = report._repr_html_()
+    assert "<script" not in shown
+    texts = " ".join(map(unescape, re.findall(r">([^<>]+)<", shown)))
+    assert texts.split() == str(report).split()
+    tags = Counter(re.findall(r"<(/?\w+)", shown))
+    assert all(tags[f"/{tag}"] == tags[tag] for tag in ("table", "tr", "th", "td", "ul", "li", "p"))
+    assert tags["table"] == 2
+    assert "http" not in shown
 
 
 def test_links_that_take_turns_are_told_together(terms):

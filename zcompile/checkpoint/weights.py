@@ -45,7 +45,7 @@ def weights_in(paths: Sequence[Path], opened: OpenFiles) -> dict[str, Place | He
                 raise CheckpointInvalid(
                     file.path, f"lacks {name!r}, which {listed_in} has stand there"
                 )
-        for name in there.keys() & found.keys():
+        for name in (name for name in there if name in found):
             raise CheckpointInvalid(
                 file.path,
                 f"has {name!r}, and so has {found[name].file.path}",

@@ -49,9 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            # What only a GPU can show is shown on one; the same code paths are tested on the CPU
-            # device, so nothing is unseen without a GPU but CUDA itself. The skip says so, visibly.
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            # Skipped on purpose: what only a GPU can show is shown on one; the same code paths are
+            # tested on the CPU device, so nothing is unseen without a GPU but CUDA itself.
+            reason = "needs a CUDA device, and torch sees none; the CPU device runs the same paths"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

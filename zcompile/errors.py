@@ -127,12 +127,12 @@ class DiskUnusable(ZinfError, OSError):
 class DiskOwned(ZinfError, RuntimeError):
     """Another store holds the directory."""
 
-    TODO = (
+    HOW_TO_FREE = (
         "give each model a directory of its own, or end that process, or call zcompile.close on "
         "the other model"
     )
 
-    def __init__(self, path: Path, owner: str, todo: str = TODO) -> None:
+    def __init__(self, path: Path, owner: str, todo: str = HOW_TO_FREE) -> None:
         super().__init__(f"disk={str(path)!r} is in use by {owner}; {todo}")
 
 

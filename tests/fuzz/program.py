@@ -73,7 +73,7 @@ class Program:
         torch.manual_seed(len(self.steps))
         try:
             exec(compile(step, "<step>", "exec"), side)
-        except Exception as error:  # noqa: BLE001  # whatever a step may raise is to be compared
+        except Exception as error:  # noqa: BLE001  # on purpose: both sides are to raise alike
             return error
         finally:
             self._with_memory(side)

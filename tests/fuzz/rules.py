@@ -280,7 +280,7 @@ class Machine(RuleBasedStateMachine):
         """What torch's side has there; nothing in particular, where that raises."""
         try:
             value = eval(expression, self.program.plain)
-        except Exception:  # noqa: BLE001  # the step that says so will raise on both sides
+        except Exception:  # noqa: BLE001  # on purpose: the step itself is to raise it
             value = None
         return value if isinstance(value, Tensor) else torch.zeros(())
 

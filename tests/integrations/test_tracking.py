@@ -209,14 +209,14 @@ def test_without_the_library_it_is_said_how_to_get_it(
 
 
 class _Lacking:
-    """An importer by which one library is not there."""
+    """An importer by which one package is not there."""
 
-    def __init__(self, library):
-        self.library = library
+    def __init__(self, package):
+        self.package = package
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == self.library:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=self.library)
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=self.package)
 
 
 @pytest.mark.parametrize("tokens", [0, -5])

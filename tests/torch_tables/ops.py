@@ -111,7 +111,7 @@ class Case:
             try:
                 side.result = self._perform(side, tier)
                 self._afterwards(side)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is compared
+            except Exception as error:  # noqa: BLE001  # on purpose: whatever torch raises, ours is to
                 side.error = error
         return side
 
@@ -247,7 +247,7 @@ class Case:
                     with torch.no_grad():
                         result.copy_(torch.full((), 3).to(result.dtype))
                     errors.append(None)
-                except Exception as error:  # noqa: BLE001  # whatever it is, it is compared
+                except Exception as error:  # noqa: BLE001  # on purpose: whatever torch raises, ours is to
                     errors.append(error)
             if (errors[0] is None) != (errors[1] is None):
                 yield f"a write to result {n} gives {errors[1]!r}, not {errors[0]!r}"

@@ -83,7 +83,7 @@ class Training:
             parts = self.make()
             try:
                 _train(parts, run, tier, directory, self.compiled)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is compared
+            except Exception as error:  # noqa: BLE001  # on purpose: whatever torch raises, ours is to
                 run.error = error
             finally:
                 if any(is_tiered(p) for p in parts.model.parameters()):

@@ -664,7 +664,9 @@ def held_outside_python(tensors: Sequence[Tensor]) -> list[bool]:
                 continue
             try:
                 held = found.get(torch._C._storage_address(known))  # type: ignore[attr-defined]
-            except (RuntimeError, NotImplementedError):  # on purpose: it has no memory to be held
+            except (RuntimeError, NotImplementedError):
+                # On purpose: a sparse tensor, or one of a subclass without storage, has no memory
+                # that somebody could hold, and torch says so by either.
                 continue
             if held is not None:
                 held[id(known)] = known

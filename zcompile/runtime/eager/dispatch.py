@@ -433,7 +433,9 @@ def result_bytes(cls: type, app: Application) -> int:
     try:
         with without_modes():
             results = app.func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):  # it needs values; what is wrong is told by the op
+    except (NotImplementedError, RuntimeError):
+        # On purpose: an op that needs values, or is called wrongly, raises on "meta" too. What it
+        # makes is then taken to be as large as its operands; the op itself says what is wrong.
         return sum(t.numel() * t.element_size() for t in app.tensors())
     return sum(storage_bytes for _, storage_bytes in _storages(results))
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.frontend.dry_run.plan import plan
-    from zcompile.frontend.offload import close, init, offload, offloaded, stats
+    from zcompile.frontend.offload import close, init, offload, offloaded
+    from zcompile.frontend.stats import stats
 
 __version__ = VERSION
 __all__ = [
@@ -50,7 +51,7 @@ _HOMES = {
     "plan": "zcompile.frontend.dry_run.plan",
     "resume": "zcompile.checkpoint.checkpoint",
     "save": "zcompile.checkpoint.checkpoint",
-    "stats": "zcompile.frontend.offload",
+    "stats": "zcompile.frontend.stats",
 }
 
 

@@ -214,8 +214,15 @@ def test_stats_are_a_dict_that_reads_well(tmp_path):
     assert [line.split()[0] for line in lines] == list(stats)
     assert lines[0].startswith("bytes            disk_read 0 B, disk_write")
     assert "step_s           -" in lines
-    stats["predicted"] = {"step_s": 0.5, "bytes": {"h2d": 2048}, "binding": "h2d"}
-    assert "predicted        step_s 500 ms, bytes h2d 2.00 KiB, binding h2d" in repr(stats)
+    stats["predicted"] = {
+        "step_s": 0.5,
+        "phases": {"forward": 0.00632335574914579},
+        "bytes": {"h2d": 2048},
+        "busy": {"h2d": 0.25},
+        "binding": "h2d",
+    }
+    told = "step_s 500 ms, phases forward 6.32 ms, bytes h2d 2.00 KiB, busy h2d 250 ms, binding h2d"
+    assert f"predicted        {told}" in repr(stats).splitlines()
     assert repr(model) == repr(mlp())
 
 

@@ -7,7 +7,7 @@ parameters, each with a gradient of its own, that show the same values.
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -25,6 +25,13 @@ from torch.utils import swap_tensors
 from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
+from zcompile.frontend.movable import (
+    check_model,
+    check_movable,
+    check_nodes,
+    first_in_memory,
+    wrapper_of,
+)
 from zcompile.frontend.owners import open_owned
 from zcompile.frontend.ranks import refuse_ranks
 from zcompile.frontend.replan import StepController
@@ -33,16 +40,12 @@ from zcompile.ir.handles import REBUILD_ADVICE, disown
 from zcompile.ir.torch_compat import (
     forget_hooks,
     holders_of_memory,
-    hooks_of,
-    is_shared_between_processes,
-    memory_of,
     set_by,
     tell_of_compiling,
-    with_kept_nodes,
     without_weak_references,
 )
 from zcompile.ir.types import EntryKind, Layout
-from zcompile.ir.units import show_seconds, show_size
+from zcompile.ir.units import show_size
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.rows import make_copy
@@ -59,39 +62,6 @@ from zcompile.runtime.transfer.interrupts import (
     uninterrupted,
 )
 
-
-def first_in_memory(named: Iterable[tuple[str, Tensor]]) -> dict[int, Tensor]:
-    """id of a parameter -> an earlier one with the same layout in the same memory.
-
-    raises  Unsupported, if two share a part of their memory
-    """
-    lying: dict[int, list[tuple[str, Tensor, Layout]]] = {}
-    found: dict[int, Tensor] = {}
-    for name, param in named:
-        layout = replace(Layout.of(param), offset=int(param.storage_offset()))
-        others = lying.setdefault(memory_of(param), [])
-        for before, other, lies in others:
-            if layout == lies:
-                found[id(param)] = other
-                break
-            if not layout.numel or not _overlap(layout, lies):
-                continue
-            raise Unsupported(
-                f"parameters {before!r} and {name!r} share a part of their memory",
-                "give each memory of its own (param.data = param.data.clone()), or make both views "
-                "of one parameter",
-            )
-        else:
-            others.append((name, param, layout))
-    return found
-
-
-def _overlap(a: Layout, b: Layout) -> bool:
-    """Whether two layouts over the same memory share a byte."""
-    begin = max(a.offset * a.dtype.itemsize, b.offset * b.dtype.itemsize)
-    return begin < min(a.end_bytes, b.end_bytes)
-
-
 log = logging.getLogger(__name__)
 
 optimizer_hooks.watch()
@@ -107,7 +77,7 @@ def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
     if not isinstance(old, TieredTensor) or param is None or param is old:
         return
     if not isinstance(param, TieredTensor):
-        _check_movable(name, param)
+        check_movable(name, param)
         session = session_of(old.entry)
         first = shown_already(session, param)
         _become_tiered(session, old._name_in_store(), param, first)
@@ -135,15 +105,11 @@ def _give_value(param: TieredTensor, value: Tensor) -> None:
 
 set_by(TieredTensor, _give_value)
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Names of classes that replicate or shard by themselves; named, so that they need not be
-importable."""
-
 
 def _refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     """Refuse to put an offloaded model into a wrapper, which would look for gradients where none
     are."""
-    wrapper = _wrapper_of(outer)
+    wrapper = wrapper_of(outer)
     if (
         wrapper
         and inner is not None
@@ -168,7 +134,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
     raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
             ModelWrapped, Unsupported
     """
-    _check_model(model)
+    check_model(model)
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
     if tiered and (config is not None or fields):
         todo = "call zcompile.offload once, or only zcompile.init; for other budgets "
@@ -197,8 +163,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
     moved: list[tuple[nn.Parameter, torch.device]] = []
     try:
         for name, param in plain:
-            _check_movable(name, param)
-        _check_nodes(plain)
+            check_movable(name, param)
+        check_nodes(plain)
         first = first_in_memory(plain)
         sizes = [(Layout.of(p).nbytes, p) for _, p in plain]
         session.homes.foresee(
@@ -289,10 +255,7 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
             return None
         lent[:] = [before for before in lent if not let_go(before.entry)]
         born = param.device
-        _check_movable(name, param)
-        nbytes = Layout.of(param).nbytes
-        session.homes.foresee(nbytes, nbytes if param.requires_grad else 0, more_to_come=True)
-        _become_tiered(session, name, param)  # the object itself: others may hold it already
+        _take_in(session, name, param)  # the object itself: others may hold it already
         tiered: Any = param
         session.births[tiered.entry.key] = born
         if tiered.entry.sources:
@@ -369,74 +332,6 @@ STAYING = Collaborators(TieredTensor.over, make_copy, apply_deferred, Rescheduli
 PLANNING = replace(STAYING, controller=StepController)
 
 
-class Stats(dict[str, Any]):
-    """A plain dict that shows itself line by line."""
-
-    def __repr__(self) -> str:
-        return "\n".join(f"{key:<16} {_shown(key, value)}" for key, value in self.items())
-
-
-_SHOWN: Mapping[str, Callable[[Any], str]] = {
-    "bytes": show_size,
-    "peak": show_size,
-    "planned_peak": show_size,
-    "seconds": show_seconds,
-    "step_s": show_seconds,
-}
-"""How the numbers of a key of `Stats` are shown to people."""
-
-
-def _shown(key: str, value: Any) -> str:
-    """A value of `Stats`, or of a dict in it, for people."""
-    show = _SHOWN.get("step_s" if key.endswith("_s") else key, str)
-    if value is None:
-        return "-"
-    if isinstance(value, dict):
-        parts = (
-            f"{name} {show(part) if show is not str else _shown(name, part)}"
-            for name, part in value.items()
-        )
-        return ", ".join(f"({part})" if "," in part else part for part in parts)
-    if isinstance(value, list):
-        return "; ".join(_shown(key, row) for row in value) or "none"
-    return show(value)
-
-
-def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
-    """What was measured since the model was offloaded, or since the last `reset=True`: a dict.
-
-    bytes         `disk_read`, `disk_write`, `h2d`, `d2h`
-    seconds       `compute`, `stall` (compute waited for a transfer), `optimizer`
-    peak          bytes on `device` (the arena), `host`, `disk`, as measured; `activations`: values
-                  of compiled graphs, beside the arena; `together`: the most of both at once
-    planned_peak  the same, as decided before the first step
-    step_s        seconds from one step to the next, of late; None before there were two
-    predicted     None until a whole step was planned; then what it should take: `step_s`,
-                  `seconds`, `phases`, `bytes`, `busy`, `peak`; `bound_s` of this very plan;
-                  `least_s`, `least_compute_s` and `binding` (compute, or a link) of plans that
-                  compute what this one does, at the seconds measured for it, and have the same
-                  arena for weights and states; `floor_s`, `floor_compute_s` and `floor_binding`
-                  of all plans within these budgets: the busiest of compute as it was traced,
-                  with links idle, and of each link at its rate for the bytes that have to move
-    inexact       where results may round otherwise than eager's, since tiles or slices are summed
-                  up: `where` (a weight or module), `by` which pass, `why`; empty: all bits are the
-                  same
-    steps, graphs, regions, distinct_regions, gathers   counts
-    raises  Unsupported, if the model was not offloaded
-    """
-    session = session_behind(model)
-    session.drain()
-    measured = Stats(session.meter.snapshot())
-    measured["inexact"] = [
-        {"where": where, "by": by, "why": why} for (where, by), why in session.inexact.items()
-    ]
-    measured["step_s"] = session.executor.clocks.step_s()
-    measured["predicted"] = session.controller.prediction()
-    if reset:
-        session.meter.reset()
-    return measured
-
-
 def close(model: nn.Module) -> None:
     """Give back what an offloaded model holds: memory, threads, files, its directory.
 
@@ -467,66 +362,6 @@ def session_behind(model: nn.Module) -> Session:
         if isinstance(param, TieredTensor):
             return session_of(param.entry)
     raise _not_offloaded()
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise Unsupported(
-            f"{type(model).__name__} is not a torch.nn.Module",
-            "give zcompile.offload the model itself",
-        )
-    for module in model.modules():
-        if wrapper := _wrapper_of(module):
-            raise ModelWrapped(wrapper)
-
-
-def _wrapper_of(module: nn.Module) -> str:
-    """Name of the class of `WRAPPERS` that `module` is of; "" if of none."""
-    names = (kind.__name__ for kind in type(module).__mro__)
-    return next((name for name in names if name in WRAPPERS), "")
-
-
-def _check_nodes(plain: list[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters if hooks may wait at an autograd node that a parameter leaves behind.
-
-    raises  Unsupported
-    """
-    kept = with_kept_nodes(param for _, param in plain)
-    names = (name for name, p in plain if any(p is k for k in kept))
-    name = next(names, "")
-    if name:
-        raise Unsupported(
-            f"the AccumulateGrad node of parameter {name!r} is kept, perhaps for hooks, and would "
-            "not be the parameter's any more",
-            "drop it, and register hooks after zcompile.offload",
-        )
-
-
-def _check_movable(name: str, param: Tensor) -> None:
-    """Refuse a parameter, if something would be lost on the way.
-
-    raises  Unsupported
-    """
-    if type(param) is not nn.Parameter or param.layout is not torch.strided:
-        raise Unsupported(
-            f"parameter {name!r} is a {type(param).__name__} of layout {param.layout}",
-            "only dense torch.nn.Parameter can be offloaded; materialize it first",
-        )
-    if is_shared_between_processes(param):
-        raise Unsupported(
-            f"parameter {name!r} lies in memory that other processes share, or a file (as after "
-            "share_memory()), and they would not see what is written to it any more",
-            "give it memory of its own first (p.data = p.data.clone())",
-        )
-    if any(hooks_of(param)):
-        raise Unsupported(
-            f"parameter {name!r} has hooks already", "register hooks after zcompile.offload"
-        )
-    if weakref.getweakrefs(param):
-        raise Unsupported(
-            f"parameter {name!r} is referred to weakly, as by a compiled graph",
-            "offload the model before it is compiled, or build it under zcompile.init",
-        )
 
 
 def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
@@ -607,6 +442,17 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _take_in(session: Session, name: str, param: Tensor) -> None:
+    """Make a parameter tiered of a model that is not complete yet.
+
+    raises  as `offload`
+    """
+    check_movable(name, param)
+    nbytes = Layout.of(param).nbytes
+    session.homes.foresee(nbytes, nbytes if param.requires_grad else 0, more_to_come=True)
+    _become_tiered(session, name, param)
+
+
 @uninterrupted
 def _finish(session: Session, modules: list[nn.Module]) -> None:
     """Set names and move buffers, once the whole model stands."""
@@ -617,10 +463,7 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             if param is None or isinstance(param, TieredTensor):
                 continue
             past += 0 if param.is_meta else Layout.of(param).nbytes
-            _check_movable(name, param)
-            nbytes = Layout.of(param).nbytes
-            session.homes.foresee(nbytes, nbytes if param.requires_grad else 0, more_to_come=True)
-            _become_tiered(session, name, param)
+            _take_in(session, name, param)
     if past:
         log.warning(
             "%s of parameters were in memory until zcompile.init ended: what made them gave their "

@@ -21,6 +21,7 @@ from zcompile.errors import (
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes
+from zcompile.runtime.eager import tensor
 
 ROWS = torch.ones(2, 8)
 
@@ -111,36 +112,60 @@ def no_shape(x: torch.Tensor) -> torch.Tensor:
 
 
 @library.custom_op("zcompile_tests::odd", mutates_args=())
-def odd(x: torch.Tensor) -> torch.Tensor:
+def odd(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Its backward cannot be traced."""
     return x.clone()
 
 
-odd.register_fake(torch.empty_like)
-odd.register_autograd(lambda ctx, grad: no_shape(grad))
+odd.register_fake(lambda x, weight: torch.empty_like(x))
+odd.register_autograd(
+    lambda ctx, grad: (no_shape(ctx.weight) if grad.shape[0] > 2 else no_shape(grad), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "weight", inputs[1]),
+)
+
+
+class Odd(nn.Linear):
+    def forward(self, x):
+        return odd(x, self.weight)
+
+
+def with_odd():
+    return offloaded(nn.Sequential(nn.Linear(8, 8), Odd(8, 8), nn.Linear(8, 8)))
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in GeneratedBackward")
-@pytest.mark.parametrize("disabled", [False, True])
-def test_a_graph_that_torch_cannot_trace_says_so_and_names_a_way_round(disabled):
-    """The way that the sentence names is tried."""
-
-    class Odd(nn.Module):
-        def forward(self, x):
-            return odd(x)
-
-    model = nn.Sequential(nn.Linear(8, 8), Odd(), nn.Linear(8, 8))
-    zcompile.offload(model, **SMALL)
-    if disabled:
-        model[1].forward = torch.compiler.disable(model[1].forward)
-        torch.compile(model, backend="zinf")(ROWS).sum().backward()
-        assert model[0].weight.grad is not None
-        return
-    found = refusal(model, ROWS)
+@pytest.mark.parametrize("rows", [2, 4], ids=["values", "a parameter"])
+def test_a_graph_that_torch_cannot_trace_says_so_and_names_a_way_round(rows):
+    found = refusal(with_odd(), torch.ones(rows, 8))
     assert isinstance(found, Unsupported)
     assert "torch failed to trace graph0, before zcompile had a part in it: " in str(found)
     assert "RuntimeError: There was no fake impl registered" in str(found)
     assert "torch.compiler.disable(module.forward)" in str(found)
+
+
+def test_the_way_round_that_is_named_works():
+    model = with_odd()
+    model[1].forward = torch.compiler.disable(model[1].forward)
+    torch.compile(model, backend="zinf")(ROWS).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError])
+def test_a_fault_of_our_own_is_not_said_to_be_torchs(monkeypatch, kind):
+    """Of a KeyError torch makes an error of its own."""
+    fault, stock = kind("a fault of ours"), backend.aot_backend
+
+    def gather(*args):
+        raise fault
+
+    def aot_backend(*ours):
+        monkeypatch.setattr(tensor.ops, "gather", gather)  # Dynamo had its turn
+        return stock(*ours)
+
+    monkeypatch.setattr(backend, "aot_backend", aot_backend)
+    found = refusal(offloaded(), ROWS)
+    assert fault in (found, found.__cause__)
+    assert not isinstance(found, ZinfError)
 
 
 def test_two_models_in_one_graph_are_refused():

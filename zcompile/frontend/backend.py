@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
-from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
@@ -92,8 +93,9 @@ def zinf(
     with working(f"compiling {watch.name}"):
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
-        except Exception as error:
-            if graph.reached or isinstance(error, ZinfError) or not ends_compiling(error):
+        except Exception as error:  # what torch raises of a graph it cannot trace has no class
+            ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)
+            if ours or not ends_compiling(error):
                 raise
             raise Unsupported(
                 f"torch failed to trace {watch.name}, before zcompile had a part in it: "
@@ -104,6 +106,16 @@ def zinf(
                 "offloaded model runs as it is, but slower",
             ) from error
     return compiled if session is None else _followed(compiled, _weakly(session))
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether an error of tracing is torch's: from the last of our functions above the place where
+    it arose, all was in torch's hands."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    ours = [f.f_code for f in frames if f.f_globals.get("__name__", "").startswith("zcompile.")]
+    if ours and ours[-1] not in (zinf.__code__, hand_on.__code__):
+        return False
+    return error.__cause__ is None or _is_of_torch(error.__cause__)
 
 
 def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | None]:

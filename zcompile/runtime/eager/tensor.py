@@ -415,4 +415,9 @@ def _gather_in_graph(func: Dispatched, args: Sequence[Any], kwargs: dict[str, An
                     "move the write outside, or into a function under torch.compiler.disable",
                 )
     args, kwargs = trees.tree_map(full, (tuple(args), kwargs))
+    return hand_on(func, args, kwargs)
+
+
+def hand_on(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Let torch trace an op on gathered parameters. What is raised below is torch's error."""
     return func(*args, **kwargs)

@@ -12,9 +12,13 @@ import torch
 import zcompile
 from examples.train_gpt import Shape, model
 
+STEPS = 5
+"""The fourth is the first planned one of which the times are kept."""
+
 
 def write_dump(directory: Path) -> None:
-    """Compile and train a GPT of two layers for one step, with a dump into `directory`."""
+    """Compile and train a GPT of two layers, with a dump into `directory`: two steps are watched,
+    the rest is planned, and a step is written when the next one begins."""
     torch.manual_seed(0)
     gpt = model(Shape(layers=2, width=64, heads=2, context=16))
     with tempfile.TemporaryDirectory(prefix="zcompile-") as disk:
@@ -22,9 +26,13 @@ def write_dump(directory: Path) -> None:
             gpt, device="cpu", device_memory="1MiB", host_memory="1MiB", disk=disk, dump=directory
         )
         compiled = torch.compile(gpt, backend="zinf")
+        optimizer = torch.optim.AdamW(gpt.parameters(), fused=True)
         ids = torch.randint(256, (2, 16))
-        compiled(ids, ids).backward()
-        zcompile.stats(gpt)
+        for _ in range(STEPS):
+            compiled(ids, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zcompile.close(gpt)
 
 
 def main() -> None:
@@ -39,6 +47,8 @@ def main() -> None:
     print(f"  zinf show {directory} release-params    the graph after a pass")
     print(f"  zinf diff {directory} 07 09             two stages compared")
     print(f"  zinf schedule {directory}               what the runtime walks")
+    print(f"  zinf timeline {directory}               a step measured, beside the predicted one")
+    print(f"  zinf report {directory} -o report.html  all of it on a page")
     print(f"  zinf explain {directory} blocks.1.mlp_in.weight    the life of a parameter")
 
 

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from test_docs import PAGES, ROOT, blocks, prose
-from written_steps import step
 
 import zcompile
 from zcompile.cli import main
 from zcompile.cli.plan import find_model
-from zcompile.ir import serialize as rf
 from zcompile.machine.files import find
 
 COMMAND = r"(?:\w+=\S+ )*(?:zinf|python|make|pip) \S"
@@ -116,7 +114,6 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["inspect_graph", str(folder / "runs")])
         runpy.run_module("examples.inspect_graph", run_name="__main__")
-    rf.timeline_file(folder / "runs" / "run-0").write_text(rf.encode(step()))  # of a longer run
     model = torch.nn.Linear(64, 64)
     (disk := folder / "disk").mkdir()
     zcompile.offload(

@@ -4,9 +4,9 @@
     python examples/finetune_trainer.py --model DIRECTORY     # as save_pretrained writes
     python examples/finetune_trainer.py --output tuned --steps 500
 
-Two lines differ from an ordinary program: the one that offloads the model and the one that
-compiles it. `Trainer` saves checkpoints and the trained model as ever. A byte is a token here;
-for a tokenizer of your own see pretrain.py.
+Two lines differ from an ordinary program: the model is made inside `zcompile.init` (in
+`options.built`), and it is compiled. `Trainer` saves checkpoints and the trained model as ever. A
+byte is a token here; for a tokenizer of your own see pretrain.py.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-import zcompile
 from examples import finetune_hf, options
 from examples.text import VOCABULARY, InputInvalid, batches, read_text
 
@@ -74,13 +73,11 @@ def run(args: argparse.Namespace) -> list[float]:
         raise InputInvalid(
             "this example needs transformers and accelerate: pip install transformers accelerate"
         ) from error
-    with options.config(args) as config, tempfile.TemporaryDirectory() as temporary:
-        torch.manual_seed(args.seed)
-        if args.plain:
-            model = pretrained(args.model)
-        else:
-            with zcompile.init(config):
-                model = pretrained(args.model)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        options.built(args, lambda: pretrained(args.model)) as (model, device),
+    ):
+        if not args.plain:
             model.compile(backend="zinf")
         output = str(args.output or temporary)
         trainer = Trainer(
@@ -93,19 +90,14 @@ def run(args: argparse.Namespace) -> list[float]:
                 logging_steps=1,
                 save_steps=args.save_steps,
                 report_to=[],
-                use_cpu=str(config.device) == "cpu",
+                use_cpu=device.type == "cpu",
                 seed=args.seed,
             ),
             train_dataset=examples_of(args),  # type: ignore[arg-type]
         )
         trainer.train(resume_from_checkpoint=args.resume and str(args.resume))
         trainer.save_model(output)
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        if not args.plain:
-            peak = zcompile.stats(model)["peak"]
-            print({tier: f"{nbytes / 2**20:.1f} MiB at most" for tier, nbytes in peak.items()})
-            zcompile.close(model)
-    return losses
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 if __name__ == "__main__":

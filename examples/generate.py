@@ -57,16 +57,12 @@ def run(args: argparse.Namespace) -> list[int]:
     """
     if not args.prompt:
         raise InputInvalid("--prompt is empty; give the text to go on from")
-    with options.config(args) as config:
-        torch.manual_seed(args.seed)
-        if args.plain:
-            model = pretrained(args.model).to(config.device)
-        else:
-            with zcompile.init(config):
-                model = pretrained(args.model)
-            model.compile(backend="zinf")
+    with options.built(args, lambda: pretrained(args.model)) as (model, device):
         tokenizer = tokenizer_in(args.model)
-        prompt = torch.tensor([tokenizer.encode(args.prompt)], device=config.device)
+        prompt = torch.tensor([tokenizer.encode(args.prompt)], device=device)
+        if not args.plain:
+            model.compile(backend="zinf")
+            zcompile.stats(model, reset=True)  # building it has moved weights too
         torch.manual_seed(args.seed)
         begin = time.perf_counter()
         with torch.no_grad():
@@ -81,14 +77,12 @@ def run(args: argparse.Namespace) -> list[int]:
         seconds = time.perf_counter() - begin
         found: list[int] = ids[0].tolist()
         print(tokenizer.decode(found))
-        made = len(found) - prompt.shape[1]
-        print(f"{made} tokens in {seconds:.1f} s")
+        print(f"{len(found) - prompt.shape[1]} tokens in {seconds:.1f} s")
         if not args.plain:
             weights = sum(param.nbytes for param in model.parameters())
             read = zcompile.stats(model)["bytes"]["disk_read"]
             print(f"{weights / 2**20:.1f} MiB of weights, read {read / weights:.1f} times")
-            zcompile.close(model)
-    return found
+        return found
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The training loop of the examples: plain PyTorch, the same for tiered and for eager models.
+"""The training loops of the examples: plain PyTorch, the same for tiered and for eager models.
 
 Only the two lines that save and resume name zcompile; they take plain models too.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def _losses_so_far(task: Task, extra: dict[str, Any], path: Path) -> list[float]
         )
     losses: list[float] = extra["losses"]
     return losses
+
+
+def learn(model: nn.Module, losses: Iterable[Tensor], steps: int, lr: float) -> list[float]:
+    """Train what may be trained on the first `steps` losses; their values, printed one by one.
+
+    losses  scalars, each computed by the model when it is asked for
+    """
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = AdamW(trained, lr=lr, fused=True)
+    values = []
+    for loss in islice(losses, steps):
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, MOST_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+        print(f"step {len(values)}  loss {values[-1]:.4f}")
+    return values
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ adapter alone; `PeftModel.from_pretrained(base, "adapter")` takes an offloaded b
 """
 
 import argparse
+from collections.abc import Iterator
 
-import torch
-from torch import nn
+from torch import Tensor
 
-import zcompile
-from examples import options
+from examples import loop, options
 from examples.finetune_trainer import BATCH, SEQUENCE, parser_of_models, pretrained
 from examples.text import InputInvalid, batches, read_text
 
@@ -34,40 +33,22 @@ def run(args: argparse.Namespace) -> list[float]:
         import peft
     except ImportError as error:
         raise InputInvalid("this example needs peft: pip install peft") from error
-    with options.config(args) as config:
-        device = torch.device(str(config.device))
-        torch.manual_seed(args.seed)
-        if args.plain:
-            base = pretrained(args.model).to(device)
-        else:
-            with zcompile.init(config):
-                base = pretrained(args.model)
-        lora = peft.LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj"])
+    lora = peft.LoraConfig(r=args.rank, target_modules=["q_proj", "v_proj"])
+    text = read_text(args.data, SEQUENCE + 1)
+    with options.built(args, lambda: pretrained(args.model)) as (base, device):
         model = peft.get_peft_model(base, lora)
         model.print_trainable_parameters()
         if not args.plain:
             model.compile(backend="zinf")
-        trained = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        data = batches(read_text(args.data, SEQUENCE + 1), BATCH, SEQUENCE, args.seed, device)
-        losses = []
-        for step in range(args.steps):
-            ids = next(data).ids
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            print(f"step {step + 1}  loss {loss.item():.4f}")
+
+        def losses() -> Iterator[Tensor]:
+            for batch in batches(text, BATCH, SEQUENCE, args.seed, device):
+                yield model(input_ids=batch.ids, labels=batch.ids).loss
+
+        values = loop.learn(model, losses(), args.steps, lr=1e-3)
         if args.output is not None:
             model.save_pretrained(args.output)
-        if not args.plain:
-            print(
-                {link: nbytes for link, nbytes in zcompile.stats(base)["bytes"].items() if nbytes}
-            )
-            zcompile.close(base)
-    return losses
+    return values
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import zcompile
+from examples import report
 from examples.loop import Keeping, Task
 from examples.text import Batch, InputInvalid, read_text
 from zcompile.config import LINKS
@@ -132,6 +134,23 @@ def config(args: argparse.Namespace) -> Iterator[zcompile.Config]:
             throttle=dict(args.throttle),
             dump=args.dump,
         )
+
+
+@contextmanager
+def built(args: argparse.Namespace, build: Callable[[], Any]) -> Iterator[tuple[Any, torch.device]]:
+    """What `build` returns, and its device; with --plain in memory, else on the tiers that the
+    options ask for, and closed at the end."""
+    with config(args) as asked:
+        device = torch.device(str(asked.device))
+        torch.manual_seed(args.seed)
+        if args.plain:
+            yield build().to(device), device
+        else:
+            with zcompile.init(asked):
+                model = build()
+            yield model, device
+            print(report.peaks(model))
+            zcompile.close(model)
 
 
 def task(

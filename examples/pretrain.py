@@ -17,11 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-import zcompile
-from examples import options
+from examples import loop, options
 from examples.text import InputInvalid, own_sources
 from examples.train_gpt import GPT, Shape
 
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> list[float]:
             f"--vocabulary {args.vocabulary} is not within 256 (the bytes) and 65536 (two bytes a "
             "token)"
         )
-    with options.config(args) as config, tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         files = args.data or own_sources()
         tokens, kinds = prepare(files, args.vocabulary, args.keep or Path(temporary))
         windows = Windows(tokens, args.seq)
@@ -117,15 +116,6 @@ def run(args: argparse.Namespace) -> list[float]:
                 f"the text makes {len(windows)} windows of {args.seq} tokens and a batch needs "
                 f"{args.batch}; give longer files, or a smaller --seq or --batch"
             )
-        torch.manual_seed(args.seed)
-        shape = Shape(args.layers, args.width, max(1, args.width // 64), args.seq, kinds)
-        if args.plain:
-            model: nn.Module = GPT(shape).to(config.device)
-        else:
-            with zcompile.init(config):
-                model = GPT(shape)
-            model.compile(backend="zinf")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         loader = DataLoader(
             windows,
             batch_size=args.batch,
@@ -135,23 +125,17 @@ def run(args: argparse.Namespace) -> list[float]:
             persistent_workers=args.workers > 0,
             generator=torch.Generator().manual_seed(args.seed),
         )
-        losses: list[float] = []
-        while len(losses) < args.steps:
-            for ids, targets in loader:
-                loss = model(ids.to(config.device), targets.to(config.device))
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                print(f"step {len(losses)}  loss {loss.item():.4f}")
-                if len(losses) == args.steps:
-                    break
-        if not args.plain:
-            peak = zcompile.stats(model)["peak"]
-            print({tier: f"{nbytes / 2**20:.1f} MiB at most" for tier, nbytes in peak.items()})
-            zcompile.close(model)
-    return losses
+        shape = Shape(args.layers, args.width, max(1, args.width // 64), args.seq, kinds)
+        with options.built(args, lambda: GPT(shape)) as (model, device):
+            if not args.plain:
+                model.compile(backend="zinf")
+
+            def losses() -> Iterator[Tensor]:
+                while True:
+                    for ids, targets in loader:
+                        yield model(ids.to(device), targets.to(device))
+
+            return loop.learn(model, losses(), args.steps, lr=3e-4)
 
 
 if __name__ == "__main__":

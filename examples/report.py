@@ -115,6 +115,12 @@ def closing(losses: Sequence[float], measured: Mapping[str, Any], config: zcompi
     )
 
 
+def peaks(model: nn.Module) -> str:
+    """What an offloaded model had in each tier at most."""
+    peak = zcompile.stats(model)["peak"]
+    return ", ".join(f"{tier} {show_size(nbytes)}" for tier, nbytes in peak.items()) + " at most"
+
+
 def verdict(found: Comparison) -> str:
     """How the training and its eager twin agree, in sentences."""
     lines = [

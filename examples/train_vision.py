@@ -8,12 +8,12 @@ downloaded; for trained values, call `zcompile.load(model, path)` before the opt
 """
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-import zcompile
-from examples import options
+from examples import loop, options
 from examples.text import InputInvalid
 
 CLASSES = 4
@@ -100,33 +100,17 @@ def run(args: argparse.Namespace) -> list[float]:
             return vit(args.size, args.width, args.layers)
         return of_timm(args.model, args.size)
 
-    with options.config(args) as config:
-        torch.manual_seed(args.seed)
-        if args.plain:
-            model = build().to(config.device)
-        else:
-            with zcompile.init(config):
-                model = build()
-            model.compile(backend="zinf")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        generator = torch.Generator().manual_seed(args.seed)
-        losses = []
-        for step in range(args.steps):
-            images, kinds = pictures(args.batch, args.size, generator)
-            logits = model(images.to(config.device))
-            loss = nn.functional.cross_entropy(logits, kinds.to(config.device))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            right = (logits.argmax(-1).cpu() == kinds).float().mean()
-            print(f"step {step + 1}  loss {loss.item():.4f}  right {right:.0%}")
+    generator = torch.Generator().manual_seed(args.seed)
+    with options.built(args, build) as (model, device):
         if not args.plain:
-            peak = zcompile.stats(model)["peak"]
-            print({tier: f"{nbytes / 2**20:.1f} MiB at most" for tier, nbytes in peak.items()})
-            zcompile.close(model)
-    return losses
+            model.compile(backend="zinf")
+
+        def losses() -> Iterator[Tensor]:
+            while True:
+                images, kinds = pictures(args.batch, args.size, generator)
+                yield nn.functional.cross_entropy(model(images.to(device)), kinds.to(device))
+
+        return loop.learn(model, losses(), args.steps, lr=1e-3)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,31 @@ def test_a_unet_compiled_has_the_bits_of_torchs_own_compiled_code() -> None:
     assert called(denoise_unet, *UNET) == called(denoise_unet, *UNET, "--plain")
 
 
+@pytest.mark.slow
+def test_torchs_own_compiled_unet_differs_from_eager_in_one_bias() -> None:
+    """What the example says of it, and of the reason."""
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = denoise_unet.unet(16)
+    noisy, when = torch.randn(2, 1, denoise_unet.SIZE, denoise_unet.SIZE), torch.tensor([3, 500])
+
+    def gradients(called: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        called(noisy, when).sample.square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def apart() -> list[str]:
+        torch._dynamo.reset()
+        eager, ours = gradients(model), gradients(torch.compile(model, backend="aot_eager"))
+        return [name for name, one in eager.items() if not torch.equal(one, ours[name])]
+
+    assert apart() == ["up_blocks.0.resnets.1.conv_shortcut.bias"]
+    (upsampler,) = model.up_blocks[0].upsamplers
+    conv = upsampler.conv
+    upsampler.forward = lambda x, *_: conv(x.repeat_interleave(2, -1).repeat_interleave(2, -2))
+    assert apart() == []
+
+
 def test_a_unet_that_is_not_compiled_has_the_bits_of_eager_code() -> None:
     pytest.importorskip("diffusers")
     ours = called(denoise_unet, *UNET, "--eager")

@@ -15,7 +15,9 @@ from torch import nn
 
 import zcompile
 from zcompile.checkpoint import stream
+from zcompile.checkpoint.block_files import LEAST_DIRECT_BYTES
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, IOFault, ValueUnset
+from zcompile.ir.units import KiB
 
 
 def tiered(model):
@@ -39,7 +41,9 @@ def sharded(folder, values, single="pytorch_model.bin"):
 
 
 @pytest.mark.parametrize("of_today", [True, False], ids=["mapped", "old format"])
-def test_a_file_of_torch_save_is_read_into_the_tiers(of_today, tmp_path):
+def test_a_file_of_torch_save_is_read_into_the_tiers(of_today, tmp_path, monkeypatch):
+    """A tied weight, which it holds once, is not read twice to be compared with itself."""
+    monkeypatch.setattr(stream.Loader, "digest", None)
     plain, model = GPT(), tiered(GPT())
     assert plain.head.weight is plain.embed.weight, "both names are in the file"
     torch.save(plain.state_dict(), tmp_path / "x.pt", _use_new_zipfile_serialization=of_today)
@@ -129,6 +133,67 @@ def test_strict_is_that_of_load_state_dict(tmp_path):
     found = expected.load_state_dict(torch.load(tmp_path / "x"), strict=False)
     assert zcompile.load(model, tmp_path / "x", strict=False) == found
     assert_alike(model, expected)
+
+
+def apart(values):
+    """A state dict of which no two tensors share memory."""
+    return {name: value.clone() for name, value in values.items()}
+
+
+def in_one(values, tmp_path, save):
+    save(values, tmp_path / "x")
+    return tmp_path / "x"
+
+
+def large():
+    return GPT(layers=1, vocabulary=4200)
+
+
+FILES = {
+    "safetensors": lambda v, at: in_one(v, at, safetensors.torch.save_file),
+    "torch.save": lambda v, at: in_one(v, at, torch.save),
+    "shards": lambda v, at: sharded(at / "c", v),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("files", FILES)
+def test_values_of_a_tied_weight_that_differ_are_refused(files, strict, tmp_path, monkeypatch):
+    """`load_state_dict` keeps the last of them, and says nothing."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 64 * KiB)
+    plain = large()
+    assert plain.head.weight.nbytes > LEAST_DIRECT_BYTES, "it is read in pieces"
+    values = apart(plain.state_dict())
+    path = FILES[files](values, tmp_path)
+    model = tiered(large())
+    assert zcompile.load(model, path, strict=strict) == ([], [])
+    assert_alike(model, plain)
+    (tmp_path / "others").mkdir()
+    values["head.weight"][-1, -1] += 1
+    path = FILES[files](values, tmp_path / "others")
+    names = r"(head|embed).weight: has other values than (head|embed).weight, and the model has one"
+    for each in model, plain:
+        with pytest.raises(CheckpointMismatch, match=rf"{names} .* does not tie them"):
+            zcompile.load(other(each), path, strict=strict)
+        assert_alike(each, other(large()))
+
+
+def test_parameters_over_one_memory_are_as_tied(tmp_path):
+    """Each is one of its own, and the values of one go where those of the other went."""
+
+    def build():
+        made = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        made[1].weight = nn.Parameter(made[0].weight.data)
+        return made
+
+    values = apart(build().state_dict())
+    torch.save(values, tmp_path / "same")
+    torch.save({**values, "1.weight": values["1.weight"] + 1}, tmp_path / "x")
+    for model in build(), tiered(build()):
+        with pytest.raises(CheckpointMismatch, match=r"1.weight: has other values than 0.weight"):
+            zcompile.load(model, tmp_path / "x")
+        zcompile.load(model, tmp_path / "same")
+        assert_equal(model[1].weight, values["0.weight"])
 
 
 class Code:

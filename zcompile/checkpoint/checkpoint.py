@@ -52,7 +52,7 @@ from zcompile.checkpoint.state import (
     restore,
 )
 from zcompile.checkpoint.stream import MOST_IN_FLIGHT, Loader, NewFile, ReportBytes
-from zcompile.checkpoint.torch_file import Held
+from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.units import show_size
@@ -314,9 +314,9 @@ def load(
             model.safetensors or pytorch_model.bin, or shards of one of them; of `torch.save` only
             tensors are read (`weights_only`)
     strict  all parameters and buffers are there, and nothing else; tied ones under any name
-    raises  CheckpointInvalid; CheckpointMismatch for shapes and casts too, whatever `strict`; then
-            nothing has changed. IOFault and what transfers raise: a note of it says which tensors
-            were loaded
+    raises  CheckpointInvalid; CheckpointMismatch for shapes and casts too, and for a tied weight of
+            which the files have several values, whatever `strict`; then nothing has changed.
+            IOFault and what transfers raise: a note of it says which tensors were loaded
     """
     _check_order("load(model, paths)", paths, model)
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
@@ -338,21 +338,22 @@ def _load(
             f"{name}: missing, the model has {fact_of(held.tensors[name])}" for name in missing
         ]
         rows += [f"{name}: {fact_in(found[name])}, the model has none" for name in unexpected]
+    shown = ", ".join(str(p) for p in _listed(paths))
     if rows:
-        raise CheckpointMismatch(", ".join(str(p) for p in _listed(paths)), rows)
-    due = {
-        name: place
-        for name, place in found.items()
-        if (first := wanted[name]) in held.tensors and (name == first or first not in found)
-    }
+        raise CheckpointMismatch(shown, rows)
+    targets = {n: held.tensors[first] for n, first in wanted.items() if first in held.tensors}
+    one_of = _one_of(targets)
+    due = {name: found[name] for name, one in one_of.items() if name == one}
     total = sum(place.row.nbytes for place in due.values())
-    shown, done = ", ".join(str(p) for p in _listed(paths)), list[str]()
+    if rows := _differing(found, targets, one_of):
+        raise CheckpointMismatch(shown, rows)
+    done: list[str] = []
     with working(f"loading {shown}", total, show_size) as work:
         try:
             with Loader() as loader:
                 for name, place in due.items():
                     work.begin(name)
-                    loader.fill(place.file, name, place.row, held.tensors[wanted[name]].detach())
+                    loader.fill(place.file, name, place.row, targets[name].detach())
                     work.add(place.row.nbytes, name)
                     done.append(name)
         except BaseException as error:
@@ -482,3 +483,45 @@ def _unloadable(
         elif target.is_meta and not isinstance(target, TieredTensor):
             rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
     return rows
+
+
+def _one_of(targets: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name in the files the first of those whose values go to the same bytes."""
+    firsts: dict[object, str] = {}
+    return {
+        name: firsts.setdefault((to.data_ptr(), to.size(), to.stride(), to.dtype), name)
+        for name, to in targets.items()
+    }
+
+
+def _differing(
+    found: Mapping[str, Place | Held], targets: Mapping[str, Tensor], one_of: Mapping[str, str]
+) -> list[str]:
+    """Sentences on tied weights that have several values in the files."""
+    twins = {
+        name: one
+        for name, one in one_of.items()
+        if name != one and not _is_stored_once(found, name, one)
+    }
+    if not twins:
+        return []
+    read = sorted({*twins, *twins.values()}, key=list(found).index)
+    digests = dict[str, bytes]()
+    total = sum(found[name].row.nbytes for name in read)
+    with working("comparing tied weights", total, show_size) as work, Loader() as loader:
+        for name in read:
+            (file, row), dtype = found[name], targets[name].dtype
+            work.begin(name)
+            digests[name] = loader.digest(file, name, row, dtype)
+            work.add(row.nbytes, name)
+    return [
+        f"{name}: has other values than {one}, and the model has one tensor for both; load into a "
+        "model that does not tie them, or leave one out of the file"
+        for name, one in twins.items()
+        if digests[name] != digests[one]
+    ]
+
+
+def _is_stored_once(found: Mapping[str, Place | Held], name: str, other: str) -> bool:
+    file = found[name].file
+    return isinstance(file, TorchFile) and file is found[other].file and file.shows_one(name, other)

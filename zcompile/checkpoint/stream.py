@@ -8,6 +8,7 @@ The parts: the bytes of a tensor as a file has them, row-major, range by range, 
 (`TensorBytes`); writing a file (`NewFile`); reading (`Loader`).
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -387,23 +388,35 @@ class Loader:
 
     def fill(self, file: OpenFile | TorchFile, name: str, row: Row, target: Tensor) -> None:
         """Give `target` the value of a tensor of the file, cast as `copy_` casts."""
-        if isinstance(file, TorchFile):
-            if self._held is not None and self._held is not file:
-                self._held.leave()
-            self._held = file
-            pieces = self._views(file.tensor(name))
-        else:
-            if file not in self._files:
-                self._files[file] = BlockReader(file)
-            pieces = self._pieces(self._files[file], name, row)
         to = bytes_of(target)
-        for begin, raw, block in pieces:
+        for begin, raw, block in self._read(file, name, row):
             first = begin * target.dtype.itemsize // row.dtype.itemsize
             self._leaving.append((block, to.write(first, _cast(raw, row.dtype, target.dtype))))
         to.finish()
 
+    def digest(self, file: OpenFile | TorchFile, name: str, row: Row, dtype: torch.dtype) -> bytes:
+        """A digest of a tensor of the file, cast to `dtype`: the same for the same bytes alone."""
+        made = hashlib.blake2b()
+        for _, raw, block in self._read(file, name, row):
+            made.update(_cast(raw, row.dtype, dtype).numpy().data)
+            self._leaving.append((block, ()))
+        return made.digest()
+
+    def _read(
+        self, file: OpenFile | TorchFile, name: str, row: Row
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """(first byte in the tensor, its bytes, the block that they lie in), piece by piece."""
+        if isinstance(file, TorchFile):
+            if self._held is not None and self._held is not file:
+                self._held.leave()
+            self._held = file
+            return self._views(file.tensor(name))
+        if file not in self._files:
+            self._files[file] = BlockReader(file)
+        return self._pieces(self._files[file], name, row)
+
     def _views(self, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """As `_pieces`, of a tensor that a file shows in memory."""
+        """As `_read`, of a tensor that a file shows in memory."""
         flat = materialised(value).contiguous().reshape(-1).view(torch.uint8)
         for begin in range(0, flat.numel(), BLOCK_BYTES):
             piece = flat[begin : begin + BLOCK_BYTES]
@@ -415,7 +428,7 @@ class Loader:
     def _pieces(
         self, reader: BlockReader, name: str, row: Row
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """(first byte in the tensor, its bytes, the block that they lie in), piece by piece."""
+        """As `_read`, of a file of safetensors."""
         if row.nbytes < LEAST_DIRECT_BYTES:
             if row.nbytes:
                 while len(self._leaving) > MOST_IN_FLIGHT:

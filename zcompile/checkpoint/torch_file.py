@@ -63,6 +63,12 @@ class TorchFile:
             self._tensors = self._read()
         return self._tensors[name]
 
+    def shows_one(self, name: str, other: str) -> bool:
+        """Whether the file keeps one tensor under two names."""
+        one = self.tensor(name).is_set_to(self.tensor(other))
+        self.leave()
+        return one
+
     def leave(self) -> None:
         """Give memory back that the tensors take, until one is asked for again."""
         if not self._is_mapped:

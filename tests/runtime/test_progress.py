@@ -2,7 +2,6 @@
 
 import io
 import logging
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -17,8 +16,9 @@ from tqdm import tqdm
 import zcompile
 from zcompile.ir.units import MiB, show_size
 from zcompile.passes.pipeline import pipeline
-from zcompile.runtime import progress
-from zcompile.runtime.progress import Board, NotebookLine, PlainLines, TerminalLine, TqdmLine
+from zcompile.runtime import displays, progress
+from zcompile.runtime.displays import NotebookLine, PlainLines, TerminalLine, TqdmLine
+from zcompile.runtime.progress import Board
 
 
 class Clock:
@@ -150,6 +150,37 @@ def test_a_thread_looks_at_the_clock_only_while_a_work_is_open(clock, shown, own
     assert own_threads() == []
 
 
+def test_a_work_of_a_generator_may_end_in_the_thread_that_shows_it(
+    clock, shown, monkeypatch, own_threads
+):
+    """As where `zcompile.init` is entered in a generator that only garbage refers to."""
+    monkeypatch.setattr(progress, "TICK_S", 0.0)
+    ended = threading.Event()
+
+    def suspended():
+        with board.working("building"):
+            yield
+
+    def show(line):
+        try:
+            left.close()
+            shown.lines.append("closed")
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(shown, "show", show)
+    board = Board(clock, lambda: shown)
+    board.first_s = 0.0
+    left = suspended()
+    next(left)
+    ended.wait()
+    for thread in threading.enumerate():
+        if thread.name == "zinf-progress":
+            thread.join()
+    assert shown.lines == ["end of building", "closed"]
+    assert own_threads() == []
+
+
 def test_where_no_thread_can_be_started_the_work_is_done_unseen(clock, shown, monkeypatch):
     def refused(thread):
         raise RuntimeError("can't start new thread")
@@ -200,9 +231,9 @@ def test_beside_a_bar_of_tqdm_it_is_one_more_bar(clock, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(progress.display_here(), TerminalLine)
+    assert isinstance(displays.display_here(), TerminalLine)
     with tqdm(total=3, file=stream, desc="epoch") as bar:
-        display = progress.display_here()
+        display = displays.display_here()
         assert isinstance(display, TqdmLine)
         board = Board(clock, lambda: display, ticks=False)
         with board.working("compiling"):
@@ -235,7 +266,7 @@ def test_what_is_no_terminal_gets_plain_lines(tty, term, monkeypatch):
     stream = Terminal() if tty else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", term)
-    assert isinstance(progress.display_here(), PlainLines)
+    assert isinstance(displays.display_here(), PlainLines)
 
 
 def test_plain_lines_go_to_the_log_if_there_is_one(clock, caplog):
@@ -270,33 +301,27 @@ def test_in_a_notebook_one_output_is_updated_and_emptied(clock):
     assert last == {"text/plain": ""}
 
 
-PROGRAM = """
-import logging, os, sys
-from zcompile.runtime.progress import BOARD, tell, working
+def test_without_a_terminal_and_a_log_it_is_said_on_stderr_unless_told_not_to(monkeypatch, capsys):
+    def work():
+        with progress.working("loading", 3) as work:
+            work.add(step="up.weight")
+            progress.BOARD.tick()
+        progress.tell(logging.getLogger("zcompile.runtime.probe"), "a plan")
 
-def work():
-    with working("loading", 3) as work:
-        work.add(step="up.weight")
-        BOARD.tick()
-    tell(logging.getLogger("zcompile.runtime.probe"), "a plan")
-
-BOARD.first_s = 0.0
-work()
-os.environ["ZINF_PROGRESS"] = "0"
-work()
-"""
-
-
-def test_a_process_without_a_terminal_says_it_on_stderr_unless_told_not_to():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == [
+    monkeypatch.setattr(logging.getLogger("zcompile"), "propagate", False)  # to pytest's handlers
+    monkeypatch.setattr(progress.BOARD, "first_s", 0.0)
+    monkeypatch.setattr(progress.BOARD, "_ticks", False)
+    work()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
         "zcompile: loading: 1 of 3, up.weight (0 s)",
         "zcompile: loading: ended after 0.0 s",
         "zcompile: a plan",
     ]
+    monkeypatch.setenv("ZINF_PROGRESS", "0")
+    work()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.fixture

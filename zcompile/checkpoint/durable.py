@@ -83,15 +83,12 @@ def check_step(session: Session, optimizer: Optimizer) -> None:
 
 
 def check_plain(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of parameters that were added to a durable model, if it trains nothing
-    else: its steps would not be committed.
+    """Refuse an optimizer without tiered parameters, if it trains what was added to a durable
+    model: its steps would not be committed.
 
     raises  Unsupported
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, TieredTensor) for param in params):
-        return
-    trained = set(map(id, params))
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for store in open_stores():
         root = store.root() if store.commit_log is not None and store.root is not None else None
         if root is not None and any(id(param) in trained for param in root.parameters()):

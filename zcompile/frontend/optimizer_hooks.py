@@ -47,11 +47,12 @@ def _sessions(tiered: list[TieredTensor]) -> list[Session]:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Begin a step; returns the arguments of `step`, if one of them is a closure."""
+    """Begin a step; returns the arguments of `step`, with closures that run outside of it."""
     tiered, begun = _tiered_params(optimizer), list[Session]()
     try:
         with deferred_interrupts():
-            durable.check_plain(optimizer)
+            if not tiered:
+                durable.check_plain(optimizer)
             for session in _sessions(tiered):
                 refuse_ranks(session.config.mesh)  # the process group may be younger than the model
                 durable.check_step(session, optimizer)

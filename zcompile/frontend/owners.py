@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zcompile.errors import DiskOwned
-from zcompile.runtime.closing import open_owners
+from zcompile.runtime.closing import open_stores
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session
 
@@ -112,10 +112,10 @@ CLOSE = (
 def _holders(directories: tuple[Path, ...]) -> Iterator[Session]:
     """Sessions of this process that are open on one of the directories."""
     wanted = {path.resolve() for path in directories}
-    for owner in open_owners():
-        disk = owner.config.disk if isinstance(owner, Session) else None
+    for store in open_stores():
+        disk = store.config.disk if isinstance(store, Session) else None
         if isinstance(disk, tuple) and wanted & {Path(path).resolve() for path in disk}:
-            yield owner
+            yield store
 
 
 def _is_superseded(holder: Session, cell: Cell | None) -> bool:

@@ -109,12 +109,6 @@ def wait_for_dead_stores() -> None:
             _finish(closing)
 
 
-def open_owners() -> list[Any]:
-    """The stores that are alive and open."""
-    found = [closing.owner for closing in list(_OPEN) if closing.alive]
-    return [owner for owner in found if owner is not None]
-
-
 @uninterrupted
 @cleanup
 def _close_all() -> None:

@@ -10,6 +10,9 @@ from small_models import mlp
 
 import zcompile
 from zcompile.cli import main
+from zcompile.frontend.offload import session_behind
+from zcompile.frontend.replan import State
+from zcompile.frontend.timeline import _unplanned, _Writer
 from zcompile.ir import serialize as rf
 from zcompile.ir.units import MiB
 
@@ -159,3 +162,27 @@ def test_without_a_plan_the_reason_is_told(tmp_path):
     assert "residency=False" in record.unplanned
     assert not list(tmp_path.rglob("*.tmp"))
     assert record.format == rf.FORMAT == rf.open_run(tmp_path).record.format
+
+
+def test_what_a_step_moved_does_not_hang_on_resets(tmp_path):
+    model = zcompile.offload(mlp(), **SMALL)
+    session = session_behind(model)
+    writer = _Writer(session, tmp_path)
+    writer._since(session)
+    session.meter.moved("d2h", 20)
+    zcompile.stats(model, reset=True)
+    session.meter.moved("d2h", 3)
+    assert writer._since(session)[0]["d2h"] == 23
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (State.OBSERVING, "the first steps are observed."),
+        (State.WITHDRAWN, "none could be made, or kept in force, as the log of the run says."),
+    ],
+)
+def test_a_step_without_a_plan_says_what_became_of_it(state, why):
+    session = session_behind(zcompile.offload(mlp(), **SMALL))
+    session.controller.state = state
+    assert _unplanned(session, None) == f"No plan was in force in this step: {why}"

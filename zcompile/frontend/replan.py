@@ -388,6 +388,24 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
     )
 
 
+def plan_in_force(session: Session) -> StepPlan | None:
+    """The plan of a whole step that is in force."""
+    controller = session.controller
+    return controller.plan if isinstance(controller, StepController) else None
+
+
+def why_unplanned(session: Session) -> str:
+    """Why no plan of a whole step is in force, as a clause; "" if one is."""
+    if because := session.config.stays_because:
+        return f"with {because} entries rest where they were put first"
+    controller = session.controller
+    if not isinstance(controller, StepController) or controller.plan is not None:
+        return ""
+    if controller.state is State.WITHDRAWN:
+        return "none could be made, or kept in force, as the log of the run says"
+    return "the first steps are observed"
+
+
 OBSERVING, PLANNED, OUTDATED, WITHDRAWN = State
 _plan, _review = StepController._plan_anew, StepController._review
 _withdraw, _start_over = StepController.withdraw, StepController._start_over

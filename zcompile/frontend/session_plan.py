@@ -67,9 +67,7 @@ def plan_of(
 
 def whole_room(session: Session) -> Room:
     """The budgets as they were given, whatever they were split into."""
-    nbytes = {**session.homes.capacities(), "device": session.device_budget}
-    nbytes["host"] = session.host_budget
-    return Room(nbytes, session.reaches_host, session.reaches_host)
+    return Room(session.budgets, session.reaches_host, session.reaches_host)
 
 
 def prediction_of(

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from zcompile.errors import ZinfError
-from zcompile.frontend.replan import State, StepController
+from zcompile.frontend.replan import plan_in_force, why_unplanned
+from zcompile.frontend.session_plan import costs_of
 from zcompile.ir import step_log as form
 from zcompile.ir.version import VERSION
 from zcompile.planner.simulator import step_seconds
@@ -91,26 +92,19 @@ class Prediction:
 
     def renew(self, session: Session, steps: int) -> bool:
         """Make it anew if it is time, after so many steps; whether it was."""
-        controller = session.controller
-        plan = controller.plan if isinstance(controller, StepController) else None
+        plan = plan_in_force(session)
         if plan is self.plan and steps.bit_length() <= self._made_at.bit_length():
             return False
         self.number += plan is not None and plan is not self.plan
         self.plan, self.seconds, self._made_at = plan, None, max(1, steps)
-        if plan is not None and isinstance(controller, StepController):
-            self.seconds = step_seconds(plan.step, controller.costs(), plan.placement.homes)
+        if plan is not None:
+            self.seconds = step_seconds(plan.step, costs_of(session), plan.placement.homes)
         return True
 
 
 def _us(seconds: float) -> float:
     """Seconds to the microsecond, which is short to write."""
     return round(seconds, 6)
-
-
-def budgets_of(session: Session) -> dict[str, int]:
-    """Bytes that each tier may take; of the disk, what is its own or free."""
-    capacities = session.homes.capacities()
-    return {**capacities, "device": session.device_budget, "host": session.host_budget}
 
 
 def write_steps(session: Session, run: Path) -> None:
@@ -202,11 +196,11 @@ class _Writer:
         binding = plan.placement.binding if plan is not None else {}
         return form.Planned(
             prediction.number if plan is not None else 0,
-            _why_unplanned(session),
+            why_unplanned(session),
             prediction.seconds,
             {phase.value: by for phase, by in binding.items()},
             links,
-            budgets_of(session),
+            session.budgets,
         )
 
     # The file.
@@ -249,15 +243,3 @@ class _Writer:
         if file is not None:
             with suppress(OSError):
                 os.close(file)
-
-
-def _why_unplanned(session: Session) -> str:
-    """Why no plan of a whole step is in force; "" if one is."""
-    if because := session.config.stays_because:
-        return f"with {because} entries rest where they were put first"
-    controller = session.controller
-    if not isinstance(controller, StepController) or controller.plan is not None:
-        return ""
-    if controller.state is State.WITHDRAWN:
-        return "no step could be planned: the log of the run says why"
-    return "the first steps are observed"

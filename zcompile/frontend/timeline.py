@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zcompile.errors import ZinfError
-from zcompile.frontend.replan import StepController
+from zcompile.frontend.replan import StepController, plan_in_force, why_unplanned
 from zcompile.ir import printer, serialize
 from zcompile.ir import serialize as form
 from zcompile.ir.effects import IN, Effects
@@ -57,7 +57,7 @@ class _Writer:
         self._session = weakref.ref(session)
         self._run = run
         self._steps = 0
-        self._nbytes: dict[str, int] = {}
+        self._nbytes: Mapping[str, int] = {}
         self._traffic: dict[str, tuple[int, float]] = {}
         self._shadows: tuple[StepPlan, tuple[Shadow, ...]] | None = None
         self._plan: StepPlan | None = None
@@ -69,7 +69,7 @@ class _Writer:
             return
         self._steps += 1
         # Where a step ends the next one may be planned, and it was walked under the plan before.
-        plan, self._plan = self._plan, _plan_of(session)
+        plan, self._plan = self._plan, plan_in_force(session)
         moved, busy = self._since(session)
         passages = session.meter.take_passages()
         if self._steps >= 2 and not self._steps & (self._steps - 1):
@@ -81,9 +81,9 @@ class _Writer:
     def _since(self, session: Session) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds of each link since the last call of this method."""
         meter = session.meter
-        before, self._nbytes = self._nbytes, meter.bytes()
+        before, self._nbytes = self._nbytes, meter.in_all().nbytes
         then, self._traffic = self._traffic, meter.traffic()
-        moved = {link: max(0, n - before.get(link, 0)) for link, n in self._nbytes.items()}
+        moved = {link: n - before.get(link, 0) for link, n in self._nbytes.items()}
         busy = {link: row[1] - then.get(link, (0, 0.0))[1] for link, row in self._traffic.items()}
         return moved, busy
 
@@ -151,25 +151,19 @@ class _Writer:
         )
 
 
-def _plan_of(session: Session) -> StepPlan | None:
-    """The plan in force."""
-    controller = session.controller
-    return controller.plan if isinstance(controller, StepController) else None
-
-
 def _unplanned(session: Session, plan: StepPlan | None) -> str:
     """Why nothing is told of the plan of a step, as a sentence; "" if `plan` is in force still."""
-    if because := session.config.stays_because:
-        return f"No whole step is planned with {because}: entries rest where they were put first."
     if plan is None:
-        return "No plan was in force in this step: the first steps are observed before one is made."
-    return "" if plan is _plan_of(session) else "The step was walked under a plan that has gone."
+        # Where one is in force by now, it was made of this very step.
+        why = why_unplanned(session) or "the first steps are observed"
+        return f"No plan was in force in this step: {why}."
+    gone = plan is not plan_in_force(session)
+    return "The step was walked under a plan that has gone." if gone else ""
 
 
 def _tiers(session: Session, walks: Sequence[Walked]) -> tuple[form.TierRecord, ...]:
     """Budget of each tier, and the most that it held while the step was walked."""
-    budgets = {**session.homes.capacities(), "device": session.device_budget}
-    budgets["host"] = session.host_budget
+    budgets = session.budgets
     levels = [row for walk in walks for row in walk.levels]
     columns = {"device": 0, "host": 2, "disk": 3}
     return tuple(

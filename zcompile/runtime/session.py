@@ -420,6 +420,12 @@ class Session(Store):
     def take_gradient(self, leaf: Leaf, grad: Tensor, offset: int | None) -> None:
         self.gradients.take(leaf, grad, offset)
 
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes that each tier may take; of the disk, what is its own or free."""
+        capacities = self.homes.capacities()
+        return {**capacities, "device": self.device_budget, "host": self.host_budget}
+
     def free_bytes(self) -> dict[str, int]:
         """Free bytes of each tier but the device."""
         return self.homes.free()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from offloaded import SMALL
 from small_models import mlp
+from small_run import real_run
 
 import zcompile
 from zcompile.cli import main
@@ -18,14 +19,7 @@ from zcompile.ir.units import MiB
 
 
 def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsys):
-    torch._dynamo.reset()
-    model = zcompile.offload(mlp(), **SMALL, dump=tmp_path)
-    compiled = torch.compile(model, backend="zinf")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        compiled(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = real_run(tmp_path)
     assert main(["timeline", str(tmp_path), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["step"] == 2
@@ -42,6 +36,7 @@ def test_a_real_run_writes_its_second_step_when_the_third_begins(tmp_path, capsy
     assert shown["plan"] is None, "the plan made of this step is that of the next"
     assert shown["unplanned"].startswith("No plan was in force in this step")
     assert {row["plan"] for row in shown["entries"]} == {None}
+    zcompile.close(model)
 
 
 THROTTLED = {link: 50 * MiB for link in ("h2d", "d2h", "disk_read", "disk_write")}
@@ -149,19 +144,13 @@ def test_what_binds_the_step_and_what_more_memory_would_save_are_told(recorded):
 
 
 def test_without_a_plan_the_reason_is_told(tmp_path):
-    torch._dynamo.reset()
-    model = zcompile.offload(mlp(), **SMALL, residency=False, dump=tmp_path)
-    compiled = torch.compile(model, backend="zinf")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        compiled(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = real_run(tmp_path, residency=False)
     record = rf.open_run(tmp_path).timeline()
     assert record.plan is None
     assert "residency=False" in record.unplanned
     assert not list(tmp_path.rglob("*.tmp"))
     assert record.format == rf.FORMAT == rf.open_run(tmp_path).record.format
+    zcompile.close(model)
 
 
 def test_what_a_step_moved_does_not_hang_on_resets(tmp_path):

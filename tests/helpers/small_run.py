@@ -1,7 +1,14 @@
-"""A small dump, written through the same records as a real one: two graphs, three stages."""
+"""Small dumps: of a run that trained for three steps, and one written through the same records."""
 
 from pathlib import Path
+from typing import Any
 
+import torch
+from offloaded import SMALL
+from small_models import mlp
+from torch import nn
+
+import zcompile
 from zcompile.ir import serialize as rf
 from zcompile.ir.serialize import encode
 
@@ -94,3 +101,16 @@ def write_run(root: Path, graphs: int = 1) -> Path:
     config = {"device": "cpu", "disk": ["/data"]}
     rf.run_file(run).write_text(encode(rf.RunRecord("0.1.0", "2.13.0", config, names)))
     return run
+
+
+def real_run(root: Path, rows: int = 2, **config: Any) -> nn.Module:
+    """A model in the third step of its training, of `rows` samples, whose second is in `root`."""
+    torch._dynamo.reset()
+    model = zcompile.offload(mlp(), **{**SMALL, **config}, dump=root)
+    compiled = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compiled(torch.ones(rows, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zcompile.cli.chart import Bar, Chart, drawn
-from zcompile.cli.format import Answer, Point, read_size, read_sweep
+from zcompile.cli.format import Answer, Point, read_sweep, sized
 from zcompile.cli.sweep import swept
 from zcompile.errors import ConfigInvalid, UnknownOption
 from zcompile.ir.tables import columns
@@ -105,15 +105,13 @@ def scale_answer(args: argparse.Namespace) -> Answer:
             "says nothing: a shape alone needs a machine; give "
             f"--machine a file or one of {', '.join(names())}",
         )
-    machine = find(args.machine)
-    for field, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
-        if text := getattr(args, field, None):
-            machine = with_tier(machine, tier, read_size(field.replace("_", "-"), text))
+    machine = sized(find(args.machine), args)
     asked = {key: getattr(args, key, None) for key in ("batch", "seq")}
     beside = {key: str(value) for key, value in asked.items() if value is not None}
     if sweep is not None:
-        points = tuple(_points(args.model, machine, beside, *(asked_of := read_sweep(sweep))))
-        return swept(points, args.plot, capacity=machine.tiers.get(asked_of[0]))
+        tier, sizes = read_sweep(sweep)
+        points = tuple(_points(args.model, machine, beside, tier, sizes))
+        return swept(points, args.plot, capacity=machine.tiers.get(tier))
     return transformer_answer(args.model, machine, beside, getattr(args, "plot", None))
 
 

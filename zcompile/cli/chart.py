@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from zcompile.cli.format import Answer, write_plot
+from zcompile.cli.format import TERMINAL, Answer, write_plot
 
-TERMINAL = Path("-")
-"""The file that `--plot` without a name stands for: the answer itself."""
 WIDTH = 50
 """Characters of the axis."""
 LIMIT, FILLED = "|", "#"

@@ -1,10 +1,11 @@
-"""Defines the answer of a command, and draws: sizes among arguments, bars, memory curves, sweeps.
+"""Defines the answer of a command; reads sizes among its arguments, and draws lines.
 
-An `Answer` has the same facts for a person and for a program, and an exit code. Pictures are bars
-of text for a terminal, or lines in SVG for a file: of a memory curve over the nodes of a graph
-(`zinf explain`), and of a step for several sizes of a tier (`--sweep`, `--plot`).
+An `Answer` has the same facts for a person and for a program, and an exit code. Lines are a memory
+curve over the nodes of a graph (`zinf explain`), or a step for several sizes of a tier
+(`--sweep`): as text for a terminal, or as SVG for a file. Bars are drawn by `chart.py`.
 """
 
+import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from zcompile.errors import ConfigInvalid
 from zcompile.ir.memory_curve import Memory, MemoryCurve
 from zcompile.ir.serialize import encode
 from zcompile.ir.units import MiB, parse_size, show_size
-from zcompile.machine.model import TIERS
+from zcompile.machine.model import TIERS, Machine, with_tier
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ def read_size(option: str, text: str) -> int:
             f"has no unit, and so means {nbytes} bytes; write it with one, as {text.strip()}GiB",
         )
     return nbytes
+
+
+def sized(machine: Machine, args: argparse.Namespace) -> Machine:
+    """`machine` with the capacities that `--device`, `--host` and `--disk-bytes` give.
+
+    raises  ConfigInvalid
+    """
+    for option, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
+        if text := getattr(args, option, None):
+            machine = with_tier(machine, tier, read_size(option.replace("_", "-"), text))
+    return machine
 
 
 SIZE = (720, 400)
@@ -283,13 +295,16 @@ def read_sweep(text: str) -> tuple[str, tuple[int, ...]]:
     return tier, tuple(first + (last - first) * i // (n - 1) for i in range(n))
 
 
+TERMINAL = Path("-")
+"""The file that `--plot` without a name stands for: the answer itself."""
+
+
 def check_plot(plot: Path | None) -> None:
     """Refuse a picture that cannot be written: planning may take minutes before.
 
-    plot    "-" is the terminal
     raises  ConfigInvalid
     """
-    if plot is None or plot == Path("-"):
+    if plot is None or plot == TERMINAL:
         return
     if plot.is_dir():
         raise ConfigInvalid("plot", str(plot), "is a directory; name a file in it, as sweep.svg")

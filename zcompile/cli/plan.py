@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.cli.analytic import PREFIX, scale_answer
-from zcompile.cli.chart import TERMINAL
 from zcompile.cli.fit import fit_answer
 from zcompile.cli.format import (
+    TERMINAL,
     Answer,
     Point,
     check_plot,

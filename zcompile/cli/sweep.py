@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zcompile.cli.chart import TERMINAL, Bar, Chart, chart_lines
-from zcompile.cli.format import Answer, Point, svg, write_plot
+from zcompile.cli.chart import Bar, Chart, chart_lines
+from zcompile.cli.format import TERMINAL, Answer, Point, svg, write_plot
 from zcompile.ir.tables import table
 from zcompile.ir.units import show_seconds, show_size
 

@@ -1,14 +1,11 @@
 """`zinf plan --fit` estimates a step from a config: shapes, bytes, seconds, what would help."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
-from benchmarks import costs
-from zcompile.config import Config
+from benchmarks import costs, estimates
 from zcompile.errors import ConfigInvalid
-from zcompile.frontend.dry_run import plan
 from zcompile.ir.units import GiB
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine, with_tier
@@ -47,15 +44,6 @@ LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 16,
     "max_position_embeddings": 2048,
-}
-GPT = {
-    "model_type": "gpt2",
-    "vocab_size": 50257,
-    "n_embd": 768,
-    "n_layer": 2,
-    "n_head": 12,
-    "n_positions": 1024,
-    "attn_pdrop": 0.0,
 }
 LARGE = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
 
@@ -127,25 +115,18 @@ def test_a_config_that_is_not_there_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(LLAMA, id="llama"), pytest.param(GPT, id="gpt2", marks=pytest.mark.slow)],
+    ("config", "cases"),
+    [
+        pytest.param({**estimates.LLAMA, "num_hidden_layers": 2}, estimates.CASES[::3], id="llama"),
+        pytest.param(estimates.GPT2, estimates.CASES, id="gpt2", marks=pytest.mark.slow),
+    ],
 )
-def test_an_estimate_is_near_the_dry_run(written, config):
-    from zcompile.cli.plan import example_inputs, find_model
-
-    path = written(config)
-    model = find_model(str(path))
-    terms = plan.terms_of(Config(), "desktop-24gb")
-    traced = plan.trace(model, example_inputs(model, 1, 1024, None), terms)
-    report = plan.report_of(traced, terms, prices=False)
-    training = training_of(read_decoder(path))
-    found = estimate(training, DESKTOP, 1, Way.SAVED)
-    saved = 1024 * (
-        training.decoder.layers * training.decoder.block_saved_bytes(1024)
-        + training.decoder.head_saved_bytes
-    )
-    assert found.seconds == pytest.approx(report.step_seconds, rel=0.15)
-    assert saved == pytest.approx(traced.activation_bytes, rel=0.05)
+def test_an_estimate_is_near_the_dry_run(config, cases):
+    found = list(estimates.compared(config, cases))
+    assert [row.fits for row in found] == [True] * len(cases)
+    for row in found:
+        assert row.ratio == pytest.approx(1, rel=0.15), row.case.name
+        assert row.estimated_bytes == pytest.approx(row.saved_bytes, rel=0.05)
 
 
 def training_of(decoder: Decoder, seq: int = 1024) -> Training:
@@ -208,7 +189,7 @@ def test_what_does_not_fit_is_told_what_it_lacks(large):
 
 
 def test_a_device_too_small_for_a_layer_needs_a_larger_device(large):
-    small = with_tier(DESKTOP, "device", 2 * GiB)
+    small = with_tier(DESKTOP, "device", GiB)
     assert largest_batch(large, small) == 0
     change = cheapest_change(large, small, fastest(large, small, 1))
     assert change is not None
@@ -237,7 +218,7 @@ def grown(machine: Machine, host_gib: int) -> Machine:
 
 
 def without_disk(machine: Machine) -> Machine:
-    return replace(with_tier(machine, "disk", 0))
+    return with_tier(machine, "disk", 0)
 
 
 def test_the_page_of_costs_is_what_its_command_writes():

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zcompile.cli.chart import Bar, Chart, drawn
-from zcompile.cli.format import Answer, read_size
+from zcompile.cli.format import Answer, sized
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.tables import columns
 from zcompile.ir.units import show_count, show_seconds, show_size
 from zcompile.machine.files import find, names
-from zcompile.machine.model import Machine, nearest, with_tier
+from zcompile.machine.model import Machine, nearest
 from zcompile.planner.analytic.decoder import Decoder, read_decoder
 from zcompile.planner.analytic.fit import (
     STATES,
@@ -99,9 +99,7 @@ def _seq(decoder: Decoder, given: int | None) -> int:
 
 def _machines(args: argparse.Namespace) -> Iterator[Machine]:
     for machine in map(alone, map(find, args.machine)) if args.machine else single():
-        for option, tier in (("device", "device"), ("host", "host"), ("disk_bytes", "disk")):
-            if text := getattr(args, option):
-                machine = with_tier(machine, tier, read_size(option.replace("_", "-"), text))
+        machine = sized(machine, args)
         for tier in ("device", "host"):
             if tier not in machine.tiers:
                 raise ConfigInvalid("machine", machine.name, f"has no tier {tier!r}; add it")
@@ -151,8 +149,8 @@ def _lines(training: Training, optimizer: str, found: Sequence[Fitted]) -> Itera
     yield "saved: the largest whose activations are saved, where a larger one recomputes them"
     yield "cheapest change: of host memory, disk, device memory, links, the first that helps"
     yield (
-        "estimated from the shape, a lower bound of a plan; `zinf plan` without --fit walks the "
-        "model itself"
+        "estimated from the shape; a plan often takes a little longer: `zinf plan` without --fit "
+        "walks the model itself"
     )
     if decoder.dtype == "float32":
         yield 'the config says float32, or no dtype; "dtype": "bfloat16" in it plans for that'

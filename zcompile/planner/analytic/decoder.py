@@ -142,6 +142,12 @@ class Decoder:
         return self.vocabulary * self.hidden
 
     @property
+    def largest_parameters(self) -> int:
+        """Parameters of the largest matrix."""
+        widest = max(self.inner, self.heads * self.head_dim)
+        return max(self.head_parameters, self.hidden * widest)
+
+    @property
     def parameters(self) -> int:
         tables = self.head_parameters * (1 if self.tied else 2) + self.positions * self.hidden
         return self.layers * self.block_parameters + tables
@@ -158,6 +164,10 @@ class Decoder:
         wide = family.saved_float32 * self.hidden * 4
         pairs = seq * element * (DROPPED * self.heads if self.drops else family.saved_pairs)
         return narrow + wide + family.saved_inner * self.inner * element + pairs
+
+    def saved_bytes(self, seq: int) -> float:
+        """Bytes of one token that a forward saves for its backward, in a sample of `seq` tokens."""
+        return self.layers * self.block_saved_bytes(seq) + self.head_saved_bytes
 
     @property
     def head_saved_bytes(self) -> int:

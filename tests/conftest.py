@@ -21,8 +21,10 @@ if not torch.cuda.is_available():
     # Triton reads this when it is first imported; without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What is measured of this machine is kept for one run of the tests, not for the user.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
+# What is measured of this machine is kept for one run of the tests, all its processes together, and
+# not for the user.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment is that of the process above it
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="zcompile-tests-")
 
 # What a shell starts in the background ignores Ctrl-C, and so would its children. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

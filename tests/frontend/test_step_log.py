@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_log, "EVERY_S", 0.0)
-        model = zcompile.offload(mlp(), **SMALL, dump=root)
+        model = zcompile.offload(mlp(), **SMALL, dump=root, machine="desktop-24gb")
         train(model)
     return model, root / "run-0"
 

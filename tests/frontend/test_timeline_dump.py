@@ -54,6 +54,7 @@ def recorded(tmp_path_factory) -> rf.TimelineRecord:
         host_memory="5MiB",
         disk=tmp_path_factory.mktemp("disk"),
         throttle=THROTTLED,
+        machine="desktop-24gb",
         dump=root,
     )
     compiled = torch.compile(model, backend="zinf")

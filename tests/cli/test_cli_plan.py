@@ -258,23 +258,22 @@ def test_a_model_without_parameters_cannot_be_planned(zinf, models):
 
 def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "gpt2",
-                "n_layer": 2,
-                "n_embd": 64,
-                "n_head": 2,
-                "vocab_size": 128,
-                "n_positions": 32,
-            }
-        )
-    )
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 1,
+        "n_embd": 64,
+        "n_head": 2,
+        "vocab_size": 128,
+        "n_positions": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, _ = zinf("plan", tmp_path, *ON, "--json", "--batch", 2)
+    assert code == 0
+    assert json.loads(out)["tokens"] == 64
     for name in (tmp_path, tmp_path / "config.json"):
-        code, out, _ = zinf("plan", name, *ON, "--json", "--batch", 2)
-        assert code == 0
-        assert json.loads(out)["tokens"] == 64
-    assert find_model(str(tmp_path)).loss_type == "ForCausalLM", "else transformers warns of it"
+        model = find_model(str(name))
+        assert (model.config.model_type, model.config.n_embd) == ("gpt2", 64)
+        assert model.loss_type == "ForCausalLM", "else transformers warns of it"
 
 
 @pytest.mark.parametrize(

@@ -124,28 +124,17 @@ const timeline = {
   },
 
   drawCompute(draw, ink, slices, y) {
-    const bars = new Bars(this, draw, y, { host: ink.host, compute: ink.compute, stall: ink.stall });
-    const { moment: which, begin, end, stall_begin: since, stall, reach: reached } = slices;
-    const run = NAMES.indexOf("run");
-    const kinds = FACTS.moments.kind;
-    for (let i = after(reached, view.from); i < begin.length; i += 1) {
-      if (Math.min(begin[i], since[i]) > view.to) break;
-      const waited = since[i] + stall[i];
-      if (stall[i] > 0) bars.add("stall", since[i], waited);
-      const from = Math.max(begin[i], stall[i] > 0 ? waited : begin[i]);
-      bars.add(kinds[which[i]] === run ? "compute" : "host", from, end[i]);
-    }
-    bars.finish();
-    this.label(draw, ink, slices, y, run);
+    computeBars(this, draw, ink, y, LANE, slices, after(slices.reach, view.from), view.to);
+    this.label(draw, ink, slices, y);
   },
 
   // Names inside of instructions that are wide enough.
-  label(draw, ink, { moment: which, begin, end, stall_begin: since, stall, reach: reached }, y, run) {
+  label(draw, ink, { moment: which, begin, end, stall_begin: since, stall, reach: reached }, y) {
     draw.fillStyle = ink.paper;
     draw.textAlign = "left";
     const least = this.time(48) - this.time(0);
     for (let i = after(reached, view.from); i < begin.length && begin[i] < view.to; i += 1) {
-      if (end[i] - begin[i] < least || FACTS.moments.kind[which[i]] !== run) continue;
+      if (end[i] - begin[i] < least || !computes(which[i])) continue;
       const from = Math.max(this.left, this.x(Math.max(begin[i], since[i] + stall[i])));
       const wide = Math.min(this.x(end[i]), this.width) - from;
       if (wide < 48) continue;
@@ -287,15 +276,7 @@ const timeline = {
 
   // Compute of the whole step, as it was measured.
   drawWhole(draw, ink, frame, height) {
-    const side = FACTS.sides.at(-1);
-    const bars = new Bars(frame, draw, 8, { host: ink.host, compute: ink.compute, stall: ink.stall }, height - 16);
-    const { moment: which, begin, end, stall_begin: since, stall } = side.slices;
-    const run = NAMES.indexOf("run");
-    for (let i = 0; i < begin.length; i += 1) {
-      if (stall[i] > 0) bars.add("stall", since[i], since[i] + stall[i]);
-      bars.add(FACTS.moments.kind[which[i]] === run ? "compute" : "host", Math.max(begin[i], since[i] + stall[i]), end[i]);
-    }
-    bars.finish();
+    computeBars(frame, draw, ink, 8, height - 16, FACTS.sides.at(-1).slices, 0, view.last);
   },
 
   // --- Pointer and keys ---
@@ -371,6 +352,23 @@ const timeline = {
     overview.addEventListener("pointermove", (event) => { if (event.buttons) jump(event); });
   },
 };
+
+function computes(moment) {
+  return NAMES[FACTS.moments.kind[moment]] === "run";
+}
+
+// The bars of compute, and of what it waited for, from the slice `first` until the time `to`.
+function computeBars(frame, draw, ink, y, height, slices, first, to) {
+  const bars = new Bars(frame, draw, y, { host: ink.host, compute: ink.compute, stall: ink.stall }, height);
+  const { moment, begin, end, stall_begin: since, stall } = slices;
+  for (let i = first; i < begin.length && Math.min(begin[i], since[i]) <= to; i += 1) {
+    const waited = since[i] + stall[i];
+    if (stall[i] > 0) bars.add("stall", since[i], waited);
+    const from = stall[i] > 0 ? Math.max(begin[i], waited) : begin[i];
+    bars.add(computes(moment[i]) ? "compute" : "host", from, end[i]);
+  }
+  bars.finish();
+}
 
 // The latest end so far of each row: ends of compute beside the host are in no order.
 function reach(ends) {

@@ -21,6 +21,7 @@ from zcompile.ir.units import GiB
 from zcompile.machine.model import Machine, scaled, with_tier
 from zcompile.machine.staging import staging_size
 from zcompile.planner.analytic.decoder import Decoder
+from zcompile.planner.analytic.model import forward_flops
 
 STATES = {"adamw": 2, "sgd": 1}
 """States of each parameter, in its dtype, by optimizer; "sgd" is with momentum."""
@@ -192,8 +193,8 @@ def _compute_s(training: Training, machine: Machine, tokens: int, again: int) ->
     """Seconds of forward, backward, and of the blocks' forward `again`."""
     decoder, compute = training.decoder, machine.compute
     rate = compute.flops_per_s.get(decoder.dtype) or min(compute.flops_per_s.values())
-    attention = 4 * training.seq * decoder.heads * decoder.head_dim * decoder.layers
-    blocks = 2 * decoder.layers * decoder.block_parameters + attention
+    width = decoder.heads * decoder.head_dim
+    blocks = decoder.layers * forward_flops(decoder.block_parameters, training.seq, width)
     flops = tokens * (3 * (blocks + 2 * decoder.head_parameters) + again * blocks)
     saved = decoder.layers * decoder.block_saved_bytes(training.seq) * (1 + again / 3)
     touched = tokens * (TOUCHES * saved + HEAD_TOUCHES * 4 * decoder.vocabulary)

@@ -141,6 +141,12 @@ def _number(name: str, text: str) -> float:
         raise ConfigInvalid(f"transformer:{name}", text, "is not a number") from None
 
 
+def forward_flops(parameters: int, seq: int, width: int) -> float:
+    """FLOPs of one token's forward through a block: 2 for each parameter, and attention's two
+    products with `seq` keys and values, all heads of which are `width` wide together."""
+    return 2 * parameters + 4 * seq * width
+
+
 PEAK_FLOPS_PER_S = 70e12
 """Rate of one V100 in a transformer's half-precision matmuls (the paper's `peak_tp`)."""
 

@@ -29,6 +29,7 @@ from zcompile.planner.analytic.model import (
     Strategy,
     Transformer,
     flat_gather,
+    forward_flops,
     hierarchical_gather,
     use_of,
 )
@@ -219,7 +220,7 @@ class Rates:
         """Seconds of a block's forward: matmuls, attention's products, the rest as memory traffic,
         and the all-reduces of tensor parallelism. Backward takes twice that."""
         shape, compute = self.job.shape, self.machine.compute
-        flops = shape.token_count * (2 * shape.block_parameters + 4 * shape.seq * shape.hidden)
+        flops = shape.token_count * forward_flops(shape.block_parameters, shape.seq, shape.hidden)
         matmul_s = flops / (self.assumed.sustained * compute.flops_per_s[self.assumed.dtype])
         touched = 2 * shape.activation_working_bytes / shape.blocks_per_checkpoint
         return matmul_s + touched / compute.memory_bytes_per_s + self.tensor_parallel_s

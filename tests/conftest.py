@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,19 @@ def golden(request: pytest.FixtureRequest) -> str | Accepting:
     if not path.exists():
         pytest.fail(f"there is no {path.relative_to(TESTS)}; write it with pytest --accept")
     return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """Neither warnings nor bars of transformers: a test reads what we say."""
+    import transformers  # only where it is asked for: it takes its time
+
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture

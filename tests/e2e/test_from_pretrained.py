@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import transformers
+from e2e.models import gpt2, llama
 from pairs import ON_DISK, assert_same
 from torch import nn
 
@@ -14,28 +15,12 @@ from zcompile.errors import Unsupported, ValueUnset
 from zcompile.frontend import offload
 from zcompile.runtime.eager.tensor import TieredTensor
 
-SIZES = {
-    "gpt2": transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=90, n_positions=16, tie_word_embeddings=True
-    ),
-    "llama": transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=90,
-        max_position_embeddings=32,
-    ),
-}
 
-
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=[gpt2, llama])
 def exported(request, tmp_path_factory):
     torch.manual_seed(0)
-    path = tmp_path_factory.mktemp(request.param)
-    model = transformers.AutoModelForCausalLM.from_config(SIZES[request.param])
-    model.save_pretrained(path, max_shard_size="20KB")
+    path = tmp_path_factory.mktemp("exported")
+    request.param().save_pretrained(path, max_shard_size="20KB")
     assert len(list(path.glob("model-*.safetensors"))) > 2
     return path
 

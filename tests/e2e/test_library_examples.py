@@ -1,14 +1,12 @@
 """The examples that run others' libraries: with `--plain` and without, the same bits."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from saved import content
 
 from examples import (
@@ -23,10 +21,13 @@ from examples import (
 )
 from examples.text import VOCABULARY
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Dynamo detected a call to a .functools.lru_cache.",
-    "ignore:The 'repr' attribute",
-)
+pytestmark = [
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.filterwarnings(
+        "ignore:Dynamo detected a call to a .functools.lru_cache.",
+        "ignore:The 'repr' attribute",
+    ),
+]
 ON_CPU = ("--device", "cpu", "--device-memory", "2MiB", "--host-memory", "256KiB")
 
 
@@ -41,16 +42,6 @@ def refusal(capsys: pytest.CaptureFixture[str], example: ModuleType, *given: obj
         called(example, *given)
     assert exit.value.code == 2
     return capsys.readouterr().err
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(before)
-    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-import transformers
+from e2e.models import gpt2
 from pairs import (
     ON_DISK,
     Holder,
@@ -32,20 +32,6 @@ class Aliased(nn.Module):
         self.register_buffer("steps", torch.arange(3))
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.layers[1] = nn.Linear(3, 2)
-
-
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_layer=2,
-            n_embd=16,
-            n_head=2,
-            vocab_size=50,
-            n_positions=16,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
 
 
 BUILDS = {

@@ -23,21 +23,12 @@ from transformers import Trainer, TrainingArguments
 import zcompile
 
 pytestmark = [
+    pytest.mark.usefixtures("quiet_transformers"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache."),
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
 ]
 
 KB = 1000
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(before)
-    transformers.logging.enable_progress_bar()
 
 
 def stepped(models: tuple[Any, Any]) -> tuple[Any, Any]:

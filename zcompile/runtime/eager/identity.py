@@ -26,8 +26,6 @@ READER = "safetensors.torch"
 """The module that may turn an address to a pointer: it reads, and never writes."""
 FLATTENS = "huggingface_hub."
 """Whose modules take apart what `__tensor_flatten__` names, to ask each part where it lies."""
-
-
 KEPT = "keep_alive_buffer"
 """What the caller of the function that reads calls its list of what must live until then."""
 

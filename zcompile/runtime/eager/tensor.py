@@ -291,7 +291,7 @@ def _converting(name: str) -> Callable[..., Tensor]:
             device, dtype = target_of(name, args, kwargs)
             if device is not None and device.type != "meta" and dtype in (None, self.dtype):
                 _check_move(self, device)
-                return Unmoved(self._handle, self.__tensor_flatten__()[1])
+                return self._whole
         result: Tensor = plainly(self, *args, **kwargs)
         if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
             return result

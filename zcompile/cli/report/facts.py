@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zcompile.cli.tracks import LINKS, Side, sides
+from zcompile.cli.tracks import INBOUND, LINKS, Hop, Side, sides
 from zcompile.errors import RunUnreadable
 from zcompile.ir.serialize import (
     EntryRecord,
@@ -114,17 +114,7 @@ def _side(side: Side, names: Names) -> dict[str, Any]:
             "stall_begin": _us(s.stall_begin_s for s in slices),
             "stall": _us(s.stall_s for s in slices),
         },
-        "hops": {
-            link: {
-                "name": [names[h.name] for h in hops if h.link == link],
-                "nbytes": [h.nbytes for h in hops if h.link == link],
-                "begin": _us(h.begin_s for h in hops if h.link == link),
-                "end": _us(h.end_s for h in hops if h.link == link),
-                "sender": [_or_none(h.sender) for h in hops if h.link == link],
-                "user": [_or_none(h.user) for h in hops if h.link == link],
-            }
-            for link in LINKS
-        },
+        "hops": {link: _hops([h for h in hops if h.link == link], names) for link in LINKS},
         "spans": [
             {"phase": s.phase, "begin": _us([s.begin_s])[0], "end": _us([s.end_s])[0]}
             for s in side.spans
@@ -133,8 +123,16 @@ def _side(side: Side, names: Names) -> dict[str, Any]:
     }
 
 
-def _or_none(number: int | None) -> int:
-    return -1 if number is None else number
+def _hops(hops: Sequence[Hop], names: Names) -> dict[str, Any]:
+    """What passed one link; -1 for a moment that is not known."""
+    return {
+        "name": [names[h.name] for h in hops],
+        "nbytes": [h.nbytes for h in hops],
+        "begin": _us(h.begin_s for h in hops),
+        "end": _us(h.end_s for h in hops),
+        "sender": [-1 if h.sender is None else h.sender for h in hops],
+        "user": [-1 if h.user is None else h.user for h in hops],
+    }
 
 
 def _us(seconds: Iterable[float]) -> list[float]:
@@ -165,7 +163,7 @@ def _entries(
         rows = tuple(_compiled(run, damage))
     moved: dict[tuple[str, bool], int] = {}
     for hop in record.passages if record is not None else ():
-        key = hop.name, hop.link in ("h2d", "disk_read")
+        key = hop.name, hop.link in INBOUND
         moved[key] = moved.get(key, 0) + hop.nbytes
     return {
         "compiled": compiled,

@@ -141,8 +141,8 @@ class Meter:
     def crests(self) -> tuple[int, int, int, int]:
         """Highest levels since this was asked last: bytes of the arena and of live values of graphs
         outside it, of these alone, of the host, and of the disk."""
-        gauges = self.together, self.activations, self.host, self.disk
-        return tuple(gauge.crest() for gauge in gauges)  # type: ignore[return-value]  # four of four
+        both, outside = self.together.crest(), self.activations.crest()
+        return both, outside, self.host.crest(), self.disk.crest()
 
     def traffic(self) -> dict[str, tuple[int, float]]:
         """Bytes and seconds in use of each link that can tell, in all; no reset touches them."""
@@ -181,8 +181,7 @@ class Meter:
     def in_all(self) -> Totals:
         """What was counted in all; seconds as far as the device has come, which is not waited
         for."""
-        while self._spans and self._spans[0][2].passed():
-            self._read_spans(len(self._spans) - 1)
+        self._read_spans(0, waits=False)
         with self._lock:
             return self._totals()
 
@@ -235,9 +234,12 @@ class Meter:
         for gauge in (self.device, self.activations, self.together, self.host, self.disk):
             gauge.reset()
 
-    def _read_spans(self, keep: int) -> None:
+    def _read_spans(self, keep: int, waits: bool = True) -> None:
+        """Count all but `keep` spans; `waits`: also those that the device has not passed."""
         while len(self._spans) > keep:
             try:
+                if not waits and not self._spans[0][2].passed():
+                    return
                 activity, begin, end = self._spans.popleft()
             except IndexError:  # another thread reads them too
                 return

@@ -126,6 +126,7 @@ def test_wandb_offline_writes_what_was_logged(trained, tmp_path, monkeypatch):
         log = WandB(trained.model)
         trained.step()
         log(1)
+    wandb.teardown()  # the process that writes the file ends: until then it may be yet to write it
     (written,) = tmp_path.rglob("*.wandb")
     assert b"zinf/device_peak_bytes" in written.read_bytes()
 

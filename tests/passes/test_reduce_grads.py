@@ -1,5 +1,7 @@
 """A gradient of a tiered parameter goes home as soon as it is made."""
 
+from operator import getitem
+
 import pytest
 import torch
 from joint import captured, catch
@@ -26,7 +28,27 @@ def test_every_parameter_has_one_reduction_and_it_is_backward(model):
     names = [joint.plan.params[n.args[1].name].name for n in reductions]
     assert sorted(names) == sorted({name for name, _ in joint.model.named_parameters()})
     assert {phase_of(n) for n in reductions} == {Phase.BACKWARD}
-    assert all(n.prev is n.args[0] or n.prev.target is ops.reduce_grad for n in reductions)
+    assert all(
+        n.prev.target is ops.reduce_grad or n.prev is last_taken(n.args[0]) for n in reductions
+    )
+
+
+def last_taken(grad):
+    """`grad`, or of a part of a tuple the last that is taken right behind it."""
+    while grad.next.target is getitem and grad.next.args[0] is grad.args[0]:
+        grad = grad.next
+    return grad
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+def test_no_gradient_leaves_before_the_rest_of_its_tuple_is_taken(model):
+    joint = captured(model).through(GatherParams(), ReduceGrads())
+    parts = [n.args[0] for n in find(joint.graph, ops.reduce_grad) if n.args[0].target is getitem]
+    for part in parts:
+        taken = [user for user in part.args[0].users if user.target is getitem]
+        sent = [user for n in taken for user in n.users if user.target is ops.reduce_grad]
+        order = list(joint.graph.nodes)
+        assert max(map(order.index, taken)) < min(map(order.index, sent))
 
 
 def test_the_gradient_of_an_input_is_returned_as_ever():

@@ -156,6 +156,11 @@ def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(bases)
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether a call writes to what it is given: its result is that, and no mere view."""
+    return isinstance(node.target, Dispatched) and node.target._schema.is_mutable
+
+
 def storage_sources(node: fx.Node, results: int) -> list[tuple[fx.Node, ...]]:
     """For each result of a call, the arguments whose storage it shares; none for a fresh result.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import ClassVar
 
 import torch
@@ -99,12 +100,31 @@ def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:
         )
 
 
+def _behind(grad: fx.Node) -> fx.Node:
+    """The node behind which `grad` is sent: itself; of a part of a tuple, the last part that is
+    taken right behind it, or what was sent of those.
+
+    Sent before the others are taken, it would leave a tuple of all of them in memory.
+    """
+    last = grad
+    while grad.target is getitem and last.next.target is getitem:
+        if last.next.args[0] is not grad.args[0]:
+            break
+        last = last.next
+    while last is not grad and last.next.target in ops.SINKS:
+        last = last.next
+    return last
+
+
 def _sink(graph: fx.Graph, grad: fx.Node, handle: fx.Node, plan: GraphPlan) -> fx.Node:
     """Send `grad` to the entry of `handle`."""
     stem = str(plan.params[NodeName(handle.name)].name).replace(".", "_")
     backward = phase_of(grad) is Phase.BACKWARD
-    point = graph.inserting_after(grad) if backward else graph.inserting_before(output_of(graph))
-    with point:
+    with (
+        graph.inserting_after(_behind(grad))
+        if backward
+        else graph.inserting_before(output_of(graph))
+    ):
         return insert(
             graph,
             ops.reduce_grad,

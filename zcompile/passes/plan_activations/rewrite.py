@@ -18,6 +18,7 @@ from zcompile.ir.graph import (
     readers_of,
     set_phase,
     sink,
+    writes,
 )
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, layout_of
@@ -146,7 +147,9 @@ def sink_views(graph: fx.Graph) -> None:
     """
     output = output_of(graph)
     for node in reversed(list(graph.nodes)):
-        if SavedValues.is_backward(node) and bases_of(node) and output not in node.users:
+        if not SavedValues.is_backward(node) or not bases_of(node) or writes(node):
+            continue
+        if output not in node.users:
             sink(node)
 
 

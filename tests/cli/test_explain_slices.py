@@ -57,8 +57,16 @@ def test_each_region_is_told_with_its_slices_and_its_bytes_whole_and_sliced():
     assert "96.0 KiB inside become 48.0 KiB" in second
 
 
+def test_slices_of_the_batch_are_told_as_such():
+    block = SlicedRegion("blocks.2.mlp", 4, 32, 24 * KiB, 72 * KiB, 18 * KiB, "samples")
+    title, row, both = text_of(Run(block)).splitlines() + text_of(Run(UP, block)).splitlines()[:1]
+    assert "over slices of samples," in title
+    assert "4 slices of 32 samples" in row
+    assert "over slices of tokens and samples," in both
+
+
 def test_a_run_without_slices_says_so_in_one_line():
-    assert text_of(Run(), Run(index=1)) == "nothing runs over slices of tokens\n"
+    assert text_of(Run(), Run(index=1)) == "nothing runs over slices of tokens, or of the batch\n"
 
 
 def test_why_something_large_runs_whole_is_told_with_slices_and_without():
@@ -76,7 +84,11 @@ def test_a_region_is_found_by_its_name():
 
 def test_the_command_tells_it_to_people_and_to_programs(zinf, tmp_path):
     run = small_run.write_run(tmp_path)
-    assert zinf("explain", tmp_path, "slices") == (0, "nothing runs over slices of tokens\n", "")
+    assert zinf("explain", tmp_path, "slices") == (
+        0,
+        "nothing runs over slices of tokens, or of the batch\n",
+        "",
+    )
     graph = form.graph_dir(run, 0)
     plan = open_run(tmp_path).graphs[0].plan()
     rows = {**json.loads(encode(plan)), "sliced": json.loads(encode([UP]))}
@@ -96,6 +108,7 @@ def test_the_command_tells_it_to_people_and_to_programs(zinf, tmp_path):
                 "whole_bytes": 24 * KiB,
                 "inside_bytes": 72 * KiB,
                 "sliced_bytes": 18 * KiB,
+                "unit": "tokens",
             }
         ],
     }

@@ -105,6 +105,28 @@ def is_tangent() -> None:
 
 
 @contract
+def tangent_of() -> None:
+    """A tangent says of which result it is the gradient, as that result itself says it."""
+    graph = captured("mlp").graph
+    (output,) = graph.find_nodes(op="output")
+    places = graph.find_nodes(op="placeholder")
+    assert private.tangent_of(places[-1]) == output.meta["desc"][0]
+    assert private.tangent_of(places[0]) is None
+
+
+@contract
+def keep_wish() -> None:
+    """A copy that is given the mark of checkpointing has the wish that it stands for."""
+    graph = fx.Graph()
+    marked, plain, copy = (graph.placeholder(name) for name in "abc")
+    marked.meta["recompute"] = TorchPolicy.MUST_SAVE
+    private.keep_wish(plain, copy)
+    assert private.wish_of(copy) is None
+    private.keep_wish(marked, copy)
+    assert private.wish_of(copy) is CheckpointPolicy.MUST_SAVE
+
+
+@contract
 def pin_phase() -> None:
     """Extraction keeps a node on the side it was pinned to, and computes nothing twice."""
     forward, backward = _cut_square()

@@ -290,8 +290,9 @@ def trained_schedules(model: nn.Module, inputs: Sequence[Any], grad: bool = True
 
 
 def least_budget(joint: Joint) -> int:
-    """The smallest device budget under which neither weights nor tokens are cut, in bytes."""
-    tiles = ("choose-tiles", "tile-tokens", "tile-matmuls")
+    """The smallest device budget under which nothing is cut, neither weights, tokens nor the batch,
+    in bytes."""
+    tiles = ("choose-tiles", "tile-tokens", "slice-batch", "tile-matmuls")
     passes = [p for p in pipeline(zcompile.Config(device="cpu")) if p.name not in tiles]
     try:
         joint.copy(budget_bytes=1).through(*passes)

@@ -1,16 +1,21 @@
 """Saved values kept, made again or moved: whatever is decided, the graph gives the same bits."""
 
+from dataclasses import replace
+
 import pytest
+from dry_runs import SMALL
 from joint import assert_same, captured, results
 from moved import WAYS, Forced
 from small_models import SMALL_MODELS
 
 import zcompile
-from zcompile.ir import ops
+from zcompile.ir import ops, saved_values
 from zcompile.ir.graph import find, phase_of
 from zcompile.ir.saved_values import SavedValues, storage_bytes
 from zcompile.ir.types import Phase
+from zcompile.ir.work import work_of
 from zcompile.passes.pipeline import pipeline
+from zcompile.passes.plan_activations.graph import ActivationBudget, read_problem
 
 PASSES = pipeline(zcompile.Config(device="cpu"))
 
@@ -67,3 +72,21 @@ def test_what_reads_a_running_statistic_is_not_repeated():
     for saved in values.saved:
         reads = {values.root(n) for n in values.maker(saved.root).all_input_nodes}
         assert not (reads & values.mutated and values.may_repeat(saved.root))
+
+
+def test_the_work_of_a_graph_is_counted_once_for_all_machines(monkeypatch):
+    counted = []
+
+    def noted(nodes):
+        counted.extend(nodes)
+        return work_of(nodes)
+
+    monkeypatch.setattr(saved_values, "work_of", noted)
+    joint = captured("mlp")
+    values, fast = SavedValues(joint.graph), replace(SMALL.compute, memory_bytes_per_s=1e15)
+    slow, quick = (
+        read_problem(values, joint.plan, ActivationBudget(replace(SMALL, compute=compute), {}))
+        for compute in (SMALL.compute, fast)
+    )
+    assert len(counted) == len(set(counted)) > 0
+    assert slow.clock[-1] > quick.clock[-1] > 0, "what it takes is another matter"

@@ -1,5 +1,6 @@
 """Blocks over slices of tokens: their numbers within a tolerance, hidden values in slices only."""
 
+import functools
 import re
 from dataclasses import dataclass, replace
 
@@ -191,17 +192,21 @@ def test_what_mixes_tokens_is_no_region():
 class Needs(Pass):
     """Says of each trial how many times the budget it needs; from the last on always the same.
 
-    seen  of each trial: whether the graph is in slices, its budget, its cuts
+    seen  of each trial: whether the graph is in slices of tokens, its budget, its cuts
+    batch  of each trial of a graph in slices of the batch, these
     """
 
     name, needs, gives = "needs", frozenset(), frozenset()
 
     def __init__(self, *parts: float) -> None:
-        self.parts, self.seen = list(parts), []
+        self.parts, self.seen, self.batch = list(parts), [], []
 
     def rewrite(self, graph, plan):
         sliced = len(graph.nodes) > len(many_tokens().graph.nodes)
-        self.seen.append((sliced, plan.budget_bytes, tuple((plan.cuts or {}).items())))
+        if plan.batch is None:
+            self.seen.append((sliced, plan.budget_bytes, tuple((plan.cuts or {}).items())))
+        else:
+            self.batch.append(plan.batch)
         part = self.parts.pop(0) if len(self.parts) > 1 else self.parts[0]
         if part <= 1:
             return plan
@@ -224,6 +229,10 @@ def test_a_choice_that_cannot_help_is_not_tried_and_none_is_tried_twice(needs):
     assert 0 < sum(sliced for sliced, *_ in trial.seen) <= 4
     whole = [row for row in trial.seen if not row[0]]
     assert len(whole) == len(set(whole)) > 1
+    assert {(batch.slices, batch.cuts) for batch in trial.batch} <= {
+        (slices, cuts) for slices in (2, 4) for cuts in {b.cuts for b in trial.batch}
+    }
+    assert 0 < len(trial.batch) <= 4
 
 
 def test_what_fits_without_slices_is_not_sliced_and_its_cuts_are_handed_on():
@@ -240,8 +249,9 @@ def test_with_room_nothing_changes():
     assert (left.plan.notes, left.plan.cuts) == ((), {})
 
 
+@functools.cache
 def many_tokens(dropout: float = 0.0) -> Joint:
-    """A block whose hidden values are much larger than its weights."""
+    """A block whose hidden values are much larger than its weights; rewrite copies of it."""
     torch.manual_seed(0)
     return catch(Mlp(dropout), torch.randn(4, 48, WIDTH))
 
@@ -270,12 +280,17 @@ def test_it_is_told_why_hidden_values_run_whole():
         joint.copy(budget_bytes=held // 2).through(*CONFIGURED)
     said = [text for text in refused.value.__notes__ if "random" in text]
     assert said
-    for text in said:
-        assert re.fullmatch(
-            r"24.0 KiB of \S+ are not cut into slices of tokens: %\w+ draws random numbers, "
-            r"which is not repeated",
-            text,
+    whole = r"24.0 KiB of \S+ are not cut into slices of "
+    tokens, batch = (
+        [text for text in said if re.fullmatch(whole + what, text)]
+        for what in (
+            r"tokens: %\w+ draws random numbers, which is not repeated",
+            r"the batch: %\w+ draws random numbers, of all samples at once as eager does",
         )
+    )
+    assert tokens
+    assert batch
+    assert len(tokens) + len(batch) == len(said)
 
 
 def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():

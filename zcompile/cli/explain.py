@@ -3,7 +3,8 @@
     TENSOR        the life of one parameter, or what became of a value that backward needs
     activations   what became of all those values, with the memory that graphs take
     memory        that memory alone
-    slices        the regions that run over slices of tokens, and large values that do not
+    slices        the regions that run over slices of tokens or of the batch, and large values that
+                  do not
 
 Readers of a parameter are found by following its gathered value: a node that reads it and takes no
 bytes of its own is a view of it, and is followed too; any other node is a reader.
@@ -30,7 +31,7 @@ from zcompile.ir.serialize import (
 from zcompile.ir.units import show_seconds, show_size
 
 SLICES = "slices"
-"""Asks for all regions that run over slices of tokens, and for large values that do not."""
+"""Asks for all regions that run over slices, and for large values that do not."""
 PASS = "choose-tiles"
 
 
@@ -59,9 +60,10 @@ def slices_of(graph: Graph, asked: str) -> Iterator[GraphSlices]:
 
 def slices_text(found: Sequence[GraphSlices]) -> str:
     """A line for each region and each note; one line, if there are none."""
-    lines = ["regions that run over slices of tokens, and what they hold at once"]
+    units = dict.fromkeys(region.unit for row in found for region in row.regions)
+    lines = [f"regions that run over slices of {' and '.join(units)}, and what they hold at once"]
     if not any(row.regions for row in found):
-        lines = ["nothing runs over slices of tokens"]
+        lines = ["nothing runs over slices of tokens, or of the batch"]
     for row in found:
         lines += (f"  graph{row.graph}  {_region_text(region)}" for region in row.regions)
     lines += (f"  graph{row.graph}  note: {note}" for row in found for note in row.notes)
@@ -70,7 +72,7 @@ def slices_text(found: Sequence[GraphSlices]) -> str:
 
 def _region_text(region: SlicedRegion) -> str:
     inside, one = show_size(region.inside_bytes), show_size(region.sliced_bytes)
-    cut = f"{region.slices} slices of {region.tokens} tokens"
+    cut = f"{region.slices} slices of {region.tokens} {region.unit}"
     return (
         f"{region.name:<40} {cut:<28} {inside:>10} inside become {one}, "
         f"beside {show_size(region.whole_bytes)} whole"

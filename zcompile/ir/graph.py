@@ -79,6 +79,21 @@ KEEP_DIMS = (
 through them (`rewrite.moved` says where to)."""
 
 
+UNTAGGED = frozenset(
+    {
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.leaky_relu_backward.default,
+        torch.ops.aten.softplus_backward.default,
+        torch.ops.aten.hardswish_backward.default,
+        torch.ops.aten.mish_backward.default,
+        torch.ops.aten.hardsigmoid_backward.default,
+        torch.ops.aten.log_sigmoid_backward.default,
+    }
+)
+"""Elementwise ops that torch does not tag as pointwise."""
+
+
 def find(graph: fx.Graph, *targets: object) -> list[fx.Node]:
     """Calls of any of `targets`, in graph order."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target in targets]

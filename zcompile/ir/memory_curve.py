@@ -118,13 +118,15 @@ class ActivationCost:
 
 @dataclass(frozen=True)
 class SlicedRegion:
-    """Bytes of a region that runs over slices of tokens, in the phase that needs most.
+    """Bytes of a region that runs over slices of tokens, or of the batch, in the phase that needs
+    most.
 
-    name          for people: the module that its widest value is of
-    tokens        in all
-    whole_bytes   of values that enter and leave the region, which are there for all tokens
-    inside_bytes  of values made inside, were they made for all tokens at once
+    name          for people: the module that its widest value, or largest weight, is of
+    tokens        in all; or samples
+    whole_bytes   of values that enter and leave the region, which are there for all of them
+    inside_bytes  of values made inside, were they made for all of them at once
     sliced_bytes  of values made inside, in one slice
+    unit          what it has slices of
     """
 
     name: str
@@ -133,10 +135,11 @@ class SlicedRegion:
     whole_bytes: int
     inside_bytes: int
     sliced_bytes: int
+    unit: str = "tokens"
 
     def describe(self) -> str:
         """The slices and what they save, in one sentence."""
         return (
-            f"{self.name} runs over {self.slices} slices of its {self.tokens} tokens: "
+            f"{self.name} runs over {self.slices} slices of its {self.tokens} {self.unit}: "
             f"{show_size(self.inside_bytes)} of values inside become {show_size(self.sliced_bytes)}"
         )

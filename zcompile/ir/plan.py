@@ -78,6 +78,19 @@ NOTHING_BESIDE = GraphMemory()
 
 
 @dataclass(frozen=True)
+class BatchSlices:
+    """A batch that runs in slices.
+
+    slices  how many
+    cuts    calls of forward before which a stage begins: all slices run through one stage before
+            the first runs through the next
+    """
+
+    slices: int
+    cuts: tuple[NodeName, ...]
+
+
+@dataclass(frozen=True)
 class GraphPlan:
     """The decisions about one graph.
 
@@ -89,7 +102,8 @@ class GraphPlan:
     cuts             handle of each weight that is to be cut -> most bytes of a tile; None as long
                      as that is not decided
     slices           first node of each region that is to run over slices of tokens -> how many
-    sliced           regions that run over slices of tokens, in graph order
+    batch            slices of the batch; None: the batch runs whole
+    sliced           regions that run over slices of tokens, or of the batch, in graph order
     notes            what was left undone, and why
     activations      what becomes of each value that backward needs, in the order they are made
     activation_cost  of those together; None as long as they are not planned
@@ -105,6 +119,7 @@ class GraphPlan:
     beside: GraphMemory = NOTHING_BESIDE
     cuts: Mapping[str, int] | None = None
     slices: Mapping[NodeName, int] = field(default_factory=_no_slices)
+    batch: BatchSlices | None = None
     sliced: tuple[SlicedRegion, ...] = ()
     notes: tuple[Note, ...] = ()
     activations: tuple[Activation, ...] = ()

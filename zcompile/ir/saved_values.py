@@ -17,7 +17,8 @@ from torch import fx
 from zcompile.ir import ops
 from zcompile.ir.graph import find, output_of, phase_of, root_of, views_and_casts_of
 from zcompile.ir.torch_compat import Dispatched, hint, is_random, is_symbol, mutated_inputs
-from zcompile.ir.types import Layout, Phase
+from zcompile.ir.types import Layout, Phase, Work
+from zcompile.ir.work import work_of
 
 REPEATABLE = frozenset({"aten", "prims"})
 """Namespaces whose ops say whether they draw random numbers. Another op may draw some, or keep a
@@ -43,6 +44,7 @@ class SavedValues:
         self.graph = graph
         self.gathered = frozenset(n for g in find(graph, ops.gather) for n in views_and_casts_of(g))
         self._roots: dict[fx.Node, fx.Node] = {}
+        self._work: dict[fx.Node, Work] = {}
         self.mutated = mutated_inputs(graph) | {self.root(n) for n in _written(graph)}
         """Storages that do not hold the same all the time."""
 
@@ -51,6 +53,13 @@ class SavedValues:
         if node not in self._roots:
             self._roots[node] = root_of(node)
         return self._roots[node]
+
+    def work(self, node: fx.Node) -> Work:
+        """As `work.work_of` counts it, once: a choice is read off the same graph for one machine
+        after the other."""
+        if node not in self._work:
+            self._work[node] = work_of([node])
+        return self._work[node]
 
     @cached_property
     def saved(self) -> tuple[Saved, ...]:

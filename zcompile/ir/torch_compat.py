@@ -224,6 +224,12 @@ def wish_of(node: fx.Node) -> CheckpointPolicy | None:
     return CheckpointPolicy.__members__.get(mark.name)
 
 
+def keep_wish(node: fx.Node, copy: fx.Node) -> None:
+    """Give a copy of a node the wish that the user has for its value."""
+    if (mark := node.meta.get("recompute")) is not None:
+        copy.meta["recompute"] = mark
+
+
 def mutated_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """The placeholders whose tensors hold something else after forward than before it."""
     (output,) = graph.find_nodes(op="output")
@@ -343,6 +349,12 @@ def after_backward(callback: Callable[[], None]) -> None:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder carries a gradient into the backward half."""
     return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def tangent_of(node: fx.Node) -> object:
+    """What the output whose gradient a placeholder carries is described by; None of any other."""
+    desc = node.meta.get("desc")
+    return desc.output if isinstance(desc, TangentAOTInput) else None
 
 
 def hint(value: int | torch.SymInt) -> int:

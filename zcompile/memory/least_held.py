@@ -2,11 +2,13 @@
 
 A lower bound, found in one sweep without trying anything out: what one op reads and makes is there
 at once. Left out is what a pass may split: values of a region that may run over slices of tokens,
-gradients on their way home, what is computed of weights alone, and, in backward, what forward made
-and may come back through the arena.
+all but one slice of what may be made in slices of the batch, gradients on their way home, what is
+computed of weights alone, and, in backward, what forward made and may come back through the arena.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -15,15 +17,23 @@ from zcompile.ir.graph import is_compute, phase_of
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import Footprint, Storage, unique
 
+NO_BATCH: Mapping[fx.Node, bool] = MappingProxyType({})
+
 
 def least_held(
-    held: Footprint, sliced: Collection[fx.Node], inside: Collection[fx.Node]
+    held: Footprint,
+    sliced: Collection[fx.Node],
+    inside: Collection[fx.Node],
+    batch: Mapping[fx.Node, bool] = NO_BATCH,
+    slices: int = 1,
 ) -> tuple[Storage, ...]:
     """The storages that are there at once, where they take most.
 
     held    of the graph, before anything is cut
     sliced  nodes of regions that may run over slices of tokens
     inside  storages that only slices of these need to hold, by the nodes that make them
+    batch   nodes that may run over slices of the batch -> whether what they make has a batch
+    slices  most slices of the batch; of what such a node makes, and reads of another, one is there
     """
     apart = _of_weights(held.nodes) | _leaving(held.nodes)
     most: tuple[Storage, ...] = ()
@@ -37,11 +47,17 @@ def least_held(
             and storage.maker not in inside
             and (phase_of(node) is Phase.FORWARD or not _is_of_forward(storage))
         ]
+        if node in batch:
+            found = [_slice_of(s, slices) if batch.get(s.maker) else s for s in found]
         # The values that a slice reads need not be there together with those that it makes.
         for together in ([storage] for storage in found) if node in sliced else (found,):
             if _nbytes(together) > _nbytes(most):
                 most = tuple(together)
     return most
+
+
+def _slice_of(storage: Storage, slices: int) -> Storage:
+    return replace(storage, nbytes=storage.nbytes // slices)
 
 
 def _nbytes(storages: Collection[Storage]) -> int:

@@ -17,6 +17,7 @@ class Fact(enum.Enum):
     TILES_CHOSEN = "tiles chosen"
     WEIGHTS_TILED = "weights tiled"
     TOKENS_TILED = "tokens tiled"
+    BATCH_SLICED = "batch sliced"
     ACTIVATIONS_CHOSEN = "activations chosen"
     ACTIVATIONS_PLANNED = "activations planned"
     PARAMS_GATHERED = "params gathered"

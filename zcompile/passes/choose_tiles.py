@@ -1,7 +1,9 @@
-"""Decides how finely weights and tokens are cut: tries out what an estimate cannot tell."""
+"""Decides how finely weights, tokens and the batch are cut: tries out what an estimate cannot
+tell."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import ClassVar
 
@@ -9,12 +11,14 @@ from torch import fx
 
 from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.graph import copy_graph
-from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.plan import BatchSlices, GraphPlan, Note
 from zcompile.ir.types import NodeName
 from zcompile.ir.units import show_size
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.memory.least_held import least_held
 from zcompile.passes.base import Fact, Pass
+from zcompile.passes.slice_batch import why_no_batch, write_batch_slices
+from zcompile.passes.slice_batch.stages import MOST_SLICES, BatchGraph, batch_graph, counts_of
 from zcompile.passes.tile_matmuls import gathered_values
 from zcompile.passes.tile_matmuls.sizes import GatheredValue, alive, cut_candidates, peak
 from zcompile.passes.tile_tokens import why_not_sliced, write_slices
@@ -34,6 +38,9 @@ HOPELESS = 2
 GROWTH, ENOUGH = 2, 2000
 """Nodes that slices may add: so many times the nodes of the graph, or `ENOUGH`; every trial goes
 over all of them."""
+WEIGHTS = 8
+"""Weights of a stage of the batch take at most one part in so many of the budget, where stages can
+be as small: they are there for all slices, with their gradients, while those of the next come."""
 NOTHING_SPLITS = "what no plan can split"
 """Where a budget is exceeded that is refused before anything is tried."""
 
@@ -45,7 +52,8 @@ Cuts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class ChooseTiles(Pass):
-    """Write into the plan which regions run over slices of tokens, and which weights are cut.
+    """Write into the plan which regions run over slices of tokens, whether the batch runs in
+    slices, and which weights are cut.
 
         budget 64 MiB                              budget 64 MiB
                                         ->         slices {%mm: 4}; cuts {%h: 2 MiB}
@@ -54,16 +62,17 @@ class ChooseTiles(Pass):
     and that on what becomes of its activations: what an estimate cannot tell is tried out on copies
     of the graph, the coarsest cuts first, with the activations that are chosen for each.
 
-    Slices come only where nothing else is enough: the fewest with which everything fits. Where they
-    are not enough either, the budget is refused, with one that does. Activations that were chosen
-    in the trial of an uncut graph are handed on. The graph does not change.
+    Slices come only where nothing else is enough: the fewest with which everything fits; of the
+    batch only where slices of tokens are not enough. Where these are not either, the budget is
+    refused, with one that does. Activations that were chosen in the trial of an uncut graph are
+    handed on. The graph does not change.
 
     A budget below what nothing can split is refused before anything is tried.
 
     tile_bytes  a weight of more is cut, and two tiles take no more; None: only weights that the
                 budget cannot hold are cut
     trial       runs what is decided afterwards; None: only what the budget cannot hold is cut
-    slices      whether tokens may be cut
+    slices      whether tokens and the batch may be cut
     narrows     whether weights may come in a narrower dtype
     """
 
@@ -83,11 +92,14 @@ class ChooseTiles(Pass):
             return replace(plan, cuts=coarsest)
         held = footprint(graph, plan.params)
         regions = regions_of(graph)
+        batch = _LateBatch(graph)
         try:
-            self._refuse_hopeless(budget, plan, gathered, held, regions)
+            self._refuse_hopeless(budget, plan, gathered, held, regions, batch)
         except BudgetExceeded as error:
             if self.slices:
-                for text in why_not_sliced(graph, regions, budget // SMALL):
+                least = budget // SMALL
+                why = [*why_not_sliced(graph, regions, least), *batch.why(least)]
+                for text in why:
                     error.add_note(text)
             raise
         upper_bound = _upper_bound(held, plan, gathered)
@@ -100,6 +112,8 @@ class ChooseTiles(Pass):
             why = why_not_sliced(graph, regions, least)
             if regions or why:
                 plan = _SliceSearch(whole, regions, why).planned(budget, upper_bound)
+            if plan.cuts is None and not whole.fits(budget, upper_bound):
+                plan = _BatchSearch(whole, batch).planned(plan, budget)
         if plan.cuts is None:
             try:
                 plan = replace(plan, cuts=whole.search().best(budget, upper_bound))
@@ -108,7 +122,7 @@ class ChooseTiles(Pass):
                     if note.by == self.name:
                         error.add_note(note.text)
                 raise
-        return plan if plan.slices else whole.with_activations(plan)
+        return plan if plan.slices or plan.batch else whole.with_activations(plan)
 
     def _refuse_hopeless(
         self,
@@ -117,6 +131,7 @@ class ChooseTiles(Pass):
         gathered: Sequence[GatheredValue],
         held: Footprint,
         regions: Sequence[Region],
+        batch: "_LateBatch",
     ) -> None:
         """Refuse a budget below a lower bound on what the graph needs.
 
@@ -124,19 +139,24 @@ class ChooseTiles(Pass):
         """
         parts = regions if self.slices else ()
         sliced, inside = ({n for r in parts for n in getattr(r, k)} for k in ("nodes", "inside"))
-        values = least_held(held, sliced, inside)
-        rows = [(held.title(value), value.nbytes) for value in values]
-        if (nbytes := sum(n for _, n in rows)) < plan.beside.nbytes:
-            nbytes, rows = plan.beside.nbytes, [("values of graphs compiled before", nbytes)]
         # Of weights, what is read at once, a row of each that can be cut.
+        weights, place = 0, 0
         if not self.narrows:
             finest = {value.key: 0 for value in gathered if value.row_nbytes}
             weights, place = peak(gathered, finest)
-            nbytes += weights
-            for value in alive(gathered, place):
-                name = plan.params[NodeName(value.key)].name
-                cut = f"a row of {name}" if value.row_nbytes else str(name)
-                rows.append((cut, value.row_nbytes or value.nbytes))
+        values = least_held(held, sliced, inside)
+        if self.slices and weights + sum(v.nbytes for v in values) > budget and batch.found:
+            slices = min(MOST_SLICES, batch.found.batch.count)
+            makes = batch.found.batch.makes_slices()
+            values = least_held(held, sliced, inside, makes, slices)
+        rows = [(held.title(value), value.nbytes) for value in values]
+        if (nbytes := sum(n for _, n in rows)) < plan.beside.nbytes:
+            nbytes, rows = plan.beside.nbytes, [("values of graphs compiled before", nbytes)]
+        nbytes += weights
+        for value in alive(gathered, place) if weights else ():
+            name = plan.params[NodeName(value.key)].name
+            cut = f"a row of {name}" if value.row_nbytes else str(name)
+            rows.append((cut, value.row_nbytes or value.nbytes))
         if nbytes > budget:
             raise BudgetExceeded(
                 "device",
@@ -147,6 +167,21 @@ class ChooseTiles(Pass):
                 f"{more_device_memory(nbytes)}: a lower bound, found at once; what really would do "
                 "is more, and is found by trials from there on",
             )
+
+
+@dataclass
+class _LateBatch:
+    """The batch of a graph, looked for when it is asked for."""
+
+    graph: fx.Graph
+
+    @cached_property
+    def found(self) -> BatchGraph | None:
+        return batch_graph(self.graph)
+
+    def why(self, least: int) -> list[str]:
+        """Why large values are not made in slices of the batch: sentences."""
+        return why_no_batch(self.graph, self.found, least)
 
 
 @dataclass
@@ -170,6 +205,15 @@ class _CutSearch:
             self.refused,
             refines=lambda cuts, finer: cuts.keys() == finer.keys(),
         )
+
+    def fits(self, budget: int, upper_bound: int) -> bool:
+        """Whether some cuts make it fit; larger budgets are tried before one that is far below."""
+        try:
+            for tried in (*between(budget, upper_bound), budget):
+                self.search().first(tried)
+        except BudgetExceeded:
+            return False
+        return True
 
     def refused(self, cuts: Cuts, budget: int) -> BudgetExceeded | None:
         """The refusal of what comes after; None, if everything fits."""
@@ -255,16 +299,76 @@ class _SliceSearch:
             return self.whole.search().first(budget)
         graph, mapping = copy_graph(self.whole.graph)
         write_slices(graph, [region.in_copy(mapping) for region in self.regions], slices)
-        search: Callable[[int], BudgetSearch[Cuts]] = replace(
-            self.whole, graph=graph, tried={}
-        ).search
-        for count in range(1, CUTS):
-            try:
-                return search(count).first(budget)
-            except BudgetExceeded as error:
-                if error.needed_bytes > HOPELESS * budget:
-                    raise  # finer tiles save less than a budget: none takes more than that
-        return search(CUTS).first(budget)
+        return _cuts_beside(replace(self.whole, graph=graph, tried={}), budget)
+
+
+@dataclass
+class _BatchSearch:
+    """Tries out slices of the batch of a graph, with cuts of its weights."""
+
+    whole: _CutSearch
+    batch: _LateBatch
+
+    def planned(self, plan: GraphPlan, budget: int) -> GraphPlan:
+        """The plan with the fewest slices that fit, and the cuts beside them; where nothing fits,
+        both are left open."""
+        found, least = self.batch.found, None
+        for slices in counts_of(found.batch.count) if found is not None else ():
+            needed: list[int] = []
+            for chosen in self._candidates(slices, budget):
+                try:
+                    return replace(self.whole.plan, batch=chosen, cuts=self._cuts(chosen, budget))
+                except BudgetExceeded as error:
+                    needed.append(error.needed_bytes)
+                    if error.needed_bytes > HOPELESS * budget:
+                        break
+            if least is not None and needed and min(needed) >= least:
+                break  # more slices do not help
+            least = min(needed, default=least)
+        texts = self.batch.why(budget // SMALL)
+        if least is not None:
+            text = f"slices of the batch do not make it fit {show_size(budget)}"
+            texts = [f"{text}, they need {show_size(least)}", *texts]
+        notes = [Note(ChooseTiles.name, None, text) for text in texts]
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _candidates(self, slices: int, budget: int) -> Iterator[BatchSlices]:
+        """Where stages may begin: first such that they are as large as their weights permit, then
+        smaller and smaller ones, which leave more values to later stages."""
+        found = self.batch.found
+        assert found is not None, "there is a batch"
+        levels, count = found.levels(), found.batch.count
+        merged = found.merged(levels[0], budget // WEIGHTS) if levels else ()
+        for cuts in dict.fromkeys([merged, *levels]):
+            stages = found.stages(cuts)
+            inside = max(map(found.inside, (*stages.forward, *stages.backward)))
+            if inside // count * -(-count // slices) <= budget:
+                yield BatchSlices(slices, cuts)
+
+    def _cuts(self, chosen: BatchSlices, budget: int) -> Cuts:
+        """The cuts of weights with which the slices fit.
+
+        raises  BudgetExceeded, of the cuts that need least
+        """
+        graph, _ = copy_graph(self.whole.graph)
+        write_batch_slices(graph, chosen)
+        plan = replace(self.whole.plan, batch=chosen)
+        return _cuts_beside(replace(self.whole, graph=graph, plan=plan, tried={}), budget)
+
+
+def _cuts_beside(sliced: _CutSearch, budget: int) -> Cuts:
+    """The cuts of weights with which a graph fits that is in slices already.
+
+    raises  BudgetExceeded, of the cuts that need least
+    """
+    search: Callable[[int], BudgetSearch[Cuts]] = sliced.search
+    for count in range(1, CUTS):
+        try:
+            return search(count).first(budget)
+        except BudgetExceeded as error:
+            if error.needed_bytes > HOPELESS * budget:
+                raise  # finer tiles save less than a budget: none takes more than that
+    return search(CUTS).first(budget)
 
 
 def _upper_bound(held: Footprint, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:

@@ -24,6 +24,7 @@ from zcompile.passes.plan_activations.decision import ChooseActivations
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.reduce_grads import ReduceGrads
 from zcompile.passes.release_params import ReleaseParams
+from zcompile.passes.slice_batch import SliceBatch
 from zcompile.passes.split_budget import SplitBudget
 from zcompile.passes.tile_loss import TileLoss
 from zcompile.passes.tile_matmuls import TileMatmuls
@@ -86,6 +87,7 @@ def pipeline(
         # What is cut, and how finely: by trials.
         ChooseTiles(tile_bytes, whole, again, config.param_dtype is not None),
         TileTokens(),  # what fits over slices of tokens only
+        SliceBatch(),  # what fits over slices of the batch only, block after block
         tiles,  # what the budget cannot hold whole comes in tiles
         activations,  # what backward needs: kept, made again, or moved off the device
         rewrite,  # made again, or moved

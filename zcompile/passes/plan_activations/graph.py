@@ -11,7 +11,6 @@ from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
 from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, Phase, aligned
-from zcompile.ir.work import work_of
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
 from zcompile.passes.plan_activations.problem import Maker, OffloadTier, Problem, Value, Weight
@@ -123,7 +122,7 @@ class _ProblemReader:
         for offset, root in enumerate(results):
             self.index[root] = first + offset
             self.roots.append(root)
-        seconds = predicted_seconds(work_of([node]), self.around.machine.compute)
+        seconds = predicted_seconds(self.values.work(node), self.around.machine.compute)
         maker = Maker(
             seconds,
             tuple(dict.fromkeys(reads)),
@@ -259,7 +258,7 @@ class _ProblemReader:
         for node in self.nodes:
             yield now
             if is_compute(node):
-                now += predicted_seconds(work_of([node]), compute)
+                now += predicted_seconds(self.values.work(node), compute)
 
 
 def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:

@@ -13,6 +13,7 @@ The file has three parts: how many slices a region takes (pure, with a table of 
 region computes in each phase, and the search for regions.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -279,13 +280,19 @@ class RowwiseAnalysis:
 
     def _start(self, given: Sequence[fx.Node], phase: Phase) -> fx.Node:
         """The first node of a phase before which all of `given` is there."""
-        nodes: list[fx.Node] = [
-            n
-            for n in self.values.graph.nodes
-            if n.op == "output" or (n.op == "call_function" and phase_of(n) is phase)
-        ]
+        nodes = self._ops[phase]
         last = max((self.where[n] for n in given), default=-1)
-        return next(n for n in nodes if self.where[n] > last)
+        return nodes[bisect_right(nodes, last, key=self.where.__getitem__)]
+
+    @cached_property
+    def _ops(self) -> Mapping[Phase, Sequence[fx.Node]]:
+        """The ops of each phase and the output, in their order."""
+        nodes = list(self.values.graph.nodes)
+        calls = [n for n in nodes if n.op == "call_function"]
+        return {
+            phase: [*(n for n in calls if phase_of(n) is phase), nodes[-1]]
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
 
     def demand(
         self, phases: Sequence[RegionPhase], inside: frozenset[fx.Node], counts: tuple[int, ...]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.graph import SIZED_VIEWS
+from zcompile.ir.graph import SIZED_VIEWS, UNTAGGED
 from zcompile.ir.torch_compat import Dispatched
 
 aten = torch.ops.aten
@@ -30,19 +30,6 @@ OVER_FEATURES = frozenset(
 """Reductions over given dimensions, [tokens, ..] -> [tokens] where these are features."""
 CUTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor})
 """Ops that take ranges of one dimension."""
-UNTAGGED = frozenset(
-    {
-        aten._to_copy.default,
-        aten.detach.default,
-        aten.leaky_relu_backward.default,
-        aten.softplus_backward.default,
-        aten.hardswish_backward.default,
-        aten.mish_backward.default,
-        aten.hardsigmoid_backward.default,
-        aten.log_sigmoid_backward.default,
-    }
-)
-"""Elementwise ops that torch does not tag as pointwise."""
 
 
 @dataclass(frozen=True)

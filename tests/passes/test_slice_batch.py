@@ -1,0 +1,401 @@
+"""Blocks over slices of the batch: which values have one, how stages lie, the same numbers."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from batch_models import BATCH, BATCH_MODELS, LENGTH, WIDTH, Loss, batch_model
+from joint import Joint, assert_same, catch, results
+from sampled import crossed
+from small_models import GPT
+from torch import Tensor, nn
+
+from zcompile.config import Config
+from zcompile.errors import BudgetExceeded
+from zcompile.ir import ops
+from zcompile.ir.graph import bases_of, find, phase_of, writes
+from zcompile.ir.plan import BatchSlices
+from zcompile.ir.types import Phase
+from zcompile.memory.footprint import footprint
+from zcompile.passes.choose_tiles import ChooseTiles
+from zcompile.passes.pipeline import pipeline
+from zcompile.passes.plan_activations.rewrite import sink_views
+from zcompile.passes.slice_batch import SliceBatch
+from zcompile.passes.slice_batch.axes import Axis
+from zcompile.passes.slice_batch.rewrite import ranges
+from zcompile.passes.slice_batch.stages import batch_graph, counts_of
+from zcompile.passes.tile_tokens import TileTokens
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-6}
+"""Largest difference in units of the largest number of a result, as of slices of tokens: some
+roundings more of 6e-8 each. Under bf16 the part of each slice is rounded to 2^-9, and products of
+fewer rows may come from another kernel, which rounds what follows anew."""
+PASSES = pipeline(Config(device="cpu"))
+CHOICE = next(p for p in PASSES if p.name == ChooseTiles.name)
+LATER = tuple(replace(p, slices=False) if p is CHOICE else p for p in PASSES)
+CONFIGURED = tuple(
+    p for p in PASSES if p.name in (ChooseTiles.name, TileTokens.name, SliceBatch.name)
+)
+
+
+@dataclass(frozen=True)
+class InSlices(SliceBatch):
+    """Runs the batch in so many slices, with as many stages as the level has."""
+
+    slices: int = 2
+    level: int = 0
+    needs = ChooseTiles.needs
+
+    def rewrite(self, graph, plan):
+        levels = [(), *batch_graph(graph).levels()]
+        cuts = levels[min(self.level, len(levels) - 1)]
+        plan = super().rewrite(graph, replace(plan, batch=BatchSlices(self.slices, cuts)))
+        return replace(plan, batch=None)
+
+
+@pytest.fixture(scope="module")
+def caught():
+    found: dict[str, Joint] = {}
+
+    def of(name: str) -> Joint:
+        if name not in found:
+            model, inputs = batch_model(name)
+            found[name] = catch(model, *inputs)
+        return found[name]
+
+    return of
+
+
+def assert_close(found: dict, expected: dict, tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, Tensor):
+            other = found[key]
+            assert (other.dtype, other.shape) == (value.dtype, value.shape), key
+            assert other.stride() == value.stride(), key
+            if value.numel() and value.is_floating_point():
+                apart = (other.double() - value.double()).abs().max()
+                assert apart <= tolerance * value.double().abs().max(), key
+            else:
+                assert torch.equal(other, value), key
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "level"), crossed(BATCH_MODELS, (2, 3, LENGTH), (0, 1, 2, 9))
+)
+def test_slices_keep_the_numbers(name, slices, level, caught):
+    joint = caught(name)
+    sliced = joint.through(InSlices(slices, level))
+    assert len(sliced.graph.nodes) > len(joint.graph.nodes)
+    tolerance = TOLERANCE["bfloat16" if name == "autocast" else "float32"]
+    assert_close(results(sliced), results(joint), tolerance)
+
+
+@pytest.mark.parametrize("name", BATCH_MODELS)
+def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name, caught):
+    sliced = caught(name).through(InSlices(3, 1))
+    assert_same(results(sliced.through(*LATER)), results(sliced))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "vit", "bert", "experts", "sequence first"])
+def test_inference_runs_in_slices_too(name):
+    model, inputs = batch_model(name)
+    joint = catch(model.eval(), *inputs, grad=False)
+    assert_close(results(joint.through(InSlices(3, 1))), results(joint), TOLERANCE["float32"])
+
+
+HEAVY = ("mm.default", "convolution", "attention", "softmax", "layer_norm", "rms_norm", "embedding")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "vit", "bert", "experts", "sequence first"])
+def test_all_that_is_heavy_runs_in_slices_forward_and_backward(name, caught):
+    joint = caught(name)
+    batch = batch_graph(joint.graph).batch
+    heavy = [n for n in joint.graph.nodes if any(word in str(n.target) for word in HEAVY)]
+    assert len(heavy) > 10
+    assert [n.name for n in heavy if n not in batch.rules] == []
+
+
+# Where the batch is
+
+
+def axes_of(joint: Joint) -> dict[str, object]:
+    found = batch_graph(joint.graph)
+    return {} if found is None else {n.name: axis for n, axis in found.batch.axes.items()}
+
+
+def test_the_batch_is_followed_and_not_recognised_by_its_size():
+    """As many tokens, heads and features as samples: sizes say nothing."""
+    torch.manual_seed(0)
+    joint = catch(GPT(1, width=8), torch.randint(0, 32, (8, 8)))
+    axes = axes_of(joint)
+    forward = {n.name: n for n in joint.graph.nodes if phase_of(n) is Phase.FORWARD}
+    flat = [name for name, n in forward.items() if "addmm" in name]
+    assert flat
+    assert all(axes[name] == Axis(0, 8) for name in flat)
+    (turned, *_) = [name for name, n in forward.items() if "transpose" in name]
+    assert axes[turned] == Axis(0)
+    assert_close(results(joint.through(InSlices(4))), results(joint), TOLERANCE["float32"])
+
+
+def test_samples_that_come_second_are_told_from_tokens(caught):
+    found = batch_graph(caught("sequence first").graph)
+    assert found.batch.count == BATCH
+    (flat, *_) = [n for n in found.batch.rules if "addmm" in n.name]
+    assert found.batch.axis(flat) == Axis(0)
+    assert found.batch.outer(flat, Axis(0)) == LENGTH
+
+
+def test_a_buffer_with_as_many_rows_as_samples_is_no_batch(caught):
+    """As the angles of a rotary embedding, and the statistics of a batch normalisation."""
+    for name in ("llama", "batch norm"):
+        found = batch_graph(caught(name).graph)
+        assert found.batch.count == BATCH
+        assert len(found.batch.rules) > 40
+
+
+class Contrast(nn.Module):
+    """Every sample is compared with every other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        return (y @ y.t()).logsumexp(1).mean()
+
+
+class Cumulative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(x)).cumsum(0).flip(0).square().sum()
+
+
+@pytest.mark.parametrize("build", [Contrast, Cumulative])
+def test_what_mixes_samples_runs_whole_between_slices(build):
+    torch.manual_seed(0)
+    joint = catch(build(), torch.randn(12, WIDTH))
+    found = batch_graph(joint.graph)
+    assert found.batch.refused
+    sliced = joint.through(InSlices(3))
+    assert_close(results(sliced), results(joint), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("slices", [2, 8])
+def test_random_numbers_are_drawn_of_all_samples_in_the_order_of_eager(slices, caught):
+    """Outputs to the last bits but few: a mask of other numbers would be far off."""
+    joint = caught("dropout")
+    sliced = joint.through(InSlices(slices, 1))
+
+    def draws(made: Joint) -> list[torch.Size]:
+        return [
+            n.meta["val"][0].shape
+            for n in made.graph.nodes
+            if "native_dropout.default" in str(n.target)
+        ]
+
+    assert draws(sliced) == draws(joint) == [torch.Size([BATCH, LENGTH, WIDTH])] * 3
+    assert_close(results(sliced), results(joint), TOLERANCE["float32"])
+
+
+class PartlyWhole(nn.Module):
+    """A weight that is read in slices, and one that is read behind a sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sliced, self.whole = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.relu(x * self.sliced).sum(0) * self.whole).square().sum()
+
+
+def test_a_gradient_that_is_not_summed_over_slices_has_the_bits_of_eager():
+    torch.manual_seed(0)
+    joint = catch(PartlyWhole(), torch.randn(12, WIDTH))
+    expected, found = results(joint), results(joint.through(InSlices(3)))
+    assert torch.equal(found["output 0"], expected["output 0"])
+    assert torch.equal(found["grad of whole"], expected["grad of whole"])
+    assert_close(found, expected, TOLERANCE["float32"])
+
+
+# Stages
+
+
+def test_a_weight_is_gathered_once_in_each_phase_whatever_the_slices(caught):
+    joint = caught("gpt")
+    whole, sliced = joint.through(*LATER), joint.through(InSlices(8, 1), *LATER)
+    read = {
+        phase: [n for n in find(whole.graph, ops.fetch) if phase_of(n) is phase] for phase in Phase
+    }
+    for phase, fetches in read.items():
+        mine = [n for n in find(sliced.graph, ops.fetch) if phase_of(n) is phase]
+        params = {sliced.plan.spec_of(n).name for n in mine}
+        assert len(mine) == len(params), "none twice in a phase"
+        assert params >= {whole.plan.spec_of(n).name for n in fetches}
+
+
+def test_what_is_inside_of_a_stage_exists_in_slices_only(caught):
+    joint = caught("gpt")
+    peaks = [
+        footprint(made.graph, made.plan.params).peak
+        for made in (joint, joint.through(InSlices(2, 1)), joint.through(InSlices(8, 1)))
+    ]
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_backward_divides_where_forward_does(caught):
+    found = batch_graph(caught("gpt").graph)
+    levels = found.levels()
+    assert [len(level) for level in levels] == [5, 7, 9], "at residuals; in attention; in an MLP"
+    stages = found.stages(levels[0])
+    again = [stage.again for stage in stages.backward if stage.nodes]
+    assert len(again) == len([s for s in stages.forward if s.nodes]) - 1, "the embedding has none"
+    seen = [node for nodes in again for node in nodes]
+    assert len(seen) == len(set(seen)), "nothing is computed again twice"
+
+
+def test_stages_are_joined_as_long_as_their_weights_permit(caught):
+    found = batch_graph(caught("gpt").graph)
+    narrowest, *_ = found.levels()
+    assert found.merged(narrowest, 2**40) == ()
+    assert found.merged(narrowest, 0) == narrowest
+    some = found.merged(narrowest, 16 * 1024)
+    assert 0 < len(some) < len(narrowest)
+    assert set(some) < set(narrowest)
+
+
+@pytest.mark.parametrize(
+    ("count", "slices", "made"),
+    [
+        (8, 2, [(0, 4), (4, 8)]),
+        (7, 3, [(0, 3), (3, 5), (5, 7)]),
+        (3, 3, [(0, 1), (1, 2), (2, 3)]),
+    ],
+)
+def test_slices_are_equal_but_for_one_sample(count, slices, made):
+    assert ranges(count, slices) == made
+
+
+@pytest.mark.parametrize(
+    ("samples", "counts"),
+    [(2, (2,)), (3, (2, 3)), (8, (2, 4, 8)), (12, (2, 4, 8, 12)), (100, (2, 4, 8, 16)), (1, ())],
+)
+def test_the_fewest_slices_are_tried_first(samples, counts):
+    assert counts_of(samples) == counts
+
+
+def test_what_adds_up_a_gradient_is_no_view_that_moves_to_its_reader(caught):
+    """It would hold what each slice has made until the last is over."""
+    sliced = caught("gpt").through(InSlices(4, 1))
+
+    def computes() -> list[str]:
+        calls = [n for n in sliced.graph.nodes if n.op == "call_function"]
+        return [n.name for n in calls if writes(n) or not bases_of(n)]
+
+    assert any(writes(n) for n in sliced.graph.nodes)
+    before = computes()
+    sink_views(sliced.graph)
+    assert computes() == before
+
+
+# The choice
+
+
+class Attentive(nn.Module):
+    """Attention whose scores are written out: no slices of tokens make them smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(-1, -2)
+        return x + self.o(scores.softmax(-1) @ self.v(x))
+
+
+def attentive(batch: int = 8, length: int = 32) -> Joint:
+    torch.manual_seed(0)
+    return catch(nn.Sequential(Attentive(), Attentive()), torch.randn(batch, length, WIDTH))
+
+
+def tight(joint: Joint) -> int:
+    """Bytes that scores of the whole batch do not fit."""
+    return footprint(joint.graph, joint.plan.params).peak * 2 // 3
+
+
+def test_the_batch_runs_in_slices_where_nothing_else_fits():
+    joint = attentive()
+    held = footprint(joint.graph, joint.plan.params).peak
+    assert joint.copy(budget_bytes=8 * held).through(*PASSES).plan.batch is None
+    made = joint.copy(budget_bytes=tight(joint)).through(*PASSES)
+    assert made.plan.batch is not None
+    assert made.plan.beside.device_bytes == tight(joint)
+    told = [n.text for n in made.plan.notes if n.by == SliceBatch.name]
+    assert len(told) == len(made.plan.sliced) > 0
+    for text, region in zip(told, made.plan.sliced, strict=True):
+        assert f"runs over {made.plan.batch.slices} slices of its 8 samples" in text
+        assert region.unit == "samples"
+    assert {r.by for r in made.plan.roundings} == {SliceBatch.name}
+    assert_close(results(made), results(joint), TOLERANCE["float32"])
+
+
+def test_without_slices_such_a_budget_is_refused():
+    joint = attentive()
+    with pytest.raises(BudgetExceeded):
+        joint.copy(budget_bytes=tight(joint)).through(*LATER)
+
+
+def test_a_batch_whose_size_is_dynamic_stays_whole():
+    torch.manual_seed(0)
+    x = torch.randn(8, 32, WIDTH)
+    torch._dynamo.mark_dynamic(x, 0)
+    assert batch_graph(catch(Attentive(), x).graph) is None
+
+
+def test_it_is_told_why_a_value_is_not_made_in_slices():
+    model, _ = batch_model("batch norm")
+    joint = catch(model, torch.randn(BATCH, 3, 16, 16))
+    held = footprint(joint.graph, joint.plan.params).peak
+    with pytest.raises(BudgetExceeded) as refused:
+        joint.copy(budget_bytes=held // 4).through(*CONFIGURED)
+    said = [note for note in refused.value.__notes__ if "slices of the batch" in note]
+    assert any("statistics over the batch" in note for note in said)
+
+
+def test_the_bound_that_refuses_at_once_is_below_what_slices_need():
+    """Down to it every budget is refused after trials, or fits."""
+    joint = attentive(4, 16)
+    low, high = 1, footprint(joint.graph, joint.plan.params).peak * 2
+    while high - low > high // 8:
+        middle = (low + high) // 2
+        try:
+            joint.copy(budget_bytes=middle).through(*PASSES)
+        except BudgetExceeded:
+            low = middle
+        else:
+            high = middle
+    with pytest.raises(BudgetExceeded) as refused:
+        joint.copy(budget_bytes=1).through(*CONFIGURED)
+    assert refused.value.needed_bytes <= high
+
+
+def test_a_wish_of_checkpoint_is_kept_by_slices():
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Loss(GPT(1))
+
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, ids, labels, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = Kept()
+    ids, labels = (torch.randint(0, 32, (BATCH, LENGTH)) for _ in range(2))
+    joint = catch(model, ids, labels)
+    sliced = joint.through(InSlices(2, 1))
+    assert any("recompute" in n.meta for n in sliced.graph.nodes)
+    assert_close(results(sliced), results(joint), TOLERANCE["float32"])

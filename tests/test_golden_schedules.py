@@ -89,7 +89,7 @@ CASES = {
         {"device_memory": "72KiB", "throttle": THROTTLE},
     ),
     "activations elsewhere": Case(
-        gpt(2, 32), ids(8, 32), {"device_memory": "500KiB", "throttle": THROTTLE}
+        gpt(2, 32), ids(8, 32), {"device_memory": "420KiB", "throttle": THROTTLE}
     ),
     "large vocabulary": Case(
         lambda: WithLoss(1, 16, 1024),

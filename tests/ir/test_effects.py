@@ -231,7 +231,7 @@ def checked(action: Action, live_bytes: Callable[[], int]) -> Action:
     ("name", "memory", "kinds"),
     [
         ("mlp", "1MiB", {Fetch, Wait, Run, Free, Reduce, Store, Borrow}),
-        ("gpt", "500KiB", {Fetch, Wait, Run, Free, Reduce, Store, Borrow, Offload, Left}),
+        ("gpt", "420KiB", {Fetch, Wait, Run, Free, Reduce, Store, Borrow, Offload, Left}),
     ],
 )
 def test_the_executor_does_what_effects_say(name, memory, kinds, monkeypatch):

@@ -113,3 +113,12 @@ def test_a_chunk_of_another_size_costs_by_what_others_like_it_took():
     costs = Costs(MACHINE, alike={"adam float32!": line})
     assert costs.region_seconds(region) == pytest.approx(3e-3)
     assert Costs(MACHINE).region_seconds(region) != pytest.approx(3e-3)
+
+
+def test_a_joined_region_costs_what_its_parts_do():
+    known, other = Region("a", "mm", call=tuple), Region("b", "add", call=tuple, work=Work(ops=2))
+    joined = Region("c", "2 joined", call=tuple, work=Work(ops=9), parts=(known, other, known))
+    costs = Costs(MACHINE, regions={"a": 3.0}, launches={"a": 0.5}, idle={"a": 2.0})
+    assert costs.region_seconds(joined) == 6.0 + costs.region_seconds(other)
+    assert costs.idle_seconds(joined) == 4.0 + costs.idle_seconds(other)
+    assert costs.launch_seconds(joined) == 1.0 + costs.launch_seconds(other)

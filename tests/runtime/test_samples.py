@@ -2,6 +2,7 @@
 
 import pytest
 
+from zcompile.ir.types import Region
 from zcompile.runtime.profile import MOST, RECENT, Samples
 
 
@@ -36,3 +37,24 @@ def test_leasts_and_medians():
     samples = noted(3.0, 1.0, 2.0)
     assert samples.least("a") == samples.leasts()["a"] == 1.0
     assert samples.medians()["a"] == 2.0
+
+
+def region(key: str, *parts: Region) -> Region:
+    return Region(key, key, call=tuple, parts=parts)
+
+
+def test_what_a_joined_region_took_is_shared_by_what_its_parts_took_alone():
+    samples = noted(1.0, 3.0)
+    samples.note("b", 2.0)
+    a, b = region("a"), region("b")
+    samples.share(region("a b a", a, b, a), 2.0, cold=False)
+    assert samples.means() == {"a": pytest.approx((1 + 3 + 0.5) / 3), "b": pytest.approx(1.5)}
+    samples.share(a, 4.0, cold=False)
+    assert len(samples._times["a"]) == 4
+
+
+def test_a_joined_region_that_is_cold_or_has_unknown_parts_tells_nothing():
+    samples, a = noted(1.0), region("a")
+    samples.share(region("a a", a, a), 9.0, cold=True)
+    samples.share(region("a c", a, region("c")), 9.0, cold=False)
+    assert samples.means() == {"a": 1.0}

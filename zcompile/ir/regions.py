@@ -8,16 +8,17 @@ once, so that compile time does not grow with depth.
 import hashlib
 from collections import Counter
 from collections.abc import MutableMapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from zcompile.ir.printer import target_of
 from zcompile.ir.types import Region
-from zcompile.ir.work import work_of
+from zcompile.ir.work import total_work, work_of
 
 aten = torch.ops.aten
 
@@ -47,15 +48,17 @@ def compile_region(
     """
     key = structure(nodes)
     if key not in compiled:
-        compiled[key] = Region(key, _summary(nodes), _eager(nodes), work_of(nodes), owns=True)
+        code = _eager(nodes)
+        call, work = code.forward, work_of(nodes)
+        compiled[key] = Region(key, _summary(nodes), call, work, owns=True, body=code.graph)
     plain = compiled[key]
     if not placed:
         return plain
     known = f"{key} {tuple(placed)}"
     if known not in compiled:
         outputs = outputs_of(nodes)
-        call_into = _eager(nodes, [outputs[at] for at in placed])
-        compiled[known] = replace(plain, placed=tuple(placed), call_into=call_into)
+        code = _eager(nodes, [outputs[at] for at in placed])
+        compiled[known] = replace(plain, placed=tuple(placed), call_into=code.forward)
     return compiled[known]
 
 
@@ -103,7 +106,7 @@ def _summary(nodes: Sequence[fx.Node]) -> str:
     return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
 
 
-def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
+def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.GraphModule:
     """The code of these nodes, for eager execution.
 
     Takes a list of inputs, which it empties: each value, inputs included, is dropped after its last
@@ -127,4 +130,100 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> Any:
             made.target = aten.mm.out
             made.kwargs = {**made.kwargs, "out": place[node]}
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
-    return fx.GraphModule(torch.nn.Module(), graph).forward
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+# --- Regions that run one after the other ---
+
+
+class Link(NamedTuple):
+    """A region within a joined one.
+
+    reads   numbers of the values that it is called with
+    makes   numbers of its results
+    placed  those of its results that are computed into given memory, where there is any
+    """
+
+    region: Region
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    placed: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def join(links: tuple[Link, ...], inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Region:
+    """One region that computes what `links` do, one after the other: the same ops in the same
+    order, so the same bits.
+
+        links    mm: 0 1 -> 2, relu: 2 -> 3
+        inputs   0 1                                ->      mm relu: 0 1 -> 3
+        outputs  3
+
+    Its code is made when it is first called: a planner compares many joined regions and runs none.
+
+    links    each with a `body`
+    inputs   numbers of the values that it is called with, in order
+    outputs  numbers of the values that are still read afterwards, in order
+    """
+    wiring = [(x.region.key, x.reads, x.makes, x.placed) for x in links]
+    digest = hashlib.sha256(repr((wiring, inputs, outputs)).encode()).hexdigest()[:16]
+    into = [n for x in links for n in x.placed]
+    placed = tuple(at for at, n in enumerate(outputs) if n in into)
+    return Region(
+        digest,
+        f"{len(links)} regions joined",
+        _JoinedCode(links, inputs, outputs),
+        total_work([x.region.work for x in links]),
+        owns=True,
+        placed=placed,
+        call_into=_JoinedCode(links, inputs, outputs, placed) if placed else None,
+        parts=tuple(x.region for x in links),
+    )
+
+
+@dataclass(frozen=True)
+class _JoinedCode:
+    """The code of a joined region: the bodies of its links in one graph."""
+
+    links: tuple[Link, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    placed: tuple[int, ...] = ()
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        results: tuple[Any, ...] = self.code(*given)
+        return results
+
+    @cached_property
+    def code(self) -> Any:
+        graph = fx.Graph()
+        given = graph.placeholder("given")
+        targets = graph.placeholder("targets") if self.placed else None
+        values = {n: graph.call_function(getitem, (given, at)) for at, n in enumerate(self.inputs)}
+        graph.call_method("clear", (given,))
+        place = {
+            self.outputs[at]: graph.call_function(getitem, (targets, position))
+            for position, at in enumerate(self.placed)
+        }
+        for link in self.links:
+            results = _inlined(graph, link.region.body, [values[n] for n in link.reads])
+            for number, result in zip(link.makes, results, strict=True):
+                values[number] = result
+                if number in place:
+                    result.target = aten.mm.out
+                    result.kwargs = {**result.kwargs, "out": place[number]}
+        graph.output(tuple(values[n] for n in self.outputs))
+        return fx.GraphModule(torch.nn.Module(), graph).forward
+
+
+def _inlined(graph: fx.Graph, body: fx.Graph, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Copy the code of a region (`_eager`) to the end of `graph`; returns its results there."""
+    given, *nodes, output = body.nodes
+    made: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.all_input_nodes != [given]:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        elif node.op == "call_function":  # an input of the region; else it empties the list
+            made[node] = inputs[node.args[1]]
+    (results,) = output.args
+    return [made[result] for result in results]

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from zcompile.ir.effects import Instruction as Instruction
 from zcompile.ir.effects import Register as Register
 from zcompile.ir.effects import Slot as Slot
 from zcompile.ir.effects import Ticket as Ticket
+from zcompile.ir.joined_levels import SentGradient, joined_levels
 from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Phase, Region, Work
 
 
@@ -344,7 +345,9 @@ class Schedule:
     peak_bytes   largest sum of slots taken at once
     trains       a forward that a backward follows
     rows         updates of a step (`optimizer_step.Row`), so that it can be lowered anew
-    holds        bytes that its calls have live outside the arena
+    holds        bytes that its calls have live outside the arena, if each region stands alone
+    level_order  per instruction that changes live bytes, the numbers of the levels of `holds` that
+                 it stands for; none, if they come one by one (`ir/joined_levels.py`)
     read_back    parameters that a backward reads, and their layouts in forward
     least_bytes  of an arena in which a call of either phase of its graph can be scheduled
     scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
@@ -370,6 +373,7 @@ class Schedule:
     trains: bool = False
     rows: tuple[Any, ...] = ()
     holds: MemoryProfile = NOTHING_HELD
+    level_order: tuple[tuple[int, ...], ...] = ()
     scratch_at: int = 0
     traced_work: Work | None = None
     least_bytes: int = 0
@@ -407,11 +411,29 @@ class Schedule:
         return frozenset(home.entry for home in self._gradients() if home.in_place)
 
     @cached_property
+    def opening(self) -> "tuple[Borrow, ...]":
+        """The borrows that it begins with."""
+        return tuple(takewhile(lambda x: isinstance(x, Borrow), self.instructions))  # type: ignore[arg-type]
+
+    @cached_property
+    def levels(self) -> tuple[LiveBytes, ...]:
+        """Live bytes around each instruction that changes them, where these are known."""
+        if not self.level_order:
+            return self.holds.levels
+        changing = [x for x in self.effects if x.changes_live]
+        gradients = [
+            SentGradient(numbers[0], home.nbytes, home.in_place)
+            for numbers, x in zip(self.level_order, changing, strict=True)
+            if (home := x.home) is not None and x.is_gradient
+        ]
+        return joined_levels(self.holds.levels, self.level_order, gradients)
+
+    @cached_property
     def level_at(self) -> Mapping[int, LiveBytes]:
         """Index of each instruction that changes live bytes -> live bytes around it, where these
         are known."""
         changes = (i for i, x in enumerate(self.effects) if x.changes_live)
-        return dict(zip(changes, self.holds.levels, strict=False))
+        return dict(zip(changes, self.levels, strict=False))
 
     def with_staying(self, entries: frozenset[EntryIndex]) -> "Schedule":
         """The schedule with the gradients of these entries left in the memory that compute makes

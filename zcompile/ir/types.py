@@ -278,6 +278,8 @@ class Region:
     like    name of the regions that take as long per byte touched; "": there are none
     owns    the values come in one list, which `call` empties, so that they can die inside
     placed  outputs that `call_into` makes in the tensors of a second list, in this order
+    body    the code of `call` as an `fx.Graph`, so that it can be joined with others; else None
+    parts   the regions that it was joined from, in order; their costs are what it costs
     """
 
     key: str
@@ -288,6 +290,8 @@ class Region:
     owns: bool = False
     placed: tuple[int, ...] = ()
     call_into: Callable[..., tuple[Any, ...]] | None = None
+    body: Any = None
+    parts: "tuple[Region, ...]" = ()
 
 
 class LiveBytes(NamedTuple):

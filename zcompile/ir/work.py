@@ -43,6 +43,18 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
     return Work(flops.total(), dense_nbytes, nbytes, dtype, ops)
 
 
+def total_work(works: Sequence[Work]) -> Work:
+    """The work of several regions together."""
+    most = max(works, key=lambda work: work.flops)
+    return Work(
+        sum(work.flops for work in works),
+        sum(work.dense_nbytes for work in works),
+        sum(work.nbytes for work in works),
+        most.dtype,
+        sum(work.ops for work in works),
+    )
+
+
 def work_by_phase(graph: fx.Graph) -> dict[Phase, Work]:
     """The work of forward and of backward of a graph with assigned phases."""
     nodes: dict[Phase, list[fx.Node]] = {}

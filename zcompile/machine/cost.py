@@ -95,7 +95,9 @@ class Costs:
 
     def region_seconds(self, region: Region) -> float:
         """Seconds of compute: measured if the region has run, by others like it if those have, else
-        predicted."""
+        predicted; of a joined one, those of its parts."""
+        if region.parts:
+            return sum(map(self.region_seconds, region.parts))
         if (known := self.regions.get(region.key)) is not None:
             return known
         if (line := self.alike.get(region.like)) is not None:
@@ -104,11 +106,15 @@ class Costs:
 
     def idle_seconds(self, region: Region) -> float:
         """As `region_seconds`, while no transfer is in flight, and never more than that."""
+        if region.parts:
+            return sum(map(self.idle_seconds, region.parts))
         seconds = self.region_seconds(region)
         return min(seconds, self.idle.get(region.key, seconds))
 
     def launch_seconds(self, region: Region) -> float:
         """Seconds of the host to start a region, where it goes on meanwhile."""
+        if region.parts:
+            return sum(map(self.launch_seconds, region.parts))
         known = self.launches.get(region.key)
         return region.work.ops * self.machine.compute.launch_s if known is None else known
 

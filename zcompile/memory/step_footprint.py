@@ -34,10 +34,13 @@ def most_inherited(schedule: Schedule) -> int:
     begins.
 
     There is no bound in the step of an optimizer, which has nothing of its own live outside the
-    arena.
+    arena. Where gradients that stay wait for the end of a joined region, none of others is in
+    flight beside them.
     """
     if schedule.phase is Phase.STEP:
         return sys.maxsize
+    if schedule.level_order:
+        return 0
     return schedule.departing_bytes if schedule.phase is Phase.BACKWARD else 0
 
 
@@ -72,7 +75,7 @@ class StepFootprint:
         if schedule.phase is Phase.FORWARD:
             self._stayed = 0
         self._kept -= schedule.holds.saved_bytes
-        levels = schedule.holds.levels
+        levels = schedule.levels
         self._levels = iter(levels)
         self.now = self.others + (levels[0].before if levels else 0)
         return joined

@@ -15,6 +15,7 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Phase
 from zcompile.memory.allocator import Block, live_peak
 from zcompile.passes.allocate_arena import allocate_arena
+from zcompile.passes.join_regions import join_regions
 from zcompile.passes.lower import lower
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 
@@ -35,11 +36,21 @@ def arrange(
     stay          entries whose gradients stay where they are made
     raises        BudgetExceeded, if what one region reads does not fit
     """
+    return lower(_placed(program, budget_bytes, max_lead, resident, stay))
+
+
+def _placed(
+    program: RegionProgram,
+    budget_bytes: int | None,
+    max_lead: int,
+    resident: frozenset[EntryIndex],
+    stay: frozenset[EntryIndex],
+) -> RegionProgram:
+    """The program with everything decided that `arrange` decides."""
     program = replace(program, budget_bytes=budget_bytes)
     program = apply_placement(program, resident, stay)  # what is read in place, what stays
     program = schedule_prefetch(program, max_lead)  # start each fetch early enough
-    program = allocate_arena(program)  # every fetched value has an address
-    return lower(program)
+    return allocate_arena(program)  # every fetched value has an address
 
 
 def rearrange(
@@ -49,10 +60,13 @@ def rearrange(
     resident: frozenset[EntryIndex] = NONE,
     stay: frozenset[EntryIndex] = NONE,
 ) -> Schedule:
-    """`schedule`, which is of a graph, arranged anew (`arrange`)."""
+    """`schedule`, which is of a graph, arranged anew (`arrange`), and regions joined between which
+    nothing moves."""
     assert schedule.program is not None, "a step is lowered anew from its rows"
-    made = arrange(schedule.program, budget_bytes, max_lead, resident, stay)
-    return replace(made, holds=schedule.holds)
+    program = _placed(schedule.program, budget_bytes, max_lead, resident, stay)
+    made = lower(join_regions(program, schedule.holds.levels))
+    # What it may be arranged from once more has all regions.
+    return replace(made, holds=schedule.holds, program=program)
 
 
 def apply_placement(

@@ -381,7 +381,7 @@ class _Call:
     ) -> None:
         self.store = executor.store
         self.gradients, self.in_flight = executor.gradients, executor.in_flight
-        self.held = CallMemory(executor.live_memory, schedule.holds, values)
+        self.held = CallMemory(executor.live_memory, schedule.holds, schedule.levels, values)
         self.schedule = schedule
         self.values = values
         self.entries = entries

@@ -151,10 +151,14 @@ class CallMemory:
     """The storages that the registers of one call hold."""
 
     def __init__(
-        self, live_memory: LiveMemory, holds: MemoryProfile, values: Sequence[Any]
+        self,
+        live_memory: LiveMemory,
+        holds: MemoryProfile,
+        levels: Iterable[LiveBytes],
+        values: Sequence[Any],
     ) -> None:
         self._live_memory, self._holds = live_memory, holds
-        self._levels = iter(holds.levels)
+        self._levels = iter(levels)
         given = [*holds.given]
         rows = live_memory.exchange((), (values[r] for r in given))
         self._rows: dict[int, LiveStorages] = dict(zip(given, rows, strict=True))

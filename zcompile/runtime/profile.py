@@ -234,6 +234,22 @@ class Samples:
             del self._times[key]
         self._times.setdefault(key, deque(maxlen=RECENT)).append(seconds)
 
+    def share(self, region: Region, seconds: float, cold: bool) -> None:
+        """Note what a region took; of a joined one, share it among its parts by what each took
+        alone.
+
+        Without all of those nothing is noted, and nothing of a cold run: that would be theirs.
+        """
+        if not region.parts:
+            self.note(region.key, seconds, cold)
+            return
+        if cold or any(part.key not in self._times for part in region.parts):
+            return
+        alone = {key: self.least(key) for key in {part.key for part in region.parts}}
+        whole = sum(alone[part.key] for part in region.parts)
+        for key, part_s in alone.items():
+            self.note(key, seconds * part_s / whole if whole else 0.0)
+
     def least(self, key: object) -> float:
         """The least of the last samples."""
         return min(self._times[key])
@@ -477,9 +493,9 @@ class Clocks:
                 if self._stamp is None:
                     self._ran(x.region, seconds, cold)
                     if index in idle:
-                        self._idle_regions.note(x.region.key, seconds, cold)
+                        self._idle_regions.share(x.region, seconds, cold)
                 else:
-                    self._launches.note(x.region.key, seconds, cold)
+                    self._launches.share(x.region, seconds, cold)
             elif x.ticket not in given:
                 key = x.kind, x.moved_bytes
                 self._issues.note(key, seconds - waits.get(index, 0.0))
@@ -492,7 +508,7 @@ class Clocks:
             self._step.append(walked)
 
     def _ran(self, region: Region, seconds: float, cold: bool) -> None:
-        self._regions.note(region.key, seconds, cold)
+        self._regions.share(region, seconds, cold)
         if region.like:
             self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
 

@@ -5,9 +5,13 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
+from offloaded import SMALL
 
+import zcompile
 from zcompile.frontend import gc_pause as module
 from zcompile.frontend.gc_pause import gc_paused
+from zcompile.runtime import executor
 
 
 class Cycle:
@@ -74,3 +78,28 @@ def test_much_that_was_left_is_collected_before(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "MANY", 0)
     with gc_paused():
         assert found() is None
+
+
+def test_a_call_that_is_walked_is_not_interrupted_to_look_for_garbage(monkeypatch) -> None:
+    inside: list[bool] = []
+
+    def compute(*args):
+        inside.append(gc.isenabled())
+        return original(*args)
+
+    original = executor.compute
+    monkeypatch.setattr(executor, "compute", compute)
+    torch._dynamo.reset()
+    model = zcompile.offload(torch.nn.Linear(4, 4), **SMALL)
+    torch.compile(model, backend="zinf")(torch.ones(2, 4)).sum().backward()
+    assert inside
+    assert not any(inside)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_after_an_error_in_a_call_it_is_as_before(enabled) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with pytest.raises(KeyError), executor.uncollected():
+        raise KeyError(str(gc.isenabled()))
+    assert gc.isenabled() is enabled

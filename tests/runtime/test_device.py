@@ -2,13 +2,12 @@
 
 import time
 import weakref
-from collections import deque
 
 import pytest
 import torch
 
 from zcompile.errors import DeviceTooSmall
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
@@ -100,7 +99,7 @@ def test_compute_that_joins_an_enqueued_copy_sees_it(device):
 
 def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
     memory = device.allocate(1024)
-    freed = deque()
+    freed = Dead()
     ties = []
     lent = device.owning_view(memory[256:768], lambda owner: ties.append(Tie(owner, freed, "that")))
     lent.fill_(5)

@@ -43,7 +43,8 @@ def _tiered_params(optimizer: torch.optim.Optimizer) -> list[TieredTensor]:
 
 
 def _sessions(tiered: list[TieredTensor]) -> list[Session]:
-    return list({t.store_key: session_of(t.entry) for t in tiered}.values())
+    of_stores = {t.store_key: t for t in tiered}
+    return [session_of(t.entry) for t in of_stores.values()]
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -138,9 +139,11 @@ def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     tiered = _tiered_params(optimizer)
     for param in tiered:
-        for key, value in optimizer.state.get(param, {}).items():
+        states = optimizer.state.get(param, {})
+        title = param._name_in_store() if states else ""
+        for key, value in states.items():
             if isinstance(value, TieredTensor):
-                value.entry.become_state(f"{param._name_in_store()}.{key}")
+                value.entry.become_state(f"{title}.{key}")
     sessions = _sessions(tiered)
     for session in sessions:
         session.end_step()

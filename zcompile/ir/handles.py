@@ -11,7 +11,6 @@ as long as its store keeps it.
 import ctypes
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
-from zcompile.ir.ties import Tie, Watch
+from zcompile.ir.ties import Dead, Tie, Watch
 from zcompile.ir.torch_compat import counted_with, is_held_by
 
 
@@ -78,7 +77,7 @@ _GATHER = pow(_SPREAD, -1, _WIDTH)
 """Inverse of `_SPREAD`: turns the value of a handle back into its key."""
 _KEYS = itertools.count(1)
 _ENTRIES: dict[int, Tie] = {}
-_GONE: deque[Tie] = deque()
+_GONE = Dead()
 """References to entries that have died; a `WeakValueDictionary` would run Python code when they
 do."""
 
@@ -170,7 +169,7 @@ class Share:
 _SHARES: dict[int, Share] = {}
 _SHARES_OF: dict[int, dict[int, Share]] = {}
 """Key of an entry -> its shares, by their keys."""
-_LEFT: deque[Tie] = deque()
+_LEFT = Dead()
 """References to shares whose handle has died."""
 
 

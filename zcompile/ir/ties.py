@@ -15,6 +15,17 @@ Watch = Callable[[object], None]
 """A function that is told of an object whose death ends something, such as the life of an entry."""
 
 
+class Dead(deque[Any]):
+    """The ties whose objects have died, oldest first, and what else its owner puts there.
+
+    note  `append`, bound once: bound anew for each tie it would be one more object to collect
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = self.append
+
+
 class Tie(weakref.ref[Any]):
     """A weak reference that is appended to `died` when its object dies, and says by `mark` who that
     was.
@@ -26,10 +37,10 @@ class Tie(weakref.ref[Any]):
 
     mark: Any
 
-    def __new__(cls, watched: object, died: "deque[Any]", mark: Any) -> "Tie":
-        made = super().__new__(cls, watched, died.append)
+    def __new__(cls, watched: object, died: Dead, mark: Any) -> "Tie":
+        made = super().__new__(cls, watched, died.note)
         made.mark = mark
         return made
 
-    def __init__(self, watched: object, died: "deque[Any]", mark: Any) -> None:
+    def __init__(self, watched: object, died: Dead, mark: Any) -> None:
         """Does nothing: `weakref.ref.__init__` would refuse three arguments."""

@@ -9,8 +9,10 @@ call anew. The entry lives as long as the storage of its handle, which autograd 
 when backward is over, or never comes, the entry is freed.
 """
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -113,6 +115,23 @@ def compute(run: Run, values: list[Any], targets: Sequence[Tensor] = ()) -> None
 def results_of(schedule: Schedule, values: list[Any]) -> list[Any]:
     """The results of a call, from its registers."""
     return [r.value if isinstance(r, Literal) else values[r] for r in schedule.outputs]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A context in which Python looks for no garbage, if it did before.
+
+    A backward makes thousands of objects that live until the optimizer has run. Python would look
+    through them again and again while they are made, and through all objects of the process after
+    some hundred such steps; afterwards it looks once.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 # --- Offloaded values ---
@@ -295,7 +314,8 @@ class Executor:
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
             walk = _Call(self, schedule, values, entries, leaves)
-            walk.run(others)
+            with uncollected():
+                walk.run(others)
         finally:
             self._walker = None
             self._busy.release()
@@ -448,8 +468,16 @@ class _Call:
     def _run_instructions(self) -> None:
         """The loop."""
         watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
-        actions = ACTIONS if not is_profiling() else named_actions()
-        for index, instruction in enumerate(self.schedule.instructions):
+        instructions, begin = self.schedule.instructions, 0
+        if is_profiling():
+            actions = named_actions()
+        else:
+            actions = ACTIONS
+            if not (timed or ready):  # nobody looks between two borrows
+                self._borrow_each(self.schedule.opening)
+                begin = len(self.schedule.opening)
+        for index in range(begin, len(instructions)):
+            instruction = instructions[index]
             if timed:
                 watch.begins(index)
             actions[type(instruction)](self, instruction)
@@ -461,6 +489,11 @@ class _Call:
     def _borrow(self, borrow: Borrow) -> None:
         found = self.views.view(borrow)
         self.values[borrow.register] = self.in_place[id(found)] = found
+
+    def _borrow_each(self, borrows: Sequence[Borrow]) -> None:
+        values, in_place = self.values, self.in_place
+        for borrow, found in zip(borrows, self.views.views(borrows), strict=True):
+            values[borrow.register] = in_place[id(found)] = found
 
     def _run(self, run: Run) -> None:
         self.held.rises()

@@ -15,14 +15,13 @@ fetch waits for every transfer that reads the bytes it overwrites.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage
 
 from zcompile.ir.schedule import Run
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.types import LiveBytes, MemoryProfile
 from zcompile.runtime.meter import Gauge
@@ -32,13 +31,14 @@ from zcompile.runtime.transfer.ticket import Ticket
 
 
 class LiveStorage:
-    """A storage, and how many hold it. `watch`: ties that tell that it died."""
+    """A storage, and how many hold it. `watch`: the tie that tells that it died, or a chain of
+    them."""
 
     __slots__ = ("holders", "key", "nbytes", "watch")
 
     def __init__(self, key: int, nbytes: int) -> None:
         self.key, self.nbytes, self.holders = key, nbytes, 0
-        self.watch: list[Tie] = []
+        self.watch: object = None
 
     @classmethod
     def standing_for(cls, value: Tensor) -> "LiveStorage":
@@ -57,7 +57,7 @@ class LiveMemory:
     def __init__(self, gauge: Gauge) -> None:
         self._gauge = gauge
         self._rows: dict[int, LiveStorage] = {}
-        self._died: deque[Tie] = deque()
+        self._died = Dead()
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +107,8 @@ class LiveMemory:
             row = self._row(storage)
             assert row.holders, "a call holds it still"
             row.holders += 1
-            row.watch.append(Tie(storage, self._died, row))
+            tie = Tie(storage, self._died, row)
+            row.watch = tie if row.watch is None else [row.watch, tie]
 
     def _rows_of(self, value: object) -> LiveStorages:
         """One for each storage of a value."""
@@ -211,18 +212,19 @@ class CallMemory:
 # --- Gradients in flight ---
 
 
-@dataclass(frozen=True)
-class _InFlight:
+_Sent = tuple[Ticket, Tensor | LiveStorage]
+
+
+class _InFlight(NamedTuple):
     """One gradient in flight.
 
-    nbytes   that count against the bound
-    tickets  complete once nothing reads `sources` any more
-    rows     the live storages of `sources`
+    nbytes  that count against the bound
+    sent    what is read, and the ticket that is complete once nothing reads it any more
+    rows    the live storages of what is read
     """
 
     nbytes: int
-    tickets: Sequence[Ticket]
-    sources: Sequence[Tensor | LiveStorage]
+    sent: "Sequence[_Sent]"
     rows: LiveStorages
 
 
@@ -237,7 +239,7 @@ class InFlightGradients:
         self._live_memory = live_memory
         self._transfers: deque[_InFlight] = deque()
         self._nbytes = 0
-        self._sent: list[tuple[Ticket, Tensor | LiveStorage]] | None = None
+        self._sent: list[_Sent] | None = None
 
     def exceeds(self, nbytes: int, most_bytes: int) -> bool:
         """Whether some must be waited for before `nbytes` more may be sent."""
@@ -269,7 +271,7 @@ class InFlightGradients:
         (rows,) = self._live_memory.exchange([instead_of], [sources])
         if stays:
             self._live_memory.keep(sources)
-        self._transfers.append(_InFlight(nbytes, [t for t, _ in sent], sources, rows))
+        self._transfers.append(_InFlight(nbytes, sent, rows))
         self._nbytes += nbytes
 
     def wait_down_to(self, most_bytes: int = 0) -> None:
@@ -288,7 +290,7 @@ class InFlightGradients:
         self._nbytes -= transfer.nbytes
         self._live_memory.exchange([transfer.rows], ())
         since = perf_counter()
-        for ticket in transfer.tickets:
+        for ticket, _ in transfer.sent:
             ticket.wait()
         self.waited_s += perf_counter() - since
 

@@ -15,7 +15,6 @@ where that is small.
 import gc
 import threading
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap, more_device_memory
 from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
 from zcompile.runtime.device.base import Device
@@ -71,7 +70,7 @@ class Arena:
         self._eager: dict[int, tuple[int, str]] = {}
         # Ties to the storages over eager ranges, by `begin`.
         self._ties: dict[int, Tie] = {}
-        self._returned: deque[Tie | int] = deque()
+        self._returned = Dead()
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
     @property

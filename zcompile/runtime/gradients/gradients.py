@@ -5,7 +5,7 @@ autograd takes them, so that they round alike: within one backward pass the cont
 parameter are added up first, and only their sum is added to what `.grad` held before.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import (
     after_backward,
     current_pass,
@@ -79,7 +79,7 @@ class Gradients:
         self._unknown_pass: set[int] = set()
         """Ids of parameters to which a call contributes whose node was not found."""
         self._numbers = count()
-        self._dead_nodes: deque[Tie] = deque()
+        self._dead_nodes = Dead()
         """To nodes that have died."""
         self._pass_counts: tuple[int, Counter[int]] = -1, Counter()
         """A pass -> how many contributions it brings, by the parameter's id."""
@@ -279,6 +279,8 @@ class Gradients:
         A post-accumulate hook, the first of every tiered parameter.
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
+        if not self._sums and isinstance(getattr(param.grad, "entry", None), Entry):
+            return  # the usual case, for each parameter twice in each step
         tiered: Any = param
         key = current_pass(), leaf_of(tiered._handle).key
         if key in self._sums:

@@ -148,8 +148,9 @@ class DeviceGradients:
         """The call is over: its gradients become those of their parameters."""
         stayed, self._staying = self._staying, []
         self._may_stay.clear()
-        for found in stayed:
-            self._make_entry(found)
+        with torch.no_grad():
+            for found in stayed:
+                self._make_entry(found)
         received, self._received = self._received, []
         self._expected.clear()
         for leaf, expected in received:
@@ -166,14 +167,14 @@ class DeviceGradients:
         extent = held.take(flattened(found.value), name)
         try:
             place = Place(nbytes, held, extent)
+            place.written.add(0, nbytes)
             made = store.create(name, EntryKind.GRAD, nbytes, of=found.leaf.key, at=place)
         except BaseException:
             held.release(extent)
             raise
         grad = self._wrap(made, found.layout)  # from here on the entry dies with it
-        store.view_in_place(made, 0, nbytes, True, overwrites=True)
-        with torch.no_grad():
-            self._norms.note(made, found.value)
+        made.written()
+        self._norms.note(made, found.value)
         self._came(found.leaf, found.param, grad)
 
     def abandon(self) -> None:

@@ -74,6 +74,18 @@ class ResidentViews:
             entry.written()
         return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
 
+    def views(self, borrows: Sequence[Borrow]) -> list[Tensor]:
+        """`view` of each: of a planned step one after the other are hundreds."""
+        entries, extents, found = self.entries, self.extents, []
+        for borrow in borrows:
+            extent, place = extents[borrow.entry], entries[borrow.entry].place
+            if extent is None or place.extent is not extent or borrow.writes:
+                found.append(self.view(borrow))
+            else:
+                tier = cast(OnDevice, place.tier)
+                found.append(tier.view(extent, borrow.begin, borrow.layout))
+        return found
+
 
 # --- Copies on the device ---
 

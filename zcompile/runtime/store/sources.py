@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import (
     held_outside_python,
     holders_of_memory,
@@ -117,7 +117,7 @@ def taken_from(value: Tensor) -> Iterator[SourcedEntry]:
 
 _SOURCES: dict[int, set[Tie]] = {}
 """Memory -> the sources that hold it: parts of one vector are the `.data` of many parameters."""
-_DEAD: deque[Tie] = deque()
+_DEAD = Dead()
 """Ties of sources that have died."""
 _NEW: deque["weakref.ref[MemorySource]"] = deque()
 """Sources of whose memory nobody has asked yet who else holds it."""

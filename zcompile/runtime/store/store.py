@@ -13,7 +13,6 @@ since the store applies it first.
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
-from zcompile.ir.ties import Tie
+from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
@@ -274,7 +273,7 @@ class Store:
         self.homes = Tiers(resources.tiers, DeviceTier(self.arena), self.meter)
         self._backlog = Backlog(resources.backlog_bytes)
         self._entries: dict[int, Entry] = {}
-        self._dead: deque[Tie | int] = deque()
+        self._dead = Dead()
         self.deferrals = Deferrals(apply_deferred)
         self._pid = resources.pid
         self.reaches_host = resources.context.device.reaches_host

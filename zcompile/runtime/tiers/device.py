@@ -170,16 +170,22 @@ class HeldTier(OnDeviceTier):
 
     def __init__(self) -> None:
         self._bytes: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        """What the bytes are of: [numel], in the dtype that it was made in."""
         self._numbers = count()
 
     def take(self, value: Tensor, name: str) -> Extent:
         """Let `value` stay: 1-D, contiguous, and a storage of its own."""
         number = next(self._numbers)
-        self._bytes[number] = value.view(torch.uint8)
+        self._bytes[number], self._values[number] = value.view(torch.uint8), value
         return Extent(number, 0, value.nbytes, name)
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
-        """A tensor over the bytes from `begin` on."""
+        """A tensor over the bytes from `begin` on; if that is all of them as they were made, the
+        same object each time."""
+        value = self._values[extent.file]
+        if not begin and layout == Layout.of(value):
+            return value
         return layout.view(self._bytes[extent.file][begin : begin + layout.end_bytes])
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -190,7 +196,7 @@ class HeldTier(OnDeviceTier):
         raise TierFull(name, nbytes, [self.usage()])
 
     def release(self, extent: Extent) -> None:
-        del self._bytes[extent.file]
+        del self._bytes[extent.file], self._values[extent.file]
 
     def usage(self) -> tuple[str, int, int]:
         used = sum(value.numel() for value in self._bytes.values())
@@ -198,3 +204,4 @@ class HeldTier(OnDeviceTier):
 
     def close(self) -> None:
         self._bytes.clear()
+        self._values.clear()

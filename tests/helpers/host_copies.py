@@ -1,5 +1,6 @@
 """Counts the bytes of entries that are in ordinary host memory, beside what the tiers hold."""
 
+import time
 import weakref
 
 import pytest
@@ -32,3 +33,11 @@ class Copies:
     def live_bytes(self) -> int:
         found = [ref() for ref in self._live]
         return sum(storage.nbytes() for storage in found if storage is not None)
+
+    def left_bytes(self) -> int:
+        """Of those that nobody lets go: the thread that has read one holds it for a moment longer
+        than its reader waits for it."""
+        end = time.monotonic() + 5
+        while (left := self.live_bytes()) and time.monotonic() < end:
+            time.sleep(0.001)
+        return left

@@ -131,13 +131,13 @@ def test_a_save_needs_the_host_memory_of_one_file_and_keeps_none(values, monkeyp
     held = values(tiered)
     for _ in range(2):
         safetensors.torch.save_file(held, tmp_path / "saved.safetensors")
-        assert copies.live_bytes() == 0
+        assert copies.left_bytes() == 0
     assert copies.read_bytes == 2 * copies.most_bytes
     (tmp_path / "shards").mkdir()
     whole, copies.most_bytes = copies.most_bytes, 0
     save_torch_model(tiered, tmp_path / "shards", max_shard_size="20KB")
     assert copies.most_bytes < 20_000 < whole / 4
-    assert copies.live_bytes() == 0
+    assert copies.left_bytes() == 0
 
 
 def test_shards_are_split_by_the_sizes_of_tensors(tmp_path):

@@ -66,7 +66,7 @@ def test_a_save_needs_the_host_memory_of_one_shard(monkeypatch, tmp_path):
     files = [p.stat().st_size for p in (tmp_path / "saved").glob("*.safetensors")]
     assert copies.read_bytes == sum(p.nbytes for p in model.parameters())
     assert copies.most_bytes <= min(max(files), 20 * KB) < copies.read_bytes / 4
-    assert copies.live_bytes() == 0
+    assert copies.left_bytes() == 0
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def test_checkpoints_in_shards_need_the_host_memory_of_one_and_are_gone_on_from(
     trainer._save_checkpoint(tiered, trial=None)
     assert copies.read_bytes == 3 * sum(p.nbytes for p in tiered.parameters())
     assert copies.most_bytes < 20 * KB
-    assert copies.live_bytes() == 0
+    assert copies.left_bytes() == 0
     assert len(list((tmp_path / "out" / "checkpoint-1").glob("model-*.safetensors"))) > 3
     # What monkeypatch takes back of this module is gone for good.
     monkeypatch.setattr(torch, "load", partial(torch.load, mmap=True))

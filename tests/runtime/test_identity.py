@@ -162,7 +162,7 @@ def test_the_copy_that_is_read_lives_as_long_as_safetensors_keeps_it(read, monke
     assert torch.equal(torch.from_numpy(array.copy()), plain[1].detach())
     assert copies.live_bytes() == plain.nbytes
     kept.clear()
-    assert copies.live_bytes() == 0
+    assert copies.left_bytes() == 0
 
 
 def test_nobody_reads_a_part_that_nobody_holds(monkeypatch, tmp_path):

@@ -345,7 +345,7 @@ def test_one_entry_at_a_time_is_in_memory_while_torch_saves(monkeypatch, tmp_pat
     torch.save(model.state_dict(), tmp_path / "saved.pt")
     assert copies.read_bytes == sum(p.nbytes for p in model.parameters())
     assert copies.most_bytes == 64 * 64 * 4
-    assert copies.live_bytes() == 0
+    assert copies.left_bytes() == 0
 
 
 @pytest.mark.parametrize("take", [lambda w: w, lambda w: w.data, lambda w: w[1:], lambda w: w.t()])

@@ -1,7 +1,7 @@
 # Every target does its own set-up, and can be repeated. Another interpreter: make PYTHON=python3.12
 # `make test` shares the files of tests out among WORKERS processes, each computing in one thread;
-# the longest, in tests/e2e, come first. With WORKERS=0, and in `make test-all`, one process works
-# in a thread for every processor.
+# files come in their order, of which the last, in tests/verify, are short. With WORKERS=0, and in
+# `make test-all`, one process works in a thread for every processor.
 PYTHON ?= python3
 WORKERS ?= 2
 

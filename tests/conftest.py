@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo import guards
 
 from zcompile.cli import main
 
@@ -33,6 +34,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as processors: a second thread in each would only wait for the other's.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
+
+# After each compilation torch collects garbage, and times the guards it has made, for
+# which it first fills the caches of the processor: a sixteenth of the time of tests, of which
+# nothing hangs on either.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # in the processes that tests start
+torch._dynamo.config.run_gc_after_compile = False
+guards.profile_guard_manager = lambda *_: 0.0
 
 # A process of tests keeps many modules alive; looking at them all for garbage every few thousand
 # objects is a twelfth of its time. What a test wants collected it collects.

@@ -10,14 +10,14 @@ from fuzz.hunt import hunt
 from fuzz.injected import INJECTED
 from fuzz.program import fails
 from fuzz.setting import BUDGETS
+from sampled import crossed
 
 SEEDS = (1, 2)
 PROGRAMS = 4
 """Of each seed and budget."""
 
 
-@pytest.mark.parametrize("number", SEEDS)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("budget", "number"), crossed(BUDGETS, SEEDS))
 def test_drawn_programs_do_what_torch_does(budget, number):
     found = hunt(budget, number, PROGRAMS)
     assert found is None, found

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 TINY_GPT = (
     "--layers",
-    "2",
+    "1",
     "--width",
     "32",
     "--heads",
@@ -44,7 +44,7 @@ TINY_LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
 TINY_HF = (

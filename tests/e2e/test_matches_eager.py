@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from pairs import batches, entries, mlp, same_training, train
+from sampled import crossed
 from torch import optim
 from torch.nn import functional as F
 from torch.nn import utils
@@ -36,8 +37,7 @@ CLIPS = {
 }
 
 
-@MODES
-@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(("clip", "mode"), crossed(CLIPS, ("compiled", "eager")))
 def test_gradients_are_clipped_alike(clip, mode, tmp_path):
     def run(model, call):
         return train(call, adamw(model), before=lambda: CLIPS[clip](model.parameters()))

@@ -49,7 +49,7 @@ def gpt2() -> nn.Module:
             vocab_size=CLASSES,
             n_positions=32,
             n_embd=32,
-            n_layer=2,
+            n_layer=1,
             n_head=2,
             use_cache=False,
             bos_token_id=1,
@@ -61,7 +61,11 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    return LossOnly(hf.LlamaForCausalLM(hf.LlamaConfig(**{**CAUSAL, "vocab_size": CLASSES})))
+    return LossOnly(
+        hf.LlamaForCausalLM(
+            hf.LlamaConfig(**{**CAUSAL, "vocab_size": CLASSES, "num_hidden_layers": 1})
+        )
+    )
 
 
 def t5() -> nn.Module:

@@ -30,7 +30,7 @@ from zcompile.runtime.device.pages import machine_bytes
 class Text(nn.Module):
     """A GPT that gives its loss."""
 
-    def __init__(self, width=64, layers=2):
+    def __init__(self, width=64, layers=1):
         super().__init__()
         self.gpt = small_models.GPT(layers, width, vocabulary=128)
 
@@ -53,13 +53,13 @@ def terms():
 
 @pytest.fixture(scope="module")
 def traced(terms):
-    return plan.trace(on_meta(), (IDS, IDS), terms, "adamw", 2)
+    return plan.trace(on_meta(layers=2), (IDS, IDS), terms, "adamw", 2)
 
 
-def within(terms, machine):
+def within(terms, machine, layers=1):
     """A step that was traced for the device of `machine`, which bounds all, and the terms."""
     at = replace(terms.on(machine), bounded=True)
-    return plan.trace(on_meta(), (IDS, IDS), at, "adamw", 2), at
+    return plan.trace(on_meta(layers=layers), (IDS, IDS), at, "adamw", 2), at
 
 
 @pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])
@@ -86,7 +86,7 @@ def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):
 
 
 def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
-    model = Text()
+    model = Text(layers=2)
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     steps = []
@@ -107,7 +107,7 @@ def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
 
 def test_tied_weights_are_one_entry(traced):
     weights = [f.name for f in traced.step.facts.values() if f.kind is EntryKind.PARAM]
-    assert len(weights) == len(set(weights)) == len(list(on_meta().parameters()))
+    assert len(weights) == len(set(weights)) == len(list(on_meta(layers=2).parameters()))
 
 
 def test_the_callers_model_is_left_as_it_was():
@@ -227,7 +227,7 @@ def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
 
 
 def test_one_more_gib_is_worth_something_by_the_bound_and_by_the_plan(terms):
-    device = plan.report_of(*within(terms, with_tier(SMALL, "device", MiB))).shadows[0]
+    device = plan.report_of(*within(terms, with_tier(SMALL, "device", MiB), layers=2)).shadows[0]
     assert device.tier == "device"
     assert device.least_s > 0
     assert device.planned_s > 0
@@ -264,7 +264,7 @@ def test_links_that_take_turns_are_told_together(terms):
     links = {name: replace(link, shares=turns.get(name)) for name, link in LINKS.items()}
     little = {"device": 512 * KiB, "host": MiB, "disk": GiB}
     turning = replace(SMALL, links=links, tiers=little)
-    report = plan.report_of(*within(terms, turning), prices=False)
+    report = plan.report_of(*within(terms, turning, layers=2), prices=False)
     assert report.bottleneck == report.bound_by == "disk_read and disk_write"
 
 

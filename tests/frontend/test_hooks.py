@@ -137,6 +137,17 @@ def chained(model, call, x):
         torch.autograd.backward(call(call(x[0]).repeat(1, 3)[:, :8]), torch.ones(4, 3))
 
 
+def one_by_one(*programs):
+    """Programs that follow each other on one model, whose hooks are put in place once; gradients
+    go on where the one before has left them."""
+
+    def all_in_one(model, call, x):
+        for program in programs:
+            program(model, call, x)
+
+    return all_in_one
+
+
 PROGRAMS = (accumulated, steps, two_calls, kept_graph, passes_that_cross, some_leaves, chained)
 
 
@@ -183,11 +194,7 @@ def test_gradients_without_any_hook_are_those_of_torch(program, mode, tmp_path):
 @MODES
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_see_what_they_see_in_torch(kind, mode, tmp_path):
-    def all_in_one(model, call, x):
-        for program in (once, two_calls):
-            program(model, call, x)
-
-    assert both(all_in_one, on_some(kind), mode, tmp_path)
+    assert both(one_by_one(once, two_calls), on_some(kind), mode, tmp_path)
 
 
 @MODES
@@ -269,9 +276,7 @@ def test_hooks_at_a_node_that_a_list_op_leads_to(place, mode, tmp_path):
         node.register_prehook(lambda grads: log.saw("pre", *grads))
         node.register_hook(lambda inputs, outputs: log.saw("node", *outputs))
 
-    for number, program in enumerate((once, accumulated)):
-        (disk := tmp_path / str(number)).mkdir()
-        assert both(program, through_a_list, mode, disk)
+    assert both(one_by_one(once, accumulated), through_a_list, mode, tmp_path)
 
 
 @MODES
@@ -286,9 +291,7 @@ def test_hooks_of_several_tensors(kind, mode, tmp_path):
 
         torch.autograd.graph.register_multi_grad_hook(tensors, hook, mode=kind)
 
-    for number, program in enumerate((once, accumulated, two_calls)):
-        (disk := tmp_path / str(number)).mkdir()
-        assert both(program, several, mode, disk)
+    assert both(one_by_one(once, accumulated, two_calls), several, mode, tmp_path)
 
 
 @MODES
@@ -306,9 +309,7 @@ def test_hooks_of_modules(kind, mode, tmp_path):
                     lambda m, outputs, name=name: log.saw(name, *outputs)
                 )
 
-    for number, program in enumerate((once, accumulated)):
-        (disk := tmp_path / str(number)).mkdir()
-        assert both(program, of_modules, mode, disk)
+    assert both(one_by_one(once, accumulated), of_modules, mode, tmp_path)
 
 
 def test_hooks_that_were_at_the_node_before_are_refused(tmp_path):

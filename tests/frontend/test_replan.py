@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planned_runs import (
+    LITTLE_HOST,
     STEPS,
     WEIGHT_BYTES,
     adamw,
@@ -59,7 +60,7 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     (where, batches), arena = RUNS[run], ARENAS[share]
     fields: dict[str, object] = {"device_memory": Bytes(arena + held_bytes())}
     if where == "disk":
-        fields |= {"disk": tmp_path, "host_memory": "512KiB"}
+        fields |= {"disk": tmp_path, "host_memory": LITTLE_HOST}
     if where == "throttled":
         fields |= {"throttle": THROTTLE}
     model, compiled = offloaded(**fields)

@@ -1,5 +1,6 @@
 """Contracts of the private torch APIs that are about graphs and modes, and where all are kept."""
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -261,10 +262,8 @@ def save_unchecked() -> None:
 @contract
 def hint() -> None:
     """A dynamic size is known as it was traced, and asking does not guard."""
-    torch.manual_seed(0)
-    model = zcompile.offload(GPT(1), **SMALL)
-    joint = catch_dynamic(model, torch.randint(0, 32, (3, 7)))
-    sizes = {private.hint(n.meta["val"]) for n in joint.graph.nodes if private.is_symbol(n)}
+    nodes = dynamic_graph().nodes
+    sizes = {private.hint(n.meta["val"]) for n in nodes if private.is_symbol(n)}
     assert {3, 7} <= sizes
     assert private.hint(5) == 5
 
@@ -303,25 +302,26 @@ def size_at() -> None:
 
 def dynamic_sizes() -> list[torch.SymInt]:
     """Of the batch and the length of a model's tokens."""
-    torch.manual_seed(0)
-    model = zcompile.offload(GPT(1), **SMALL)
-    graph = catch_dynamic(model, torch.randint(0, 32, (3, 7))).graph
-    nodes = [n for n in graph.find_nodes(op="placeholder") if private.is_symbol(n)]
+    placeholders = dynamic_graph().find_nodes(op="placeholder")
+    nodes = [n for n in placeholders if private.is_symbol(n)]
     return [node.meta["val"] for node in nodes[:2]]
 
 
 @contract
 def is_symbol() -> None:
     assert not any(private.is_symbol(n) for n in captured("mlp").graph.nodes)
-    model = zcompile.offload(GPT(1), **SMALL)
-    graph = catch_dynamic(model, torch.randint(0, 32, (3, 7))).graph
-    symbols = [n for n in graph.find_nodes(op="placeholder") if private.is_symbol(n)]
+    placeholders = dynamic_graph().find_nodes(op="placeholder")
+    symbols = [n for n in placeholders if private.is_symbol(n)]
     assert len(symbols) >= 2
 
 
-def catch_dynamic(model: torch.nn.Module, ids: Tensor) -> fx.GraphModule:
+@functools.cache
+def dynamic_graph() -> fx.Graph:
+    """Of a model whose batch and length, 3 and 7, are dynamic; traced once, and only looked at."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 32, (3, 7))
     torch._dynamo.mark_dynamic(ids, (0, 1))
-    return catch(model, ids).gm
+    return catch(GPT(1), ids, **SMALL).graph
 
 
 class Counting(private.DispatchMode):

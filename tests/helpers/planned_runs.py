@@ -10,17 +10,26 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import Bytes, KiB
 
 WIDTH, VOCABULARY = 32, 64
 STEPS = 5
 
 
-def gpt() -> nn.Module:
+def gpt(layers: int = 1) -> nn.Module:
+    """One layer has every kind of entry; most of the time of such a run is torch's, tracing layer
+    after layer."""
     torch.manual_seed(0)
-    return GPT(2, WIDTH, VOCABULARY)
+    return GPT(layers, WIDTH, VOCABULARY)
 
 
-WEIGHT_BYTES = sum(p.nbytes for p in gpt().parameters())
+def weight_bytes(layers: int) -> int:
+    return sum(p.nbytes for p in gpt(layers).parameters())
+
+
+WEIGHT_BYTES = weight_bytes(1)
+LITTLE_HOST = Bytes(256 * KiB + 5 * WEIGHT_BYTES // 2)
+"""Beside the ring, for five eighths of all entries: weights, gradients and two moments."""
 
 
 def ids(number: int) -> Tensor:
@@ -46,16 +55,16 @@ def train(model, forward, optimizer, begin=0, end=STEPS, batches=1, clip=True, i
         optimizer.zero_grad()
 
 
-def offloaded(**fields):
+def offloaded(layers=1, **fields):
     torch._dynamo.reset()
-    model = zcompile.offload(gpt(), device="cpu", **{"host_memory": "64MiB", **fields})
+    model = zcompile.offload(gpt(layers), device="cpu", **{"host_memory": "64MiB", **fields})
     return model, torch.compile(model, backend="zinf")
 
 
 @functools.cache
-def held_bytes() -> int:
+def held_bytes(layers: int = 1) -> int:
     """What the graphs of such a run hold of the device beside the arena: values between ops."""
-    model, compiled = offloaded(device_memory="16MiB")
+    model, compiled = offloaded(layers, device_memory="16MiB")
     train(model, compiled, adamw(model), 0, 2)
     return session_behind(model).split.held_bytes
 
@@ -73,9 +82,9 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 @functools.cache
-def expected(make=adamw, **how) -> list[Tensor]:
+def expected(make=adamw, layers=1, **how) -> list[Tensor]:
     """What plain eager training comes to; once for all tests that ask for the same."""
-    model = gpt()
+    model = gpt(layers)
     train(model, model, make(model), **how)
     return values(model)
 

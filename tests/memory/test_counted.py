@@ -46,7 +46,7 @@ def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monk
     """The arena of this run ends between two multiples of what berths are aligned to; which window
     is chosen depends on what was measured, so this plans for one after the other."""
     model, compiled, optimizer = begun(
-        2, 2, device_memory=BUDGETS["recompute"], activations="recompute"
+        2, 2, layers=2, device_memory=BUDGETS["recompute"], activations="recompute"
     )
     session = session_behind(model)
     assert session.arena.budget_bytes % ALIGNMENT

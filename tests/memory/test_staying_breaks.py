@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, same, values
+from planned_runs import LITTLE_HOST, WEIGHT_BYTES, adamw, gpt, loss_of, same, values
 from sampled import sampled
 from staying_runs import (
     STEPS,
@@ -38,7 +38,7 @@ def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp
     plain = gpt()
     loop_of(plain, plain, adamw(plain))
     budget = held_bytes() + WEIGHT_BYTES // 2
-    room = {"disk": tmp_path, "host_memory": "520KiB"} if where == "disk" else {}
+    room = {"disk": tmp_path, "host_memory": LITTLE_HOST} if where == "disk" else {}
     model, compiled, optimizer = begun(budget, 0, **room)
     with caplog.at_level("INFO", "zcompile.frontend.replan"):
         loop_of(model, compiled, optimizer)

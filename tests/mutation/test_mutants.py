@@ -22,7 +22,7 @@ from zcompile.verify.schedule import verify_schedule
 ALL = (*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS)
 LONG = ("gpt", "transformer block, moved", "momentum")
 """Of their kinds a shorter one is looked at as well."""
-SAMPLE = 15
+SAMPLE = 8
 """Mutants of each mutation and schedule, about, where there are so many."""
 
 

@@ -141,7 +141,7 @@ def test_no_gradient_that_leaves_is_larger_than_may_be_under_way():
 
 def test_sizes_may_be_inputs():
     torch.manual_seed(0)
-    schedules = compiled(GPT(), torch.randint(0, 32, (3, 7)), dynamic=True)
+    schedules = compiled(GPT(1), torch.randint(0, 32, (3, 7)), dynamic=True)
     first, backward = schedules[0], schedules[-1]
     assert first.inputs > len(first.handles) + 1, "sizes beside handles and tokens"
     assert backward.phase is Phase.BACKWARD

@@ -20,7 +20,7 @@ BUDGETS = {"keep": Bytes(256 * KiB), "recompute": Bytes(108 * KiB), "offload": B
 def run_of(dump, choice):
     """The plan of the one graph of a run that was dumped, and what was measured."""
     model, compiled, optimizer = begun(
-        4, 1, device_memory=BUDGETS[choice], activations=choice, dump=dump
+        4, 1, layers=2, device_memory=BUDGETS[choice], activations=choice, dump=dump
     )
     zcompile.stats(model, reset=True)
     train(model, compiled, optimizer, 4, STEPS + 1, 1)

@@ -1,5 +1,6 @@
 """What does not fit is cut into tiles: the same numbers, and nothing else of the graph changes."""
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -106,7 +107,9 @@ MODELS = {
 }
 
 
+@functools.cache
 def joint_of(name: str) -> Joint:
+    """Traced once; rewrite copies of it."""
     if name in SMALL_MODELS:
         return captured(name)
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from pairs import assert_equal, assert_same, batches, mlp, on_disk, same_training
+from sampled import crossed
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -57,8 +58,7 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "mode"), crossed(HOW, ("compiled", "eager")))
 def test_clipping_gives_the_same_bits(how, mode, tmp_path):
     same_training(clipped(HOW[how]), tmp_path, mode)
 

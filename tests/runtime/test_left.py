@@ -4,6 +4,7 @@ import pytest
 from lagging import lagging
 from moved import forced
 from planned_runs import begun, expected, same, train
+from sampled import sampled
 
 import zcompile
 from zcompile.frontend.offload import session_behind
@@ -17,7 +18,7 @@ def bytes_of(sources) -> int:
     return sum({s.data_ptr(): s.untyped_storage().nbytes() for s in sources}.values())
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("batches", sampled([1, 2], 2))
 def test_what_copies_have_yet_to_read_is_held(monkeypatch, batches):
     devices = lagging(monkeypatch)
     with forced("host"):

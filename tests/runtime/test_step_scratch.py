@@ -5,7 +5,17 @@ from dataclasses import replace
 import planned_runs
 import pytest
 import torch
-from planned_runs import VOCABULARY, WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
+from planned_runs import (
+    LITTLE_HOST,
+    VOCABULARY,
+    WEIGHT_BYTES,
+    adamw,
+    gpt,
+    loss_of,
+    made_on,
+    same,
+    values,
+)
 from sampled import crossed
 
 import zcompile
@@ -127,7 +137,7 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
         4,
         make,
         batches,
-        host_memory="512KiB",
+        host_memory=LITTLE_HOST,
         disk=tmp_path,
         throttle={**THROTTLE, **disk},
     )

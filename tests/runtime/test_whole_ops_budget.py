@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from sampled import crossed
 from torch import nn
 
 import zcompile
@@ -73,8 +74,10 @@ class Whitened(torch.optim.Optimizer):
                 p.sub_((p.grad @ p.grad.t()) @ p.grad)
 
 
-@pytest.mark.parametrize("budget", [256 * KiB, 320 * KiB, 1024 * KiB])
-@pytest.mark.parametrize("make", [adafactor, muon, Whitened])
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    crossed([adafactor, muon, Whitened], [256 * KiB, 320 * KiB, 1024 * KiB]),
+)
 def test_what_whole_ops_take_is_counted_and_within_the_budget(make, budget):
     peaks = trained(budget, make)
     assert all(together <= budget for together, _ in peaks)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from bounded_steps import B, F, P, S, links, schedule, training
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned_runs import begun
 from sampled import sampled
@@ -79,6 +79,7 @@ def test_what_passes_make_again_does_not_count():
     st.integers(0, 2 * P),
     st.booleans(),
 )
+@example((0.0, 0.0, 2.0**-24), 3 * P, 0, P, False)  # less than the solver tells from nothing
 def test_no_split_of_the_budgets_has_its_least_below_the_floor(compute_s, arena, host, held, disk):
     """The least of a split: `arena` bytes for entries, and `held` beside them for graphs."""
     ways = links(disk_read=30.0, disk_write=20.0) if disk else links()

@@ -107,6 +107,7 @@ class Effects(NamedTuple):
                   complete
     ticket        it gives out: complete once compute has passed, or once the transfer has ended
     changes_live  it changes the bytes that a call has live outside the arena
+    lets_go       bytes that were live since a call before, outside the arena, and are not any more
     into          entries whose whole gradients are the registers that its region places
     nodes         nodes of the graph whose values the registers in `defines` get
     """
@@ -128,6 +129,7 @@ class Effects(NamedTuple):
     after: tuple[Ticket, ...] = ()
     ticket: Ticket | None = None
     changes_live: bool = False
+    lets_go: int = 0
     into: tuple[EntryIndex, ...] = ()
     nodes: tuple[str, ...] = ()
 

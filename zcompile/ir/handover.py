@@ -98,10 +98,10 @@ def _opening(schedule: Schedule) -> Sequence[Instruction]:
 def last_writes(schedule: Schedule, name_of: Callable[[EntryIndex], N]) -> Mapping[N, int]:
     """Name of each entry that `schedule` writes -> the instruction after which it is written.
 
-    Only a step writes entries.
+    A step writes entries, and a forward with late updates.
     """
     last_run, written = 0, dict[N, int]()
-    if schedule.phase is not Phase.STEP:
+    if schedule.phase is Phase.BACKWARD:
         return written
     for index, x in reversed(list(enumerate(schedule.effects))):
         if x.region is not None:

@@ -104,6 +104,14 @@ class Wait:
         )
 
 
+class LateChunk(NamedTuple):
+    """Elements [first, last) of a late update, by its number among those of the schedule."""
+
+    update: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True)
 class Run:
     """Compute a region.
@@ -112,6 +120,8 @@ class Run:
     ticket  if given, it is complete once compute has passed this instruction
     into    entries whose whole gradients are the outputs that the region places; nobody else reads
             those outputs
+    late    the chunk of a late update that it computes, which makes nothing that is live outside
+            the arena; None: it is a region of the graph
     """
 
     region: Region
@@ -121,18 +131,19 @@ class Run:
     ticket: Ticket | None = None
     names: tuple[str, ...] = ()
     into: tuple[EntryIndex, ...] = ()
+    late: LateChunk | None = None
 
     @cached_property
     def effects(self) -> Effects:
         return Effects(
-            "run",
+            "run" if self.late is None else "update",
             self.region.text,
             region=self.region,
             reads=self.inputs,
             forgets=self.drops,
             defines=self.outputs,
             ticket=self.ticket,
-            changes_live=True,
+            changes_live=self.late is None,
             into=self.into,
             nodes=self.names,
         )
@@ -205,7 +216,8 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Store:
-    """Start moving the bytes of a slot to [begin, begin + nbytes) of an entry (optimizer step)."""
+    """Start moving the bytes of a slot, which an update has written, to [begin, begin + nbytes) of
+    an entry."""
 
     entry: EntryIndex
     begin: int
@@ -327,6 +339,31 @@ class Left:
         )
 
 
+@dataclass(frozen=True)
+class Drop:
+    """Let go of a gradient that a late update has used.
+
+    registers  over its bytes, which must not be read any more
+    held       it stayed in memory outside the arena since backward
+    """
+
+    entry: EntryIndex
+    registers: tuple[Register, ...]
+    nbytes: int = 0
+    held: bool = False
+    name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "drop",
+            self.name,
+            nbytes=self.nbytes,
+            forgets=self.registers,
+            lets_go=self.nbytes if self.held else 0,
+        )
+
+
 SERIALS = count()
 """Source of `Schedule.serial`."""
 
@@ -351,6 +388,7 @@ class Schedule:
     read_back    parameters that a backward reads, and their layouts in forward
     least_bytes  of an arena in which a call of either phase of its graph can be scheduled
     scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
+    operands     registers that hold the plain operands of late updates (`ir/late_updates.py`)
     traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
                  it was not traced
     program      what it was lowered from, so that it can be arranged anew; None for a step
@@ -378,6 +416,7 @@ class Schedule:
     traced_work: Work | None = None
     least_bytes: int = 0
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
+    operands: tuple[Register, ...] = ()
     program: "RegionProgram | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -385,6 +424,11 @@ class Schedule:
         """Value of the phase, but "inference" for a forward that no backward follows."""
         infers = self.phase is Phase.FORWARD and not self.trains
         return "inference" if infers else self.phase.value
+
+    @cached_property
+    def updates_late(self) -> bool:
+        """Whether it computes late updates."""
+        return any(isinstance(x, Run) and x.late is not None for x in self.instructions)
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))
@@ -446,6 +490,23 @@ class Schedule:
         ]
         return replace(self, instructions=tuple(rows), serial=next(SERIALS))
 
+    def with_held(self, entries: frozenset[EntryIndex]) -> "Schedule":
+        """The schedule of a forward with late updates whose operands `entries`, gradients, have
+        stayed in the memory that backward made them in."""
+        if not entries:
+            return self
+        rows = [
+            replace(x, held=True) if isinstance(x, Drop) and x.entry in entries else x
+            for x in self.instructions
+        ]
+        return replace(self, instructions=tuple(rows), serial=next(SERIALS))
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes of gradients that are held outside the arena when a call begins, and which it lets
+        go of."""
+        return sum(x.lets_go for x in self.effects)
+
     @cached_property
     def departing_bytes(self) -> int:
         """Upper bound, in bytes, on gradients in flight to their entries when a call of this
@@ -490,6 +551,8 @@ class ReadValue(NamedTuple):
     begin        first of its `nbytes` bytes in the entry, or in the entry's copy
     lasting      the entry outlives the step
     cast         the regions read the entry's copy in another dtype
+    writes       a late update writes it: its bytes go home behind the last region that reads them
+    reach        an operand of a late update, which is used where it rests if compute reaches that
     in_place     it rests on the device, and is read there: nothing is fetched
     start        number of the region before which its fetch starts
     slot         its range of the arena; None as long as that is not decided, or if in place
@@ -505,14 +568,16 @@ class ReadValue(NamedTuple):
     last: int
     lasting: bool = True
     cast: Cast | None = None
+    writes: bool = False
+    reach: bool = False
     in_place: bool = False
     start: int = 0
     slot: Slot | None = None
 
 
-Departure = Reduce | Offload | Left
-"""What leaves the device, or has left, between two regions. Nothing waits for anything yet; the
-ticket of an offload, and of its `Left`, is its number among those of a call."""
+Departure = Reduce | Offload | Left | Drop
+"""What leaves the device, or has left, or was used up, between two regions. Nothing waits for
+anything yet; the ticket of an offload, and of its `Left`, is its number among those of a call."""
 
 
 @dataclass(frozen=True)
@@ -524,6 +589,7 @@ class RegionProgram:
     values        that they read, in the order of their first readers
     departures    departures[n]: what leaves before region n; one more than there are regions
     budget_bytes  of the arena, for what is fetched; None: unbounded
+    late          updates that a forward is to compute as well (`late_updates.LateRows`)
     """
 
     outline: Schedule
@@ -531,6 +597,7 @@ class RegionProgram:
     values: tuple[ReadValue, ...]
     departures: tuple[tuple[Departure, ...], ...]
     budget_bytes: int | None = None
+    late: Any = None
 
     @property
     def fetched(self) -> tuple[ReadValue, ...]:

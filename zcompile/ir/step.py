@@ -79,6 +79,9 @@ class StepCall:
 
     def with_staying(self, gradients: Collection[EntryRef]) -> "StepCall":
         """As it is if these gradients stay where compute makes them."""
+        if self.schedule.updates_late:
+            held = (EntryIndex(n) for n, ref in enumerate(self.entries) if ref in gradients)
+            return replace(self, schedule=self.schedule.with_held(frozenset(held)))
         return replace(self, schedule=self.schedule.with_staying(self.making(gradients)))
 
     def uses(self) -> Iterator[Use]:

@@ -64,8 +64,8 @@ class StepFootprint:
     def begin(self, schedule: Schedule) -> int:
         """Begin a call; returns how many gradients in flight are joined before.
 
-        Gradients that stayed are gone when a forward begins: none is told to stay where that is not
-        so.
+        Gradients that stayed are gone when a forward begins, but for those of its late updates:
+        none is told to stay where that is not so.
         """
         self._schedule = schedule
         joined, most = 0, most_inherited(schedule)
@@ -73,7 +73,7 @@ class StepFootprint:
             self._join(self._inherited)
             joined += 1
         if schedule.phase is Phase.FORWARD:
-            self._stayed = 0
+            self._stayed = schedule.held_bytes
         self._kept -= schedule.holds.saved_bytes
         levels = schedule.levels
         self._levels = iter(levels)
@@ -99,6 +99,11 @@ class StepFootprint:
         self.now = self.others + self._level.after
         return joined
 
+    def let_go(self, nbytes: int) -> None:
+        """Drop so many bytes of gradients that stayed."""
+        self._stayed -= nbytes
+        self.now -= nbytes
+
     def _join(self, row: "_Row") -> None:
         """End the flight of the oldest gradient of `row`; it stays live if it stays on the
         device."""
@@ -114,6 +119,8 @@ class StepFootprint:
                 most = max(most, self.rise())
                 if x.is_gradient:
                     self.leave(x)
+            elif x.lets_go:
+                self.let_go(x.lets_go)
         return max(most, self.now)
 
     def end(self, then: Phase) -> int:
@@ -161,10 +168,11 @@ class _Row:
 
 
 def held_peak(schedule: Schedule) -> int:
-    """Peak of the live bytes of a call of `schedule`, with its own gradients that stay."""
+    """Peak of the live bytes of a call of `schedule`, with its own gradients that stay, and those
+    that are held for its late updates."""
     walk = StepFootprint()
     walk.begin(schedule)
-    kept = walk.others  # what a forward would have left
+    kept = walk.others - schedule.held_bytes  # what a forward would have left
     return walk.through(schedule) - kept
 
 
@@ -187,7 +195,7 @@ def held_in_steps(calls: Sequence[StepCall]) -> int:
 
 PATTERN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 """Phases of a step in which gradients may stay: with more than one backward pass, they are added
-to."""
+to. If all updates are late, there is no third."""
 
 
 def staying(
@@ -196,7 +204,7 @@ def staying(
     scratch_bytes: int = 0,
     kept: frozenset[EntryRef] = frozenset(),
 ) -> frozenset[EntryRef]:
-    """The gradients that stay on the device until the optimizer has read them.
+    """The gradients that stay on the device until the optimizer, or a late update, has read them.
 
     Candidates come once, whole, and in memory of their own. Of them as many of the last stay as
     leave at most `room_bytes` live at any time, and `scratch_bytes` less while the optimizer goes
@@ -204,7 +212,8 @@ def staying(
 
     kept  refs of gradients that are not gone when the next forward begins, none of which stays
     """
-    if tuple(phase for phase, _ in groupby(call.phase for call in step.calls)) != PATTERN:
+    phases = tuple(phase for phase, _ in groupby(call.phase for call in step.calls))
+    if phases != PATTERN[: max(2, len(phases))]:
         return frozenset()
     may = [ref for ref in _candidates(step) if ref not in kept]
     anyway, anyway_in_steps = _held(step, frozenset())
@@ -218,6 +227,17 @@ def staying(
         else:
             most = some - 1
     return frozenset(may[len(may) - fewest :])
+
+
+def can_stay(
+    step: StepTrace, gradients: frozenset[EntryRef], room_bytes: int, kept: frozenset[EntryRef]
+) -> bool:
+    """Whether these gradients may stay on the device until they are read, as in `staying`."""
+    if not gradients:
+        return True
+    held, _ = _held(step, gradients)
+    anyway, _ = _held(step, frozenset())
+    return gradients.isdisjoint(kept) and held <= max(room_bytes, anyway)
 
 
 def staying_bytes(step: StepTrace, gradients: frozenset[EntryRef]) -> int:
@@ -255,6 +275,8 @@ def _held(step: StepTrace, gradients: frozenset[EntryRef]) -> tuple[int, int]:
         if call.phase is Phase.BACKWARD:
             most = max(most, walk.others + held_peak(call.schedule))
             walk.through(call.schedule)
+        elif call.schedule.updates_late:
+            most = max(most, walk.through(call.schedule))
         elif call.phase is Phase.STEP:
             in_steps = max(in_steps, walk.now)
         walk.end(after.phase)
@@ -273,13 +295,15 @@ def device_peak(
     """
     walk, taken, peak = StepFootprint(), 0, 0
     walk.begin(schedule)
-    kept = walk.others  # a forward would have left as much
+    kept = walk.others - schedule.held_bytes  # a forward would have left as much
     for index, x in enumerate(schedule.effects):
         taken += x.taken_bytes
         if x.changes_live:
             peak = max(peak, taken + walk.rise() - kept)
             if x.is_gradient:
                 walk.leave(x)
+        elif x.lets_go:
+            walk.let_go(x.lets_go)
         taken += sum(fetch.effects.taken_bytes for fetch in starts.get(index, ()))
         peak = max(peak, taken + walk.now - kept)
     return peak

@@ -10,16 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
-from zcompile.ir.schedule import Departure, EntryIndex, Reduce, RegionProgram, Schedule
+from zcompile.ir.schedule import (
+    Departure,
+    EntryIndex,
+    ReadValue,
+    Reduce,
+    RegionProgram,
+    Schedule,
+)
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Phase
 from zcompile.memory.allocator import Block, live_peak
 from zcompile.passes.allocate_arena import allocate_arena
 from zcompile.passes.join_regions import join_regions
+from zcompile.passes.late_updates import with_late_updates
 from zcompile.passes.lower import lower
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 
 NONE: frozenset[EntryIndex] = frozenset()
+LATE_ROOM = 2
+"""Late updates are given so many times the room of what the forward reads itself."""
 
 
 def arrange(
@@ -28,15 +38,17 @@ def arrange(
     max_lead: int,
     resident: frozenset[EntryIndex] = NONE,
     stay: frozenset[EntryIndex] = NONE,
+    reached: frozenset[EntryIndex] = NONE,
 ) -> Schedule:
     """The schedule of a program for calls whose `resident` entries rest on the device.
 
     budget_bytes  of the arena, for what is fetched
     max_lead      regions that a fetch may start ahead of its first reader
     stay          entries whose gradients stay where they are made
+    reached       entries that late updates use on the host, where compute reaches them
     raises        BudgetExceeded, if what one region reads does not fit
     """
-    return lower(_placed(program, budget_bytes, max_lead, resident, stay))
+    return lower(_placed(program, budget_bytes, max_lead, resident, stay, reached))
 
 
 def _placed(
@@ -45,10 +57,12 @@ def _placed(
     max_lead: int,
     resident: frozenset[EntryIndex],
     stay: frozenset[EntryIndex],
+    reached: frozenset[EntryIndex],
 ) -> RegionProgram:
     """The program with everything decided that `arrange` decides."""
     program = replace(program, budget_bytes=budget_bytes)
-    program = apply_placement(program, resident, stay)  # what is read in place, what stays
+    program = with_late_updates(program, budget_bytes)  # what else a forward computes
+    program = apply_placement(program, resident, stay, reached)  # what is read in place, what stays
     program = schedule_prefetch(program, max_lead)  # start each fetch early enough
     return allocate_arena(program)  # every fetched value has an address
 
@@ -59,18 +73,27 @@ def rearrange(
     max_lead: int,
     resident: frozenset[EntryIndex] = NONE,
     stay: frozenset[EntryIndex] = NONE,
+    reached: frozenset[EntryIndex] = NONE,
+    held: frozenset[EntryIndex] = NONE,
 ) -> Schedule:
     """`schedule`, which is of a graph, arranged anew (`arrange`), and regions joined between which
-    nothing moves."""
+    nothing moves.
+
+    held  gradients for late updates that have stayed where backward made them
+    """
     assert schedule.program is not None, "a step is lowered anew from its rows"
-    program = _placed(schedule.program, budget_bytes, max_lead, resident, stay)
-    made = lower(join_regions(program, schedule.holds.levels))
-    # What it may be arranged from once more has all regions.
-    return replace(made, holds=schedule.holds, program=program)
+    program = _placed(schedule.program, budget_bytes, max_lead, resident, stay, reached)
+    made = lower(join_regions(program, schedule.holds.levels)).with_held(held)
+    # What it may be arranged from once more has all regions, and those of the graph alone.
+    again = program if schedule.program.late is None else schedule.program
+    return replace(made, holds=schedule.holds, program=again)
 
 
 def apply_placement(
-    program: RegionProgram, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+    program: RegionProgram,
+    resident: frozenset[EntryIndex],
+    stay: frozenset[EntryIndex],
+    reached: frozenset[EntryIndex] = NONE,
 ) -> RegionProgram:
     """Read `resident` entries where they rest, and leave the gradients of `stay` where they are
     made.
@@ -78,7 +101,8 @@ def apply_placement(
         a: fetched, read by region 0                  a: read in place by region 0
         after region 3: the gradient of a       ->    after region 3: the gradient of a stays
 
-    A copy in another dtype is fetched even if its entry is resident.
+    A copy in another dtype is fetched even if its entry is resident; an operand of a late update is
+    used on the host, if compute reaches that.
     """
 
     def placed(x: Departure) -> Departure:
@@ -86,9 +110,12 @@ def apply_placement(
         return replace(x, stays=stays) if isinstance(x, Reduce) and x.stays != stays else x
 
     departures = tuple(tuple(map(placed, rows)) for rows in program.departures)
+
+    def in_place(v: ReadValue) -> bool:
+        return v.cast is None and (v.entry in resident or (v.reach and v.entry in reached))
+
     return replace(program, departures=departures).with_values(
-        v._replace(in_place=v.entry in resident and v.cast is None, start=v.first, slot=None)
-        for v in program.values
+        v._replace(in_place=in_place(v), start=v.first, slot=None) for v in program.values
     )
 
 
@@ -99,7 +126,7 @@ class ArenaShare:
     window_bytes  for what is fetched
     max_lead      runs that a fetch may start ahead
     chunk_bytes   most bytes per operand and chunk of the optimizer's step
-    reach         whether the optimizer's step computes with entries on the host in place
+    reach         whether updates of an optimizer compute with entries on the host in place
     depth         most chunks of that step in the arena at once
     scratch       memory outside the arena that no graph holds during that step; used if it is
                   larger
@@ -150,7 +177,11 @@ def _arranged(
         return schedule
     if schedule.phase is not Phase.STEP:
         resident = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home in ON_DEVICE)
-        return rearrange(schedule, arena.window_bytes, arena.max_lead, resident, stay)
+        near = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home == "host")
+        reached = near if arena.reach else NONE
+        held = frozenset(EntryIndex(n) for n, home in enumerate(homes) if home == HELD)
+        window, lead = arena.window_bytes, arena.max_lead
+        return rearrange(schedule, window, lead, resident, stay, reached, held)
     still = ON_DEVICE | {"host"} if arena.reach else ON_DEVICE
     rows = [
         replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
@@ -168,5 +199,12 @@ def _rests(column: Column, home: str, still: frozenset[str]) -> Column:
 def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int) -> int:
     """Bytes of the arena in which each fetch of a graph could start `lead` regions ahead."""
     assert schedule.program is not None, "of a graph"
-    values = (v for v in schedule.program.values if v.entry not in resident)
-    return live_peak([Block(max(0, v.first - lead), v.last, v.nbytes) for v in values])
+
+    def needed(program: RegionProgram) -> int:
+        values = (v for v in program.values if v.entry not in resident)
+        return live_peak([Block(max(0, v.first - lead), v.last, v.nbytes) for v in values])
+
+    nbytes = needed(schedule.program)
+    if schedule.program.late is None:
+        return nbytes
+    return needed(with_late_updates(schedule.program, LATE_ROOM * nbytes))

@@ -50,7 +50,8 @@ def join_regions(program: RegionProgram, levels: Sequence[LiveBytes]) -> RegionP
     behind = [[n + 1 for n in regions] for regions in groups]
     order: list[tuple[int, ...]] = [(number,) for number in numbers.sent[0]]
     for regions, after in zip(groups, behind, strict=True):
-        order.append(tuple(numbers.ran[n] for n in regions))
+        if ran := tuple(number for n in regions if (number := numbers.ran[n]) is not None):
+            order.append(ran)
         order += [(number,) for n in after for number in numbers.sent[n]]
     return replace(
         program,
@@ -70,20 +71,20 @@ def join_regions(program: RegionProgram, levels: Sequence[LiveBytes]) -> RegionP
 class _LevelNumbers:
     """Which of the levels of a program is whose.
 
-    ran   of each region
+    ran   of each region; None of a late update, which changes no live bytes
     sent  sent[n]: of what leaves before region n
     """
 
-    ran: list[int]
+    ran: list[int | None]
     sent: list[list[int]]
 
     @classmethod
     def of(cls, program: RegionProgram) -> "_LevelNumbers":
-        number, ran, sent = count(), list[int](), list[list[int]]()
+        number, ran, sent = count(), list[int | None](), list[list[int]]()
         for n, leaving in enumerate(program.departures):
             sent.append([next(number) for x in leaving if x.effects.changes_live])
             if n < len(program.regions):
-                ran.append(next(number))
+                ran.append(next(number) if program.regions[n].late is None else None)
         return cls(ran, sent)
 
 

@@ -8,6 +8,7 @@ from zcompile.ir.schedule import (
     SERIALS,
     Borrow,
     Departure,
+    Drop,
     Fetch,
     Free,
     Instruction,
@@ -18,6 +19,7 @@ from zcompile.ir.schedule import (
     Run,
     Schedule,
     Slot,
+    Store,
     Ticket,
     Wait,
 )
@@ -30,6 +32,8 @@ def lower(program: RegionProgram) -> Schedule:
     b: [4K, 12K), starts before 0, read by 1      fetch b -> [4K, 12K)
     c: read in place by 1                         wait a; run 0; free a
                                             ->    wait b; borrow c; run 1; free b
+
+    What a late update has written is stored before it is freed.
     """
     lowering = _Lowering(program)
     instructions = tuple(lowering.instructions())
@@ -50,6 +54,7 @@ class _Lowering:
     marked   region -> the ticket that is complete once compute has passed it
     emitted  region -> the index of its instruction
     read     byte of the arena -> the last region that read what lay there
+    stored   byte of the arena -> the last store from there
 
     peak_bytes  largest sum of slots taken at once
     """
@@ -62,6 +67,7 @@ class _Lowering:
         self._marked: dict[int, Ticket] = {}
         self._emitted: list[int] = []
         self._read: ByteRanges[int] = ByteRanges()
+        self._stored: ByteRanges[Ticket] = ByteRanges()
         self._offloads: dict[Ticket, Ticket] = {}
         """Number of an offload -> its ticket."""
 
@@ -90,11 +96,13 @@ class _Lowering:
                 ticket, slot = fetched[value.register].ticket, _slot_of(value)
                 rows.append(Wait(ticket, slot, value.layout, value.register, value.name))
             for v in in_place[n]:
-                rows.append(Borrow(v.entry, v.begin, v.layout, v.register, False, v.name))
+                rows.append(Borrow(v.entry, v.begin, v.layout, v.register, v.writes, v.name))
             self._emitted.append(len(rows))
             rows.append(run)
             for value in leaving[n]:
                 slot = _slot_of(value)
+                if value.writes:
+                    self._store(value, slot, n)
                 rows.append(Free(slot, value.register, value.name))
                 self._read.put(slot.address, slot.end, n)
                 self._taken_bytes -= slot.nbytes
@@ -116,10 +124,12 @@ class _Lowering:
         return self._marked[region]
 
     def _fetch(self, value: ReadValue) -> Fetch:
-        """The fetch of a value, after the last region that read its bytes of the arena."""
+        """The fetch of a value, after the last region that read its bytes of the arena, and stores
+        from there."""
         slot = _slot_of(value)
         last = max(self._read.over(slot.address, slot.end), default=None)
-        after = () if last is None else (self._mark(last),)
+        stores = set(self._stored.over(slot.address, slot.end))
+        after = () if last is None else (self._mark(last), *sorted(stores))
         return Fetch(
             value.entry,
             value.begin,
@@ -132,12 +142,22 @@ class _Lowering:
             value.cast,
         )
 
+    def _store(self, value: ReadValue, slot: Slot, region: int) -> None:
+        """Send a value home that was written, once its last reader is done with it."""
+        ticket, after = self._ticket(), (self._mark(region),)
+        self._rows.append(
+            Store(value.entry, value.begin, value.nbytes, slot, ticket, after, value.name)
+        )
+        self._stored.put(slot.address, slot.end, ticket)
+
     def _depart(self, n: int) -> None:
         """What leaves between region n - 1, which may have made it, and region n."""
         for x in self._program.departures[n]:
             self._rows.append(self._departure(x, (self._mark(n - 1),) if n else ()))
 
     def _departure(self, x: Departure, after: tuple[Ticket, ...]) -> Departure:
+        if isinstance(x, Drop):
+            return x
         if isinstance(x, Left):
             return replace(x, ticket=self._offloads[x.ticket])
         if isinstance(x, Offload):

@@ -24,6 +24,10 @@ This counts every border between two segments with all of C for each of its two 
 The linear program of `least_seconds` lets all that is held share C, and never gives less; it is
 taken for steps that it solves in a second.
 
+Late updates (`ir/late_updates.py`) are of the forward's segment. That bounds plans in which only
+some of them are late as well: a step and the forward behind it last at least as long together as
+one segment that does the work of both.
+
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
 through there is empty whenever a segment begins or ends.
@@ -57,6 +61,7 @@ class Segment:
     reads   that its compute reads and did not write itself before
     writes  that it writes and somebody reads later; 0 where nobody does
     lives   whether somebody reads the bytes later, as they are after the segment
+    late    whether it is of a forward that computes late updates
     """
 
     phase: Phase
@@ -64,6 +69,12 @@ class Segment:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     lives: tuple[bool, ...]
+    late: bool = False
+
+    @property
+    def updates(self) -> bool:
+        """Whether it computes updates."""
+        return self.late or self.phase is Phase.STEP
 
 
 @dataclass(frozen=True)
@@ -102,12 +113,13 @@ def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
     region_seconds  seconds of a region's compute
     """
     touched: dict[int, _Touched] = {}
-    phases, seconds, found = [], [], []
+    phases, seconds, late, found = [], [], [], []
     for phase, calls in groupby(step.calls, key=lambda call: call.phase):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
-        compute_s = 0.0
+        compute_s, updates = 0.0, False
         for call in calls:
+            updates |= call.schedule.updates_late
             serial = call.schedule.serial
             if serial not in touched:
                 touched[serial] = _touched(call.schedule, region_seconds)
@@ -115,12 +127,18 @@ def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
             touched[serial].add_to(call, reads, writes)
         phases.append(phase)
         seconds.append(compute_s)
+        late.append(updates)
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(
-        Segment(phase, compute_s, *zip(*(uses[n] for _, _, uses in groups), strict=True))
-        if groups
-        else Segment(phase, compute_s, (), (), ())
+        Segment(
+            phase,
+            compute_s,
+            tuple(uses[n].read for _, _, uses in groups),
+            tuple(uses[n].written for _, _, uses in groups),
+            tuple(uses[n].lives for _, _, uses in groups),
+            late[n],
+        )
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )
     gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
@@ -160,10 +178,11 @@ def _alike(
 def _lives(phases: Sequence[Phase], uses: Sequence[_Use], n: int, is_gradient: bool) -> bool:
     """Whether an object is read after segment n before it is overwritten.
 
-    A gradient is added to by each backward pass, and is over with the step that reads it.
+    A gradient is added to by each backward pass, and is over with the step, or the forward with a
+    late update, that reads it.
     """
     if is_gradient:
-        return phases[n] is not Phase.STEP
+        return phases[n] is not Phase.STEP and not uses[n].read
     later = [uses[(n + i) % len(uses)] for i in range(1, len(uses) + 1)]
     return next((bool(use.read) for use in later if use.read or use.written), False)
 
@@ -280,12 +299,13 @@ BESIDE = {"h2d": "disk_read", "d2h": "disk_write"}
 themselves."""
 
 
-def links_counted(links: Mapping[str, Link], room: Room, phase: Phase) -> frozenset[str]:
-    """The links that a byte from a far tier must pass, or can.
+def links_counted(links: Mapping[str, Link], room: Room, updates: bool) -> frozenset[str]:
+    """The links that a byte from a far tier must pass, or can, where updates are computed or not.
 
-    Where compute reaches the host, bytes that are not on the device need not pass the bus.
+    Where compute reaches the host, operands of updates that are not on the device need not pass the
+    bus.
     """
-    wanted = set() if room.reach and phase is Phase.STEP else {"h2d", "d2h"}
+    wanted = set() if room.reach and updates else {"h2d", "d2h"}
     if "disk" in room.nbytes:
         wanted |= {"disk_read", "disk_write"}
     return frozenset(wanted & links.keys())
@@ -319,8 +339,9 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         e[k,b]  bytes of k whose value is not on the disk,       e <= q
         r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
                 sum over k of r + w <= G, the staging ring
-        g[k,b]  bytes of gradients k that are held when backward ends, beside C: in the next
-                segment the optimizer reads them there, or they leave;
+        g[k,b]  bytes of gradients k that are held when backward ends, and when a forward with late
+                updates begins, beside C: in the next segment updates read them there, or they
+                leave, or are held on;
                 sum over k of g <= what is held
 
     For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct
@@ -405,7 +426,8 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
             program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
             program.at_most(0.0, (("d", k, b), 1.0), (("h", k, b), -1.0))
             program.at_most(0.0, (("e", k, b), 1.0), (("q", k, b), -1.0))
-        late = demand.gradients if demand.segments[b - 1].phase is Phase.BACKWARD else ()
+        held_here = demand.segments[b - 1].phase is Phase.BACKWARD or demand.segments[b].late
+        late = demand.gradients if held_here else ()
         for k in late:
             program.column(("g", k, b), highest=demand.groups[k] / unit)
         program.at_most(held, *((("g", k, b), 1.0) for k in late))
@@ -428,7 +450,7 @@ def _segment(
     program.column(("T", n), lowest=segment.compute_s / unit_s)
     unit = _unit_bytes(demand)
     lanes: dict[str, list[Term]] = {}
-    counted = links_counted(links, room, segment.phase)
+    counted = links_counted(links, room, segment.updates)
     for link in sorted(counted):
         held, new = ("h", "d") if link in ("h2d", "d2h") else ("q", "e")
         seconds = unit / links[link].bytes_per_s / unit_s
@@ -540,9 +562,9 @@ def least_of_segment(
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}
-    counted = links_counted(links, room, segment.phase)
+    counted = links_counted(links, room, segment.updates)
     late = room.held_bytes if segment.phase is Phase.BACKWARD else 0
-    stays = sum(segment.reads[k] for k in gradients) if segment.phase is Phase.STEP else 0
+    stays = sum(segment.reads[k] for k in gradients) if segment.updates else 0
     ways = (
         ("h2d", "disk_read", segment.reads, min(stays, room.held_bytes)),
         ("d2h", "disk_write", segment.writes, late),

@@ -4,7 +4,7 @@ Pure: a step, terms, and nothing else. `frontend/dry_run/plan.py` traces the ste
 prints the answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.ir.step import StepTrace, Timeline
@@ -16,9 +16,17 @@ from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
+from zcompile.planner.late_step import with_late_step
 from zcompile.planner.placement import Room, group, lane_seconds, place
 from zcompile.planner.simulator import simulate, step_seconds
-from zcompile.planner.step_plan import UNBOUNDED_LEAD, StepPlan, plan_step, stay_and_scratch
+from zcompile.planner.step_plan import (
+    UNBOUNDED_LEAD,
+    StepPlan,
+    as_planned,
+    plan_late_or_not,
+    plan_step,
+    stay_and_scratch,
+)
 
 MORE_BYTES = GiB
 """Bytes of a tier whose value a shadow price is."""
@@ -137,28 +145,39 @@ def evaluated(
     # What there is: room on the tiers, costs, gradients that stay, the step scratch.
     room = room_of(terms, beside_bytes)
     costs = terms.costs()
-    demand = demand_of(step, costs.region_seconds)
-    compute_s = demand.phases_s
     lead = UNBOUNDED_LEAD if terms.prefetch else 0
     chunk_bytes = max(chunk_bytes, terms.chunk_bytes)
     arena_bytes = room.nbytes["device"]
     beside = terms.machine.tiers["device"] - arena_bytes
-    stay, scratch = stay_and_scratch(step, terms.machine, arena_bytes, beside, chunk_bytes)
-    arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch)
 
     def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
         return step_seconds(made, costs, homes, COMPARED)
 
-    # The plan, near the bound if it can be; then all numbers of it.
+    late = with_late_step(step, chunk_bytes)
+    demand = demand_of(step if late is None else late.step, costs.region_seconds)
     least = bound(demand, terms.machine.links, room)
-    planned = plan_step(step, terms.machine, room, arena, compute_s, seconds, least.seconds, stay)
+
+    def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
+        stay, scratch = stay_and_scratch(
+            step, terms.machine, arena_bytes, beside, chunk_bytes, kept
+        )
+        arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch)
+        compute = demand_of(step, costs.region_seconds).phases_s
+        return plan_step(
+            step, terms.machine, room, arena, compute, seconds, least.seconds, stay, windows
+        )
+
+    # The plan, near the bound if it can be; then all numbers of it.
+    planned = plan_late_or_not(step, plan, frozenset(), room, chunk_bytes, seconds)
+    step, base = as_planned(step, planned), step
+    compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
     used, groups = _used(step, homes), group(step, terms.machine, room, planned.placement.stay)
     return Evaluation(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
         bound=least,
-        floor=floor(step, demand, costs, terms.machine.links, whole_room(terms)),
+        floor=floor(base, demand, costs, terms.machine.links, whole_room(terms)),
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),

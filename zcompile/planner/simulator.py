@@ -287,6 +287,8 @@ class SimulatedSteps:
             self._take(x.takes)
         if x.gives_back is not None:
             self._give_back(x.gives_back)
+        if x.lets_go:
+            self._held.let_go(x.lets_go)
         if x.ticket is not None:
             self._done[x.ticket] = self._compute
         return task

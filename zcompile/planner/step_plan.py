@@ -9,7 +9,8 @@ taken. Pure.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
@@ -18,8 +19,9 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import Machine
-from zcompile.memory.step_footprint import held_in_steps, staying, staying_bytes
+from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
+from zcompile.planner.late_step import with_late_step
 from zcompile.planner.placement import Placement, Room, place
 
 LEADS = (1, 2, 4, 8, 16)
@@ -56,6 +58,8 @@ SCRATCH_SHARE = 8
 UNBOUNDED_LEAD = 64
 """Runs that a fetch may start ahead once the window bounds the bytes in flight."""
 
+NOTHING_LATE: Mapping[EntryRef, int] = MappingProxyType({})
+
 Seconds = Callable[[StepTrace, Mapping[EntryRef, str]], float]
 """(arranged step, homes of its entries) -> seconds of the step."""
 
@@ -68,12 +72,14 @@ class StepPlan:
     arena      how the arena is shared
     step       as it will be walked
     seconds    that it will take
+    late       parameter whose update is late -> serial of the recorded forward that computes it
     """
 
     placement: Placement
     arena: ArenaShare
     step: StepTrace
     seconds: float
+    late: Mapping[EntryRef, int] = field(default_factory=lambda: NOTHING_LATE)
 
     @property
     def resident_bytes(self) -> int:
@@ -113,6 +119,7 @@ def plan_step(
     seconds: Seconds,
     least_s: float = 0.0,
     stay: frozenset[EntryRef] = frozenset(),
+    wanted: Sequence[int] | None = None,
 ) -> StepPlan:
     """The fastest of the plans tried, or the first that is near the bound.
 
@@ -122,11 +129,12 @@ def plan_step(
     seconds  simulates an arranged step
     least_s  lower bound, in seconds, on any plan; 0, if that is not known
     stay     gradients that stay where backward makes them (`memory/step_footprint.py`)
+    wanted   windows to try; None: those that leads and chunks ask for
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
-    windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
+    windows = list(_windows(step, machine, room, arena, compute_seconds, stay, wanted))
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
         if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
@@ -148,6 +156,98 @@ def plan_step(
         assert refused is not None
         raise refused[1]
     return _simplest((*made, *_refined(step, made, seconds)))
+
+
+LATE_PAYS = 1.01
+"""A plan with late updates must be so many times as fast: it keeps gradients for longer, and what
+reads a parameter right after a step finds it updated only then."""
+
+LATE_LEADS, LATE_PART = (1, 4), 6
+"""Runs of lead that windows for late updates have room for, and the part of the arena that is tried
+as well: few, since each is a schedule of many chunks."""
+
+Planned = Callable[[StepTrace, frozenset[EntryRef], Sequence[int] | None], StepPlan]
+"""(step, gradients that may not stay, windows to try) -> its plan."""
+
+
+def plan_late_or_not(
+    step: StepTrace,
+    planned: Planned,
+    kept: frozenset[EntryRef],
+    room: Room,
+    chunk_bytes: int,
+    seconds: Seconds,
+    least_window: int = 0,
+) -> StepPlan:
+    """The fastest of some plans: of a step as it was recorded, and with late updates.
+
+    Updates are late whose operands move in a step; the others are computed at once, where they
+    rest. Two placements are tried: one for a step with late updates, and that of the step without,
+    where a small streaming buffer may leave more on the device.
+
+    planned       makes a plan
+    kept          gradients that are not gone when the next forward begins
+    room          bytes of each tier for the entries of this step, the whole arena among them
+    chunk_bytes   of an operand, at most
+    least_window  of the arena, that must be left
+    raises        BudgetExceeded
+    """
+    plan = planned(step, kept, None)
+    all_late = with_late_step(step, chunk_bytes)
+    if all_late is None or not _moves_in_steps(plan):
+        return plan
+    tried = [plan]
+    with suppress(BudgetExceeded):
+        windows = _late_windows(all_late.step, plan, room.nbytes["device"])
+        tried.append(planned(all_late.step, kept, [w for w in windows if w >= least_window]))
+    made = []
+    for other in tried:
+        moving = _moving(step, all_late.forwards, other.placement, room.reach)
+        late = with_late_step(step, chunk_bytes, moving)
+        if late is None or not can_stay(late.step, other.placement.stay, room.held_bytes, kept):
+            continue
+        with suppress(BudgetExceeded):
+            found = _planned(late.step, other.placement, other.arena, seconds)
+            made.append(replace(found, late=late.forwards))
+    best = min(made, key=lambda plan: plan.seconds, default=plan)
+    return best if best.seconds * LATE_PAYS < plan.seconds else plan
+
+
+def _late_windows(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
+    """Windows to try for a step with late updates, of which `plan` is without."""
+    homes = plan.placement.homes
+    found = {_needed(step, homes, lead) for lead in LATE_LEADS}
+    found |= {plan.arena.window_bytes, whole // LATE_PART}
+    return sorted(min(window, whole) for window in found)
+
+
+def as_planned(step: StepTrace, plan: StepPlan) -> StepTrace:
+    """A step as it was recorded, with those of its updates late that are so in the plan."""
+    late = with_late_step(step, plan.arena.chunk_bytes, plan.late) if plan.late else None
+    return step if late is None else late.step
+
+
+def _moves_in_steps(plan: StepPlan) -> bool:
+    """Whether anything moves while an optimizer goes on."""
+    steps = (call.schedule for call in plan.step.calls if call.phase is Phase.STEP)
+    return any(x.is_transfer for schedule in steps for x in schedule.effects)
+
+
+def _moving(
+    step: StepTrace, weights: Mapping[EntryRef, int], placement: Placement, reach: bool
+) -> list[EntryRef]:
+    """The parameters of which an operand of the update moves when that is computed, in order."""
+    still = ON_DEVICE | {"host"} if reach else ON_DEVICE
+    rows = (
+        {call.entries[column.entry] for column in row.columns}
+        for call in step.calls
+        for row in call.schedule.rows
+    )
+    moving = set[EntryRef]()
+    for refs in rows:
+        if any(placement.homes.get(ref, step.facts[ref].home) not in still for ref in refs):
+            moving |= refs & weights.keys()
+    return [ref for ref in weights if ref in moving]
 
 
 def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
@@ -195,10 +295,11 @@ def at_rest(
     if all(planned.get(ref, step.facts[ref].home) == home for ref, home in homes.items()):
         return plan
     placement = replace(plan.placement, homes={**planned, **homes})
-    try:
-        return _planned(step, placement, replace(plan.arena, window_bytes=window_bytes), seconds)
-    except BudgetExceeded:
-        return plan  # the first call that needs more of the arena than is left will get it
+    shared = replace(plan.arena, window_bytes=window_bytes)
+    for made, late in ((as_planned(step, plan), plan.late), (step, NOTHING_LATE)):
+        with suppress(BudgetExceeded):
+            return replace(_planned(made, placement, shared, seconds), late=late)
+    return plan  # the first call that needs more of the arena than is left will get it
 
 
 def _planned(
@@ -239,6 +340,7 @@ def _windows(
     arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef],
+    wanted: Sequence[int] | None,
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
@@ -247,6 +349,9 @@ def _windows(
         left = {**room.nbytes, "device": whole - window}
         return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
 
+    if wanted is not None:
+        yield from ((window, beside(window)) for window in wanted)
+        return
     # No window at all, if everything rests on the device.
     everything = beside(0)
     if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:

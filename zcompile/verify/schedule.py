@@ -133,6 +133,7 @@ class Walk:
         """Transfers of values of the call that nobody has waited for."""
         self.taken = {use.slot: use for use in given.values()}
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
+        self.made_at |= dict.fromkeys(schedule.operands, begun)
         self.made_at |= {register: begun for register, _ in schedule.constants}
         self.bound: dict[Register, SlotUse] = {}
         self.borrowed: dict[Register, Span] = {}
@@ -342,7 +343,7 @@ class Proof:
                 self._homes.write_in_place(walk.written_in_place[register], self.now)
 
     def _touch(self, walk: Walk, use: SlotUse) -> None:
-        """Compute reads and, in an optimizer's step, writes a slot."""
+        """Compute reads and, in an update, writes a slot."""
         if not all(store.ended_by(self.now) for store in use.stores):
             raise walk.fail(f"{use.name!r} is computed with while its store reads it")
         if use.span is not None and not self._homes.read(use.span, use, use.at, self.now):

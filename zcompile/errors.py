@@ -196,6 +196,21 @@ class ParameterChanged(ZinfError, RuntimeError):
         super().__init__(f"parameter {name!r} {why}; {todo}")
 
 
+class UpdateBroken(ZinfError, RuntimeError):
+    """The update of a parameter failed half-way, when it was computed after its optimizer's step.
+
+    step  number of steps of optimizers before it
+    """
+
+    def __init__(self, name: str, step: int, why: str) -> None:
+        super().__init__(
+            f"the update of {name!r} by step {step} of its optimizer broke off while it was "
+            f"computed, so that it and its states are neither the old nor the new ones: {why}; "
+            "go back to a checkpoint: build model and optimizer again and call zcompile.resume"
+        )
+        self.name = name
+
+
 class ValueUnset(ZinfError, RuntimeError):
     """An entry made from a `meta` tensor is read before it was given a value."""
 

@@ -25,6 +25,7 @@ from zcompile.frontend.session_plan import (
     seconds_at,
     shadows_of,
 )
+from zcompile.ir.handles import owners_of
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
@@ -86,6 +87,8 @@ class Event(Enum):
     """The same, for the last time."""
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
+    UPDATES_IN_THE_WAY = auto()
+    """Step after step, late updates were asked for before the next forward."""
     ARENA_RESIZES = auto()
     """The arena is about to have another size."""
 
@@ -118,6 +121,8 @@ class StepController(Rescheduling):
         self._predicted: tuple[int, dict[str, Any]] | None = None
         self._least_window = 0
         """Bytes of the arena to leave free, as far as is known."""
+        self._may_be_late = True
+        """Whether updates may be late."""
         self._evicted_in, self._may_stay = -1, True
         """The last step in which gradients that stayed had to go home; whether any may stay."""
 
@@ -182,11 +187,11 @@ class StepController(Rescheduling):
         An evaluation may come before they are. If it is so step after step, none stays any more.
         """
         session = self.session
-        held = [entry for entry in session.entries() if entry.home == HELD]
-        if not held:
+        if not any(entry.home == HELD for entry in session.entries()):
             return
         with deferred_interrupts():
-            self._quiet()
+            self._quiet()  # after which gradients of late updates may be gone
+            held = [entry for entry in session.entries() if entry.home == HELD]
             evict(session, held, {})
         again, self._evicted_in = self._seen - self._evicted_in == 1, self._seen
         log.info(
@@ -196,6 +201,15 @@ class StepController(Rescheduling):
         )
         if again:
             self.handle(Event.GRADIENTS_IN_THE_WAY)
+
+    def updates_in_the_way(self) -> None:
+        """Let no update be late any more, from the next plan on: what they wait with is asked for
+        before the next forward, step after step."""
+        log.info(
+            "parameters, gradients or states are used between each step and the next forward: the "
+            "next plan lets no update wait for that"
+        )
+        self.handle(Event.UPDATES_IN_THE_WAY)
 
     # What is done, as `TRANSITIONS` says; whether it could be.
 
@@ -236,7 +250,7 @@ class StepController(Rescheduling):
         session, device = self.session, self.session.homes.device
         with deferred_interrupts():
             self._quiet()
-            self.plan = None
+            self.plan, session.late.wanted = None, {}
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
             evict(session, self._resident(), {})
@@ -252,6 +266,11 @@ class StepController(Rescheduling):
     def _let_none_stay(self) -> bool:
         """From the next plan on all gradients go home."""
         self._may_stay = False
+        return True
+
+    def _let_none_be_late(self) -> bool:
+        """From the next plan on all updates are computed when the optimizer is called."""
+        self._may_be_late = False
         return True
 
     # Plans.
@@ -294,10 +313,13 @@ class StepController(Rescheduling):
 
         raises  BudgetExceeded
         """
-        alive = (e.ref for e in self.session.entries() if e.ref.is_gradient)
+        entries = {entry.ref: entry for entry in self.session.entries()}
+        alive = (ref for ref in entries if ref.is_gradient and _is_kept(entries, ref))
         kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
-            return plan_of(self.session, step, self.costs(), self._least_window, kept)
+            return plan_of(
+                self.session, step, self.costs(), self._least_window, kept, self._may_be_late
+            )
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -312,6 +334,7 @@ class StepController(Rescheduling):
         session, homes = self.session, plan.placement.homes
         device = session.homes.device
         self._quiet()
+        session.late.wanted = {}
         device.open_window(plan.arena.window_bytes)
         left = evict(session, [e for e in self._resident() if self._is_misplaced(e, homes)], homes)
         device.clear()
@@ -327,6 +350,7 @@ class StepController(Rescheduling):
         rests = {**dict.fromkeys(crowded, "host"), **rests}
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
+        session.late.wanted = plan.late
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
@@ -334,9 +358,10 @@ class StepController(Rescheduling):
         tell(log, text + (f"; {lost} entries found no room where they should rest" if lost else ""))
 
     def _quiet(self) -> None:
-        """Wait until nothing is in flight or handed over, and forget schedules for where entries
-        rest now."""
+        """Wait until nothing is in flight or handed over, or late, and forget schedules for where
+        entries rest now."""
         session = self.session
+        session.late.finish()
         session.executor.foresight.abandon()
         session.drain()
         session.forget_steps()
@@ -365,6 +390,14 @@ class StepController(Rescheduling):
         return call.making(self.plan.placement.stay)
 
 
+def _is_kept(entries: Mapping[EntryRef, Entry], gradient: EntryRef) -> bool:
+    """Whether somebody else than a late update keeps a gradient alive."""
+    if entries[gradient].waits is None:
+        return True
+    param = entries.get(gradient.owner)
+    return param is not None and any(owner.grad is not None for owner in owners_of(param))
+
+
 def summary(plan: StepPlan, window_bytes: int) -> str:
     """What a plan says, in one line: what rests where, what a step takes, what binds it.
 
@@ -379,6 +412,8 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
     told = [f"{show_size(window_bytes)} of the device to stream through"]
     if plan.staying_bytes:
         told.append(f"{show_size(plan.staying_bytes)} of gradients stay where they are made")
+    if plan.late:
+        told.append(f"{len(plan.late)} parameters are updated in the next forward")
     binding = plan.placement.binding
     by = set(binding.values())
     each = by if len(by) == 1 else (f"{link} in {phase.value}" for phase, link in binding.items())
@@ -410,6 +445,7 @@ OBSERVING, PLANNED, OUTDATED, WITHDRAWN = State
 _plan, _review = StepController._plan_anew, StepController._review
 _withdraw, _start_over = StepController.withdraw, StepController._start_over
 _let_none_stay = StepController._let_none_stay
+_let_none_be_late = StepController._let_none_be_late
 
 TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
     (state, event): Transition(action, then, otherwise)
@@ -420,23 +456,27 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OBSERVING, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OBSERVING, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OBSERVING, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
+        (OBSERVING, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OBSERVING, OBSERVING),
         (OBSERVING, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (PLANNED, Event.SAME_STEP, _review, PLANNED, PLANNED),
         (PLANNED, Event.NEW_STEP, _plan, PLANNED, PLANNED),
         (PLANNED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (PLANNED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (PLANNED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
+        (PLANNED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (PLANNED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (OUTDATED, Event.SAME_STEP, _plan, PLANNED, PLANNED),
         (OUTDATED, Event.NEW_STEP, _plan, PLANNED, PLANNED),
         (OUTDATED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OUTDATED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OUTDATED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
+        (OUTDATED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (OUTDATED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.NEW_STEP, _plan, PLANNED, WITHDRAWN),
         (WITHDRAWN, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
+        (WITHDRAWN, Event.UPDATES_IN_THE_WAY, _let_none_be_late, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
     )
 }

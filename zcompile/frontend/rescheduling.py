@@ -12,15 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.late_updates import LateRows
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import Phase
+from zcompile.ir.types import HELD, Phase
 from zcompile.memory.step_footprint import held_peak
 from zcompile.passes.arrange import rearrange
 from zcompile.planner.step_plan import UNBOUNDED_LEAD
+from zcompile.runtime.late import JoiningRows
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
+
+NOTHING_LATE = LateRows()
 
 
 def lead_of(session: Session) -> int:
@@ -34,13 +38,24 @@ def refitted(
     resident: frozenset[EntryIndex],
     budget_bytes: int,
     stay: frozenset[EntryIndex] = frozenset(),
+    late: LateRows = NOTHING_LATE,
+    reached: frozenset[EntryIndex] = frozenset(),
+    held: frozenset[EntryIndex] = frozenset(),
 ) -> Schedule:
     """`schedule` arranged for a call whose `resident` entries rest on the device, and proven.
 
-    stay    entries whose gradients stay there
+    stay     entries whose gradients stay there
+    late     updates that it computes
+    reached  operands of these on the host, where compute reaches them
+    held     operands of these that have stayed where backward made them
     raises  BudgetExceeded, if what one run reads does not fit `budget_bytes` of the arena
     """
-    made = rearrange(schedule, budget_bytes, lead_of(session), resident, stay)
+    if late.updates:
+        assert schedule.program is not None, "of a graph"
+        joining = replace(late, chunk_bytes=session.device.chunk_bytes)
+        schedule = replace(schedule, program=replace(schedule.program, late=joining))
+    lead = lead_of(session)
+    made = rearrange(schedule, budget_bytes, lead, resident, stay, reached, held)
     verify_schedule(made)
     return made
 
@@ -81,33 +96,60 @@ class Rescheduling:
         session = self.session
         if not self.arranges and schedule.arena_bytes <= session.arena.budget_bytes:
             return schedule
+        joining = session.late.joining(schedule, entries)
+        more = () if joining is None else joining.entries
         resident = frozenset(
-            EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device
+            EntryIndex(n) for n, entry in enumerate((*entries, *more)) if entry.place.tier.on_device
         )
         try:
-            return self._refitted(schedule, resident, self.staying(schedule, entries))
+            stay = self.staying(schedule, entries)
+            return self._refitted(schedule, entries, resident, stay, joining)
         except BudgetExceeded as error:
+            if joining is not None:
+                session.late.settle()  # forward alone needs less
+                return self.fit(schedule, entries)
             if not self.reclaim(error.needed_bytes):
                 raise refusal(session, schedule, error) from error
             return self.fit(schedule, entries)  # which the arena may be too small for as it is
 
     def _refitted(
-        self, schedule: Schedule, resident: frozenset[EntryIndex], stay: frozenset[EntryIndex]
+        self,
+        schedule: Schedule,
+        entries: Sequence[Entry],
+        resident: frozenset[EntryIndex],
+        stay: frozenset[EntryIndex],
+        joining: JoiningRows | None = None,
     ) -> Schedule:
         """The schedule arranged for this call; if others hold more than was planned, no gradient
         stays."""
-        session, key = self.session, (schedule.serial, resident, stay)
+        session = self.session
+        late, reached, held_late = NOTHING_LATE, frozenset[EntryIndex](), frozenset[EntryIndex]()
+        if joining is not None:
+            late = joining.late
+            rows = [
+                (EntryIndex(len(schedule.handles) + n), e) for n, e in enumerate(joining.entries)
+            ]
+            near = (n for n, e in rows if not e.on_device and session.can_view_in_place(e))
+            reached, held_late = frozenset(near), frozenset(n for n, e in rows if e.home == HELD)
+        joined = None if joining is None else joining.key
+        key = schedule.serial, resident, stay, reached, held_late, joined
         if key not in self._arranged:
-            made = refitted(session, schedule, resident, session.window_bytes, stay)
+            window = session.window_bytes
+            made = refitted(session, schedule, resident, window, stay, late, reached, held_late)
             session.homes.plan_device(made.peak_bytes)
             self._arranged[key] = made, held_peak(made)
         made, held = self._arranged[key]
         if schedule.holds.sizes != made.holds.sizes:
             made = replace(made, holds=schedule.holds)
-            held = held_peak(made) if stay else 0
-        others = session.live_memory.nbytes - schedule.holds.saved_bytes
-        if stay and others + held > session.split.held_bytes:
-            return self._refitted(schedule, resident, frozenset())
+            held = held_peak(made) if stay or held_late else 0
+        others = session.live_memory.nbytes - schedule.holds.saved_bytes - made.held_bytes
+        if others + held <= session.split.held_bytes:
+            return made
+        if held_late:
+            session.late.settle()  # so that their memory is free
+            return self.fit(schedule, entries)
+        if stay:
+            return self._refitted(schedule, entries, resident, frozenset(), joining)
         return made
 
     def forget(self) -> None:
@@ -130,6 +172,9 @@ class Rescheduling:
 
     def evict_staying(self) -> None:
         """No gradient stays."""
+
+    def updates_in_the_way(self) -> None:
+        """No update is late."""
 
     def prediction(self) -> dict[str, Any] | None:
         """None: there is no plan."""

@@ -3,7 +3,7 @@
 Nothing here changes the session: a plan is put into force by `frontend/replan.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,20 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, EntryRef
 from zcompile.machine.cost import Costs
 from zcompile.passes.arrange import ArenaShare
-from zcompile.planner.bounds import bound, demand_of
+from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
+from zcompile.planner.late_step import with_late_step
 from zcompile.planner.outlook import COMPARED, Shadow, shadow_prices
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
-from zcompile.planner.step_plan import Seconds, StepPlan, plan_step, stay_and_scratch
+from zcompile.planner.step_plan import (
+    Seconds,
+    StepPlan,
+    as_planned,
+    plan_late_or_not,
+    plan_step,
+    stay_and_scratch,
+)
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
@@ -39,7 +47,12 @@ def seconds_at(costs: Costs) -> Seconds:
 
 
 def plan_of(
-    session: Session, step: StepTrace, costs: Costs, least_window: int, kept: frozenset[EntryRef]
+    session: Session,
+    step: StepTrace,
+    costs: Costs,
+    least_window: int,
+    kept: frozenset[EntryRef],
+    may_be_late: bool = True,
 ) -> StepPlan:
     """The plan for a step like this one.
 
@@ -48,21 +61,36 @@ def plan_of(
                   stay outside the arena
     raises        BudgetExceeded
     """
-    room = room_of(session, step)
+    room, machine = room_of(session, step), costs.machine
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
-    stay, scratch = stay_and_scratch(
-        step, costs.machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
-    )
-    window = min(least_window, arena_bytes)
-    arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
-    compute, simulated = demand_of(step, costs.region_seconds).phases_s, seconds_at(costs)
+    window, simulated = min(least_window, arena_bytes), seconds_at(costs)
     with working("planning a step", unit=lambda n: f"{n} arrangements tried") as work:
 
         def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
             work.add()
             return simulated(made, homes)
 
-        return plan_step(step, costs.machine, room, arena, compute, seconds, stay=stay)
+        def planned(
+            step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None
+        ) -> StepPlan:
+            stay, scratch = stay_and_scratch(
+                step, machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
+            )
+            arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
+            compute = demand_of(step, costs.region_seconds).phases_s
+            return plan_step(
+                step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
+            )
+
+        if not (may_be_late and session.may_update_late):
+            return planned(step, kept, None)
+        return plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window)
+
+
+def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
+    """What bounds any plan of a step here: with late updates, if there may be any."""
+    late = with_late_step(step, session.device.chunk_bytes) if session.may_update_late else None
+    return demand_of(step if late is None else late.step, costs.region_seconds)
 
 
 def whole_room(session: Session) -> Room:
@@ -75,7 +103,7 @@ def prediction_of(
 ) -> dict[str, Any]:
     """`simulator.predicted` of a plan that was made for `base`, with its bound and its floor."""
     made = predicted(plan.step, costs, plan.placement.homes)
-    demand = demand_of(base, costs.region_seconds)
+    demand = demand_here(session, base, costs)
     links = machine_for(session.config, session.device).links  # at the rates that they have
     least = bound(demand, links, room_of(session, base, holes=False))
     lowest = floor(base, demand, costs, links, whole_room(session))
@@ -94,9 +122,10 @@ def shadows_of(
 ) -> tuple[Shadow, ...]:
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
     now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
-    room, demand = room_of(session, base), demand_of(base, costs.region_seconds)
+    room, demand = room_of(session, base), demand_here(session, base, costs)
     least = bound(demand, costs.machine.links, room)
     fresh = replace(plan, seconds=now_s)
+    base = as_planned(base, plan)
     return shadow_prices(base, costs.machine, costs, room, fresh, demand, least)
 
 

@@ -12,8 +12,9 @@ when backward is over, or never comes, the entry is freed.
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import EllipsisType
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,6 +24,7 @@ from zcompile.errors import ParameterChanged, TierFull, Unsupported
 from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Borrow,
+    Drop,
     Fetch,
     Free,
     GradientOf,
@@ -43,6 +45,7 @@ from zcompile.memory.step_footprint import device_peak, held_peak, most_inherite
 from zcompile.runtime.foresight import Call, Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
+from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.store import resident
@@ -62,7 +65,8 @@ class StepPolicy(Protocol):
         """A step was recorded, and the next has not begun."""
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-        """The schedule for these very entries, where they rest now."""
+        """The schedule for these very entries, where they rest now; of a forward, with the late
+        updates that wait for it, unless these are settled on the way."""
 
 
 class Listener(Protocol):
@@ -185,6 +189,7 @@ class Executor:
     policy     gives each call the schedule that it walks
     make_room  called before a call, with the bytes that will be live outside the arena then
     make_copy  casts the bytes of an entry into those of its copy
+    late       the updates that wait for a forward
     """
 
     def __init__(
@@ -196,8 +201,10 @@ class Executor:
         policy: StepPolicy,
         make_room: Callable[[int, Schedule], None],
         make_copy: MakeCopy,
+        late: LateUpdates,
     ) -> None:
         self.store = store
+        self.late = late
         self.gradients = gradients
         self.in_flight, self.live_memory = in_flight, live_memory
         self._policy, self._make_room, self._make_copy = policy, make_room, make_copy
@@ -248,20 +255,36 @@ class Executor:
         self.store.meter.keep_passages(False)
 
     def run(
-        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
+        self,
+        schedule: Schedule,
+        args: list[Any],
+        entries: Sequence[Entry] | None = None,
+        of: Schedule | EllipsisType | None = ...,
     ) -> list[Any]:
         """The results of one call; `args` is emptied, so that its values can die early.
 
         entries  what the handles name, if the caller knows; else it is read from the handles
+        of       the call that it is a part of, which is recorded; None: nothing is recorded
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self._policy.step_ended(step)
         with deferred_interrupts():
-            return self._run(schedule, args, entries)
+            return self._run(schedule, args, entries, schedule if of is ... else of)
+
+    def note_waiting(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+        """Record a call of an optimizer of which nothing is walked yet, since its updates are
+        late."""
+        self.foresight.stepped()
+        if (noted := self.recorder.note(schedule, entries)) is not None:
+            noted.walks(None)
 
     def _run(
-        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None
+        self,
+        schedule: Schedule,
+        args: list[Any],
+        entries: Sequence[Entry] | None,
+        recorded: Schedule | None,
     ) -> list[Any]:
         """Make room for a call, and record it, unless it fails."""
         values = registers_of(schedule, args)
@@ -272,8 +295,8 @@ class Executor:
             leaves = leaves_of(handles, entries)
             _check_same_data(schedule, leaves)
         self.wait_for_in_flight(most_inherited(schedule))
-        self._prepare_memory(schedule)  # or refuse, before it is a call
-        noted = self.recorder.note(schedule, entries)
+        self._prepare_memory(schedule, entries)  # or refuse, before it is a call
+        noted = None if recorded is None else self.recorder.note(recorded, entries)
         try:
             return self._carry_out(schedule, values, entries, leaves, noted)
         except BaseException:
@@ -290,6 +313,7 @@ class Executor:
         noted: Noted | None,
     ) -> list[Any]:
         """Prepare a call that there is room for (copies, a schedule that fits), and walk it."""
+        self.late.prepare(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
@@ -297,9 +321,18 @@ class Executor:
             refresh_copies(schedule, entries, self._make_copy)
         self.store.enter(entries[0].name if entries else schedule.name)
         # Last, since what comes before may move entries.
-        schedule = self._policy.fit(schedule, entries)
+        asked, schedule = schedule, self._policy.fit(schedule, entries)
+        joining, progress = None, None
+        if schedule.updates_late:
+            joining = self.late.joining(asked, entries)
+            assert joining is not None, "a schedule computes what waits"
+            entries, leaves = (*entries, *joining.entries), (*leaves, *joining.entries)
+            values += [None] * (schedule.registers - len(values))
+            for register, value in zip(schedule.operands, joining.inputs, strict=True):
+                values[register] = value
+            progress = Progress(schedule)
         if noted is not None:
-            noted.walks(schedule)
+            noted.walks(schedule, () if joining is None else joining.entries)
         others = self._plan_peaks(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
@@ -313,8 +346,8 @@ class Executor:
             self._walker = threading.get_ident()
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
-            walk = _Call(self, schedule, values, entries, leaves)
-            with uncollected():
+            walk = _Call(self, schedule, values, entries, leaves, progress, joining)
+            with uncollected(), self._computing(joining, progress):
                 walk.run(others)
         finally:
             self._walker = None
@@ -324,15 +357,26 @@ class Executor:
             self.recorder.made(noted, walk.made)
         return walk.results()
 
-    def _prepare_memory(self, schedule: Schedule) -> None:
+    def _computing(
+        self, joining: JoiningRows | None, progress: Progress | None
+    ) -> AbstractContextManager[None]:
+        """A context in which a forward computes the late updates that joined it, if any."""
+        if joining is None or progress is None:
+            return nullcontext()
+        return self.late.computed(joining, progress)
+
+    def _prepare_memory(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Make room for what will be live outside the arena in a call of `schedule`.
 
         raises  BudgetExceeded, before anything has changed
         """
         if schedule.phase is not Phase.STEP and not self.is_running:
-            holds = schedule.holds
-            nbytes = self.live_memory.nbytes - holds.saved_bytes + holds.needed_bytes
-            self._make_room(nbytes, schedule)
+            self.store.enter(schedule.name)  # gradients that nobody has any more are gone
+            holds, live = schedule.holds, self.live_memory.nbytes
+            # Gradients for late updates are let go as values are made (`StepPolicy.fit` sees to it
+            # that both fit).
+            live -= self.late.held_bytes(schedule, entries)
+            self._make_room(live - holds.saved_bytes + holds.needed_bytes, schedule)
 
     def entries_moved(self) -> None:
         """Entries rest elsewhere from here on: schedules may be arranged anew."""
@@ -355,7 +399,7 @@ class Executor:
 
         Returns the live bytes outside the arena that are not of this call.
         """
-        others = self.live_memory.nbytes - schedule.holds.saved_bytes
+        others = self.live_memory.nbytes - schedule.holds.saved_bytes - schedule.held_bytes
         key = schedule.serial, schedule.holds.sizes
         if key not in self._peaks:
             if len(self._peaks) >= MOST_PEAKS:
@@ -398,8 +442,11 @@ class _Call:
         values: list[Any],
         entries: Sequence[Entry],
         leaves: Sequence[Leaf],
+        progress: Progress | None = None,
+        joining: JoiningRows | None = None,
     ) -> None:
         self.store = executor.store
+        self.progress, self.joining = progress, joining
         self.gradients, self.in_flight = executor.gradients, executor.in_flight
         self.held = CallMemory(executor.live_memory, schedule.holds, schedule.levels, values)
         self.schedule = schedule
@@ -455,6 +502,7 @@ class _Call:
             self._run_instructions()
             self.gradients.on_device.end()
         except BaseException:
+            self._send_updates()
             self.gradients.abandon()
             self._abandon()
             self.foresight.abandon()
@@ -496,10 +544,24 @@ class _Call:
             values[borrow.register] = in_place[id(found)] = found
 
     def _run(self, run: Run) -> None:
+        if run.late is not None:
+            self._update(run)
+            return
         self.held.rises()
         targets = self.gradients.on_device.targets(run.into, self.leaves)
         compute(run, self.values, targets)
         self.held.ran(run, self.values, bool(targets))
+        if run.ticket is not None:
+            self.tickets[run.ticket] = self.store.device.mark()
+
+    def _update(self, run: Run) -> None:
+        """Compute a chunk of a late update."""
+        progress = self.progress
+        assert progress is not None, "a schedule with late updates"
+        progress.within = True
+        compute(run, self.values)
+        progress.within = False
+        progress.chunks += 1
         if run.ticket is not None:
             self.tickets[run.ticket] = self.store.device.mark()
 
@@ -572,6 +634,13 @@ class _Call:
             after=[self.begun, *self._after(fetch.after)],
         )
 
+    def _drop(self, drop: Drop) -> None:
+        for register in drop.registers:
+            self.in_place.pop(id(self.values[register]), None)
+            self.values[register] = None
+        assert self.joining is not None, "a late update has used it"
+        self.joining.drop(self.entries[drop.entry])
+
     def _offload(self, x: Offload) -> None:
         value, after = self.values[x.value], self._after(x.after) or [self.store.device.mark()]
         made, handle, ticket = offload(self.store, value, x.layout, x.tier, x.name, after)
@@ -589,6 +658,16 @@ class _Call:
         until()
         self.lap = device.stamp()
         meter.span("stall", before, self.lap)
+
+    def _send_updates(self) -> None:
+        """After an error: send home what late updates have written whole."""
+        for store in self.progress.unsent(self.tickets.__contains__) if self.progress else ():
+            source = self.store.arena.slot(store.slot.address, store.nbytes)
+            after = [self.store.device.mark()]
+            entry = self.entries[store.entry]
+            self.tickets[store.ticket] = self.store.put(
+                entry, source, begin=store.begin, after=after
+            )
 
     @cleanup
     def _abandon(self) -> None:
@@ -610,6 +689,7 @@ ACTIONS: dict[type, Action] = {
     Reduce: _Call._reduce,
     Offload: _Call._offload,
     Left: _Call._left,
+    Drop: _Call._drop,
     StoreHome: _Call._put,
 }
 """Class of an instruction -> what a call does to carry one out."""

@@ -61,7 +61,7 @@ class Call:
 
     def written_in(self, before: "Call") -> Mapping[int, int]:
         """Ticket of a fetch of this call -> the instruction of `before` after which what it brings
-        is written; for what `before` writes at all, which only a step does."""
+        is written; for what `before` writes at all."""
         written = last_writes(before.schedule, lambda index: before.entries[index].key)
         return {
             fetch.ticket: written[key]
@@ -117,6 +117,10 @@ class Foresight:
         self._next = self._followers.get(place) or self._followers.get((call.identity, LATEST))
         self._ready = dict(self._plan(call, self._next, others)) if self._next else {}
         return given
+
+    def stepped(self) -> None:
+        """An optimizer's step was called, and all of it waits."""
+        self._stepped = True
 
     def _turn(self, call: Call) -> int:
         """How often a call like `call` came before in this step.

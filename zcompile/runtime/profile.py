@@ -58,14 +58,16 @@ class Noted:
     """One call of the step that is recorded.
 
     call    with the schedule that was asked for
-    walked  the schedule that was walked, arranged for where entries rest
+    walked  the schedule that was walked, arranged for where entries rest; None: none was
+    more    entries that it names beside those of the call
     """
 
     call: StepCall
-    walked: Schedule
+    walked: Schedule | None
+    more: tuple[EntryRef, ...] = ()
 
-    def walks(self, schedule: Schedule) -> None:
-        self.walked = schedule
+    def walks(self, schedule: Schedule | None, more: Sequence[Entry] = ()) -> None:
+        self.walked, self.more = schedule, tuple([entry.ref for entry in more])
 
 
 class Recorder:
@@ -170,7 +172,11 @@ class Recorder:
         calls = tuple(n.call for n in noted)
         step = StepTrace(calls, facts, _micro_batches(calls))
         if self._keeps_walks:
-            walked = tuple(replace(n.call, schedule=n.walked) for n in noted)
+            walked = tuple(
+                replace(n.call, schedule=n.walked, entries=(*n.call.entries, *n.more))
+                for n in noted
+                if n.walked is not None
+            )
             self.last_walked = replace(step, calls=walked)
         return step
 

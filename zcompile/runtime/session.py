@@ -38,6 +38,7 @@ from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.executor import Executor, StepPolicy
 from zcompile.runtime.gradients.gradients import Gradients, Wrap
+from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory, LiveStorages, PendingReads
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.open import Opening, open_resources
@@ -272,6 +273,9 @@ class Controller(StepPolicy, Protocol):
     def evict_staying(self) -> None:
         """Send gradients home that stay where backward made them: their room is needed."""
 
+    def updates_in_the_way(self) -> None:
+        """Step after step, late updates are asked for before the next forward."""
+
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan in force, with bound and floor; None without a plan."""
 
@@ -323,6 +327,7 @@ class Session(Store):
         self.live_memory = LiveMemory(self.meter.activations)
         self.in_flight = InFlightGradients(self.live_memory)
         self.controller = others.controller(self)
+        self.late = LateUpdates(self)
         self.executor = others.executor(
             self,
             self.gradients,
@@ -331,6 +336,7 @@ class Session(Store):
             self.controller,
             self._make_room,
             others.make_copy,
+            self.late,
         )
         if self.controller.records:
             self.executor.recorder.start()
@@ -403,6 +409,31 @@ class Session(Store):
         finally:
             self._in_closure = False
 
+    def can_open(self, schedule: Schedule) -> bool:
+        """Whether the slots of a step are there."""
+        return self.scratch_use.open(schedule)
+
+    def walk(
+        self, schedule: Schedule, inputs: list[Any], entries: Sequence[Entry], of: Schedule | None
+    ) -> None:
+        """Walk a part of the call `of` of an optimizer, which is recorded in its place; None:
+        nothing is."""
+        self.executor.run(schedule, inputs, entries, of)
+
+    def note_call(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
+        """Record a call of an optimizer of which nothing is walked yet."""
+        self.executor.note_waiting(schedule, entries)
+
+    def updates_in_the_way(self) -> None:
+        """Step after step, late updates are asked for before the next forward."""
+        self.controller.updates_in_the_way()
+
+    @property
+    def may_update_late(self) -> bool:
+        """Whether updates may wait for the next forward: a durable run commits them when the
+        optimizer is done."""
+        return self.commit_log is None
+
     def cancel_step(self) -> None:
         """The step that has begun does not come; it has changed nothing yet."""
         self.stepping = None
@@ -412,6 +443,11 @@ class Session(Store):
         self.executor.wait_for_in_flight()
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
+        self.late.step_ended()
+
+    def settle(self) -> None:
+        """Compute the late updates that wait."""
+        self.late.settle()
 
     def reclaim(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""

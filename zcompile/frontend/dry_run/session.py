@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -189,7 +190,11 @@ class _DryRunExecutor(Executor):
     _held: StepFootprint | None = None
 
     def run(
-        self, schedule: Schedule, args: list[Any], entries: Sequence[Entry] | None = None
+        self,
+        schedule: Schedule,
+        args: list[Any],
+        entries: Sequence[Entry] | None = None,
+        of: Schedule | EllipsisType | None = ...,
     ) -> list[Any]:
         if schedule.phase is Phase.BACKWARD:
             handles = set(schedule.handles)
@@ -197,8 +202,8 @@ class _DryRunExecutor(Executor):
                 x.nbytes for n, x in enumerate(args) if isinstance(x, Tensor) and n not in handles
             )
         if schedule.phase is not Phase.STEP or entries is None:
-            return super().run(schedule, args, entries)
-        self._prepare_memory(schedule)
+            return super().run(schedule, args, entries, of)
+        self._prepare_memory(schedule, entries)
         args.clear()
         self.recorder.note(schedule, entries)
         for x in schedule.effects:
@@ -207,7 +212,7 @@ class _DryRunExecutor(Executor):
                 entries[home.entry].written()
         return []
 
-    def _prepare_memory(self, schedule: Schedule) -> None:
+    def _prepare_memory(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Make room for the live bytes of a call of `schedule` as they are predicted: blanks that
         are views of each other look as if each had memory of its own.
 

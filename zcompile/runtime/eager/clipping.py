@@ -69,6 +69,7 @@ def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     cuts = session.norms.cuts_of(entry)
     if sum(numel for _, numel in cuts) != count:  # it came whole, or as elements of another dtype
         cuts = [(begin, min(most, count - begin)) for begin in range(0, count, most)]
+    session.settle()
     session.executor.foresight.abandon()  # what was fetched ahead lies where tiles will
     parts = []
     for offset, numel in cuts:

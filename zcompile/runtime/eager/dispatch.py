@@ -336,6 +336,8 @@ def _gather_and_run(cls: type, app: Application) -> Any:
     read = _entry_keys(cls, app.read())
     operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
     for operand in operands:  # before any is gathered, since this takes room in the arena too
+        operand.entry.store.settle()
+        operand.entry.settle()
         operand.entry.store.deferrals.apply(operand.entry)
     session = session_of(operands[0].entry)
     counted = session.in_step

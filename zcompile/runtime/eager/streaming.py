@@ -36,6 +36,7 @@ from zcompile.runtime.eager.rows import (
     leaves_of,
 )
 from zcompile.runtime.eager.unbacked import Unbacked
+from zcompile.runtime.late import changes_made
 from zcompile.runtime.session import Repeat, Session, session_of
 from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
@@ -78,7 +79,7 @@ def stream(
         return
     if learn is not None and not call.changing and not call.copying:
         learn(schedule, call.entries, call.inputs)
-    _run_with_changes(session, schedule, call.inputs, call.entries, call.changing)
+    session.late.run(schedule, call.inputs, call.entries, call.changing)
     for entry, dtype in call.copying:
         entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
 
@@ -225,7 +226,8 @@ def apply_deferred(entry: Entry) -> None:
     if not session.scratch_use.open(schedule):
         apply_deferred(entry)  # anew, through the window
         return
-    _run_with_changes(session, schedule, operands, [entry], [(entry, entry.deferred, True)])
+    with deferred_interrupts(), changes_made([(entry, entry.deferred, True)]):
+        session.executor.run(schedule, operands, [entry])
 
 
 def _apply_changes(
@@ -234,29 +236,6 @@ def _apply_changes(
     """Apply deferred changes to one chunk."""
     for _, plain, change in changes:
         change.apply(values[0], values[1 + plain])
-
-
-def _run_with_changes(
-    session: Session,
-    schedule: Schedule,
-    inputs: list[Any],
-    entries: Sequence[Entry],
-    changing: Sequence[tuple[Entry, tuple[Deferred, ...], bool]],
-) -> None:
-    """Run a step that applies deferred changes itself. What it does not write back stays
-    deferred."""
-    written = {entry.key for entry, _, writes in changing if writes}
-    with deferred_interrupts():  # one after the last write would leave it deferred once more
-        for entry, _, _ in changing:
-            entry.defer_only(())
-        done = False
-        try:
-            session.executor.run(schedule, inputs, entries)
-            done = True
-        finally:
-            for entry, changes, _ in changing:
-                if not (done and entry.key in written):
-                    entry.defer_only(changes)
 
 
 # --- Computing ---
@@ -428,7 +407,7 @@ class ListCall:
             increment_version(written)
         inputs = [leaves[at] for at in found.inputs]
         entries = [self.entries[at] for at in found.entries]
-        self.session.executor.run(found.schedule, inputs, entries)
+        self.session.late.run(found.schedule, inputs, entries)
         return True
 
     def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:

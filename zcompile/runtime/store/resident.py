@@ -102,6 +102,7 @@ def fetch(
 
 def put(store: Store, entry: Entry, source: Tensor, begin: int, after: Sequence[Ticket]) -> Ticket:
     """As `Store.put`, to the device; `source` may lie on the host."""
+    entry.settle()
     for ticket in after:
         ticket.join_compute()
     if source.numel() == entry.nbytes:

@@ -81,6 +81,9 @@ class Changing(Protocol):
     deferred: tuple[Deferred, ...]
     version: int
 
+    def settle(self) -> None:
+        """Its bytes are about to be used."""
+
 
 E = TypeVar("E", bound=Changing)
 
@@ -97,6 +100,7 @@ class Deferrals(Generic[E]):
 
     def defer(self, entry: E, change: Deferred) -> None:
         """Note a change, to be applied before the entry is read, or by whoever reads it."""
+        entry.settle()
         entry.deferred = (*entry.deferred, change)
         entry.version += 1
         self._waiting[entry.key] = entry
@@ -121,6 +125,13 @@ class Deferrals(Generic[E]):
 # --- Entries ---
 
 
+class Waits(Protocol):
+    """Something that is to be done before the bytes of an entry are used."""
+
+    def settle(self) -> None:
+        """Do it. raises  what it fails with"""
+
+
 class Entry:
     """Bytes that the store keeps. Reads give zeros until something is written.
 
@@ -136,6 +147,8 @@ class Entry:
              handle are that parameter's
     shown    its layout in what that parameter shows; None once the .data of that is something else
     deferred changes that are still to be applied to the bytes; whoever reads finds them applied
+    waits    what is to be settled before the bytes are used, since a late update reads or writes
+             them; None: nothing
     sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
@@ -156,6 +169,7 @@ class Entry:
         self.owner: weakref.ref[Tensor] | None = None
         self.shown: object = None
         self.deferred: tuple[Deferred, ...] = ()
+        self.waits: Waits | None = None
         self.sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
@@ -180,6 +194,12 @@ class Entry:
     def on_device(self) -> bool:
         """Whether it rests in the device's own memory, where compute itself moves its bytes."""
         return self.place.tier.on_device
+
+    def settle(self) -> None:
+        """Its bytes are about to be used: a late update that has to do with them is computed
+        first."""
+        if self.waits is not None:
+            self.waits.settle()
 
     def rename(self, name: str) -> None:
         self.place.rename(name)
@@ -217,6 +237,8 @@ class Entry:
     ) -> Tensor:
         """The full value in the arena, gathered now. raises BudgetExceeded, ValueUnset"""
         store = self.store
+        store.settle()  # which may take the room that this takes
+        self.settle()
         store.deferrals.apply(self)  # which takes room in the arena too
         memory = store.arena.take(self.nbytes, self.name)
         store.fetch(self, memory, after=(store.device.mark(),)).join_compute()
@@ -285,6 +307,9 @@ class Store:
     def reclaim(self, needed_bytes: int) -> bool:
         """Make room in the arena; whether there is more of it now."""
         return False
+
+    def settle(self) -> None:
+        """Compute the late updates that wait, if any."""
 
     @uninterrupted
     def create(
@@ -403,6 +428,7 @@ class Store:
         """
         self.enter(entry.name)
         check_memory(source)
+        entry.settle()
         if source.numel() == entry.nbytes:
             entry.deferred = ()
         self.deferrals.apply(entry)
@@ -442,6 +468,7 @@ class Store:
     def zero(self, entry: Entry) -> None:
         """Make an entry blank again, which moves nothing."""
         self.enter(entry.name)
+        entry.settle()
         before_write(entry)
         self._mover.mark_blank(entry.place)
         entry.overwritten()
@@ -522,8 +549,10 @@ class Store:
         """Before a read: check that the entry has a value, and apply what is deferred."""
         if entry.unset:
             raise ValueUnset(entry.name)
-        if entry.sources and not ahead:
-            check_sources(entry)
+        if not ahead:
+            entry.settle()
+            if entry.sources:
+                check_sources(entry)
         self.deferrals.apply(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:

@@ -91,6 +91,12 @@ SENTENCES = {
         ("a.weight", "was replaced", "offload the model again"),
         "parameter 'a.weight' was replaced; offload the model again",
     ),
+    errors.UpdateBroken: (
+        ("a.weight", 7, "no space left"),
+        "the update of 'a.weight' by step 7 of its optimizer broke off while it was computed, so "
+        "that it and its states are neither the old nor the new ones: no space left; go back to a "
+        "checkpoint: build model and optimizer again and call zcompile.resume",
+    ),
     errors.ValueUnset: (
         ("a.weight",),
         "'a.weight' has no value yet: its model was on the meta device when it was offloaded; "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from zcompile.ir.schedule import (
     Borrow,
+    Drop,
     Fetch,
     Free,
     Instruction,
@@ -107,16 +108,16 @@ def _accesses(schedule: Schedule) -> Iterator[Access]:
                 for register in row.inputs:
                     if register in bound:
                         slot, nbytes = bound[register]
-                        yield Access(
-                            i, slot.address, slot.address + nbytes, schedule.phase is Phase.STEP
-                        )
+                        updates = schedule.phase is Phase.STEP or row.late is not None
+                        yield Access(i, slot.address, slot.address + nbytes, updates)
             case Free():
                 bound.pop(row.register, None)
 
 
 def _registers(schedule: Schedule) -> Iterator[str]:
     leaving: dict[int, int] = {}
-    defined = {*range(schedule.inputs), *(register for register, _ in schedule.constants)}
+    given = (*(register for register, _ in schedule.constants), *schedule.operands)
+    defined = {*range(schedule.inputs), *given}
     for i, row in enumerate(schedule.instructions):
         match row:
             case Wait() | Borrow():
@@ -141,6 +142,8 @@ def _registers(schedule: Schedule) -> Iterator[str]:
                 defined.discard(row.register)
             case Free():
                 defined.discard(row.register)
+            case Drop():
+                defined -= set(row.registers)
     yield from (f"{value} is kept" for value in leaving.values())
     for result in schedule.outputs:
         if not isinstance(result, Literal) and result not in defined:

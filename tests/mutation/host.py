@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from zcompile.ir.schedule import (
     Borrow,
+    Drop,
     Fetch,
     Free,
     Left,
@@ -93,7 +94,7 @@ class _Host:
         self.written = written
         self.made = Listing()
         self.registers = {r: Place(None, 0, 32, number=r) for r in range(schedule.inputs)}
-        for register, _ in schedule.constants:
+        for register in (*(r for r, _ in schedule.constants), *schedule.operands):
             self.registers[register] = Place(None, 0, 32, number=register)
         self.givers: dict[int, Event] = {}
         self.taken: dict[object, int] = {}
@@ -111,6 +112,8 @@ class _Host:
                 case Store():
                     if self.taken.get(x.slot) is None:
                         raise Broken("a slot that nobody took goes home")
+                    if x.nbytes > x.slot.nbytes:
+                        raise Broken("more goes home than a slot holds")
                     self._transfer(i, x.after, "home", (home_of(x), *extent_of(x), True))
                     self.givers[x.ticket] = (i, "end")
                 case Reduce():
@@ -138,6 +141,9 @@ class _Host:
                     span = (home_of(x), *extent_of(x))
                     self._computes(i, self._blockers(*span, x.writes))
                     self.registers[x.register] = Place(*span, x.register in self.written)
+                case Drop():
+                    for register in x.registers:
+                        self.registers.pop(register, None)
                 case Free():
                     if self.taken.pop(x.slot, None) is None:
                         raise Broken("a slot that nobody took is given back")

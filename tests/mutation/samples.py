@@ -6,6 +6,7 @@ A model is compiled once; other budgets and what rests on the device are arrange
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from small_models import small
 
 import zcompile
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.late_updates import LateRows
 from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.ir.types import Phase, aligned
 from zcompile.ir.units import Bytes, KiB, MiB
 from zcompile.passes.arrange import rearrange
+from zcompile.passes.late_updates import reads_once
 
 UNSEEN = "100GB/s"
 """A throttle that holds nobody up, and makes an optimizer's step move what rests on the host."""
@@ -77,7 +80,37 @@ def of_model(name: str) -> dict[str, Schedule]:
         found[f"{told} roomy"] = rearrange(schedule, MiB, 8)
         half = frozenset(EntryIndex(k) for k in range(0, len(schedule.handles), 2))
         found[f"{told} half resident"] = rearrange(schedule, schedule.budget_bytes, 8, half)
+        if name in LATE and (late := with_late_updates(schedule)) is not None:
+            found[f"{told} with late updates, half resident"] = rearrange(late, MiB, 2, half)
     return found
+
+
+LATE = ("mlp", "transformer block")
+"""Models that are mutated with late updates as well."""
+MOST_LATE = 3
+"""Parameters that a forward updates late: its schedule is long enough with these."""
+
+
+def with_late_updates(schedule: Schedule) -> Schedule | None:
+    """A forward that updates its first parameters late, as Adam does; None of another call."""
+    if schedule.phase is not Phase.FORWARD or not schedule.trains:
+        return None
+    late, program, named = LateRows(), schedule.program, len(schedule.handles)
+    for value in program.values:
+        numel = value.nbytes // value.layout.dtype.itemsize
+        columns = tuple(
+            Column(EntryIndex(n), 0, torch.float32, writes, name != "grad", name)
+            for n, (name, writes) in enumerate(OPTIMIZERS["adam"])
+        )
+        row = Row(numel, columns, (Register(0),), _nothing)
+        if not reads_once(program, value.entry, row, columns[0]):
+            continue
+        of = [(value.entry, name) for name, _ in OPTIMIZERS["adam"]]
+        call = [of[0] if n == value.entry else n for n in range(named)]
+        late = late.with_rows("adam", [row], 1, of, call)
+        if len(late.updates) == MOST_LATE:
+            break
+    return replace(schedule, program=replace(program, late=late)) if late.updates else None
 
 
 def of_step(optimizer: str) -> dict[str, Schedule]:

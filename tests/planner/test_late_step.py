@@ -1,0 +1,279 @@
+"""Which updates may be late, what a step with them moves, and that its bound is no higher."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from dry_runs import SMALL
+from small_models import GPT
+from torch import nn
+
+from zcompile.config import Config
+from zcompile.errors import BudgetExceeded
+from zcompile.frontend.dry_run.plan import terms_of, trace
+from zcompile.ir.effects import IN
+from zcompile.ir.late_updates import is_update
+from zcompile.ir.schedule import Drop, Run, Schedule, Store
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.cost import Costs, TransferModes
+from zcompile.machine.model import Compute, Link, Machine
+from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.planner.bounds import bound, demand_of
+from zcompile.planner.late_step import with_late_step
+from zcompile.planner.placement import Room
+from zcompile.planner.simulator import step_seconds
+from zcompile.planner.step_plan import as_planned, plan_late_or_not, plan_step
+from zcompile.verify.schedule import verify_schedule
+
+CHUNK = 64 * KiB
+WIDTH = 160
+"""Whose matrices are larger than what rests on the device before anything else."""
+
+
+class Mean(nn.Module):
+    """A GPT and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(2, WIDTH, 512)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.gpt(ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, fused=True)
+
+
+def adamw_by_foreach(params):
+    return torch.optim.AdamW(params, foreach=True)
+
+
+@functools.cache
+def traced(make=adamw, micro_batches: int = 1) -> StepTrace:
+    torch._dynamo.reset()
+    machine = replace(SMALL, tiers={**SMALL.tiers, "device": 64 * MiB, "host": GiB})
+    terms = replace(terms_of(Config(device="cpu"), machine), bounded=True)
+    ids = torch.randint(0, 512, (4, 16))
+    return trace(Mean(), (ids,), terms, make, micro_batches).step
+
+
+def named(step: StepTrace, refs) -> set[str]:
+    return {step.facts[ref].name for ref in refs}
+
+
+def updates(schedule: Schedule) -> list[Run]:
+    return [x for x in schedule.instructions if isinstance(x, Run) and x.late is not None]
+
+
+# Which may be late
+
+
+def test_large_parameters_are_updated_late_and_small_ones_at_once():
+    step = traced()
+    late = with_late_step(step, CHUNK)
+    weights = [f for f in step.facts.values() if f.kind is EntryKind.PARAM]
+    large = {f.name for f in weights if f.nbytes > SMALL_BYTES}
+    assert named(step, late.forwards) == large
+    (rest,) = (call for call in late.step.calls if call.phase is Phase.STEP)
+    assert len(rest.schedule.rows) == len(weights) - len(large)
+
+
+def test_only_the_first_of_several_micro_batches_updates():
+    step = with_late_step(traced(micro_batches=2), CHUNK).step
+    late = [call.schedule.updates_late for call in step.calls if call.phase is Phase.FORWARD]
+    assert late == [True, False]
+
+
+def test_an_update_of_several_ops_is_not_late():
+    """Of those each reads what the one before has made."""
+    assert with_late_step(traced(adamw_by_foreach), CHUNK) is None
+
+
+def test_nothing_is_late_where_optimizers_take_turns():
+    step = traced()
+    assert with_late_step(replace(step, calls=(*step.calls, *step.calls)), CHUNK) is None
+
+
+def test_a_parameter_that_something_else_reads_before_is_not_late():
+    """The update would be computed for that already."""
+    step = traced()
+    forward = step.calls[0]
+    other = replace(forward, schedule=replace(forward.schedule, trains=False, serial=-7))
+    assert with_late_step(replace(step, calls=(other, *step.calls)), CHUNK) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "writes", "may"),
+    [
+        ("pgss", "1011", True),
+        ("pg", "10", True),
+        ("pgs", "100", True),
+        ("ps", "11", False),  # no gradient: an average of weights, say
+        ("pg", "01", False),  # clipping
+        ("ppg", "110", False),
+        ("ppg", "100", False),
+        ("pgc", "101", False),  # a low-precision copy is written along
+        ("g", "1", False),
+    ],
+)
+def test_an_update_writes_one_parameter_and_reads_its_gradient(kinds, writes, may):
+    of = {"p": EntryKind.PARAM, "g": EntryKind.GRAD, "s": EntryKind.STATE, "c": EntryKind.COPY}
+    (_, row), *_ = [
+        (call, row)
+        for call in traced().calls
+        if call.phase is Phase.STEP
+        for row in call.schedule.rows
+    ]
+    column = row.columns[0]
+    columns = tuple(replace(column, writes=flag == "1") for flag in writes)
+    assert is_update([of[kind] for kind in kinds], replace(row, columns=columns)) is may
+
+
+# What a step with them is
+
+
+def arrangements():
+    """Tight and roomy, with nothing, every second entry or the states on the device."""
+    step = with_late_step(traced(), CHUNK).step
+    refs = list(step.facts)
+    states = [ref for ref in refs if step.facts[ref].kind is EntryKind.STATE]
+    for window in (MiB, 4 * MiB):
+        for resident in ([], refs[::2], states):
+            yield step, dict.fromkeys(resident, "device"), window
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_each_arrangement_is_proven_and_moves_each_operand_once(case):
+    step, homes, window = list(arrangements())[case]
+    made = arranged(
+        step, {**dict.fromkeys(step.facts, "disk"), **homes}, ArenaShare(window, 8, CHUNK)
+    )
+    (forward,) = (call for call in made.calls if call.schedule.updates_late)
+    verify_schedule(forward.schedule)
+    late = with_late_step(traced(), CHUNK).forwards
+    stored: dict[EntryRef, int] = {}
+    for x in forward.schedule.instructions:
+        if isinstance(x, Store):
+            ref = forward.entries[x.entry]
+            stored[ref] = stored.get(ref, 0) + x.nbytes
+    for ref in stored:
+        assert stored[ref] == step.facts[ref].nbytes
+    assert {ref for ref in late if homes.get(ref) != "device"} <= stored.keys()
+    dropped = {
+        forward.entries[x.entry] for x in forward.schedule.instructions if isinstance(x, Drop)
+    }
+    assert dropped == {ref.gradient for ref in late}
+
+
+def test_an_update_comes_before_the_first_region_that_reads_its_parameter():
+    (forward,) = (c for c in with_late_step(traced(), CHUNK).step.calls if c.schedule.updates_late)
+    waited: dict[int, object] = {}
+    updated = set()
+    for x in forward.schedule.instructions:
+        if isinstance(x, Run) and x.late is not None:
+            updated |= set(x.inputs)
+        elif isinstance(x, Run):
+            late = {r for r in x.inputs if r in waited}
+            assert late <= updated
+        elif x.effects.kind == "wait" and x.effects.name in named_late(forward):
+            waited[x.register] = x
+    assert waited
+    assert waited.keys() <= updated
+
+
+def named_late(forward) -> set[str]:
+    return {run.region.text for run in updates(forward.schedule)}
+
+
+def test_chunks_are_small_where_room_is():
+    step = with_late_step(traced(), GiB).step
+    counts = []
+    for window in (MiB, 8 * MiB):
+        made = arranged(step, dict.fromkeys(step.facts, "disk"), ArenaShare(window, 8, GiB))
+        counts.append(len(updates(made.calls[0].schedule)))
+    assert counts[0] > counts[1]
+
+
+def test_what_no_chunk_fits_is_refused():
+    step = with_late_step(traced(), CHUNK).step
+    with pytest.raises(BudgetExceeded):
+        arranged(step, dict.fromkeys(step.facts, "disk"), ArenaShare(100 * KiB, 8, CHUNK))
+
+
+# Planned and bounded
+
+
+def machine(rate: float) -> Machine:
+    links = {name: Link(name, rate) for name in ("h2d", "d2h", "disk_read", "disk_write")}
+    return Machine("one rate", {}, links, Compute({"float32": 2e9}, 1e12))
+
+
+def room(device: int, **more: int) -> Room:
+    return Room({"device": device, "host": GiB}, **more)
+
+
+def planned(step: StepTrace, costs: Costs, where: Room):
+    def seconds(made, homes):
+        return step_seconds(made, costs, homes)
+
+    def plan(step, kept, windows):
+        compute = demand_of(step, costs.region_seconds).phases_s
+        arena = ArenaShare(0, 8, CHUNK)
+        return plan_step(step, costs.machine, where, arena, compute, seconds, wanted=windows)
+
+    return plan(step, frozenset(), None), plan_late_or_not(
+        step, plan, frozenset(), where, CHUNK, seconds
+    )
+
+
+def test_a_plan_updates_late_where_that_is_faster():
+    costs, step = Costs(machine(1e9), TransferModes(asynchronous=True)), traced()
+    plain, best = planned(step, costs, room(4 * MiB))
+    assert best.late
+    assert best.seconds < plain.seconds
+    again = as_planned(step, best)
+    assert named(step, with_late_step(step, CHUNK, best.late).forwards) == named(step, best.late)
+    assert [c.schedule.updates_late for c in again.calls] == [
+        c.schedule.updates_late for c in best.step.calls
+    ]
+
+
+def test_where_nothing_moves_nothing_is_late():
+    costs = Costs(machine(1e9), TransferModes(asynchronous=True))
+    _, best = planned(traced(), costs, room(64 * MiB))
+    assert not best.late
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9, 1e10])
+@pytest.mark.parametrize("device", [2 * MiB, 6 * MiB])
+@pytest.mark.parametrize("reach", [False, True])
+def test_the_bound_of_late_updates_is_no_higher_and_below_both_plans(rate, device, reach):
+    costs, step = Costs(machine(rate), TransferModes(asynchronous=True)), traced()
+    where = room(device, reach=reach)
+    late = with_late_step(step, CHUNK).step
+    least = [
+        bound(demand_of(s, costs.region_seconds), costs.machine.links, where).seconds
+        for s in (step, late)
+    ]
+    assert least[1] <= least[0] * (1 + 1e-6)
+    for plan in planned(step, costs, where):
+        assert least[1] <= plan.seconds * (1 + 1e-6)
+
+
+def test_a_forward_reads_what_its_updates_read():
+    late = with_late_step(traced(), CHUNK).step
+    (forward, *_) = late.calls
+    brought = {forward.entry_of(x.home) for x in forward.schedule.effects if x.lane is IN}
+    facts = traced().facts
+    for ref in with_late_step(traced(), CHUNK).forwards:
+        assert {ref, ref.gradient} <= brought
+    assert {facts[ref].kind for ref in brought} == {
+        EntryKind.PARAM,
+        EntryKind.GRAD,
+        EntryKind.STATE,
+    }

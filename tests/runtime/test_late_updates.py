@@ -1,0 +1,429 @@
+"""Late updates: computed in the next forward, and nobody can tell but by what moves.
+
+Plans that are forced to update late train beside plain PyTorch, with whatever a user may do between
+a step and the next forward.
+"""
+
+import copy
+import gc
+
+import pytest
+import torch
+from planned_runs import (
+    LITTLE_HOST,
+    STEPS,
+    WEIGHT_BYTES,
+    adamw,
+    expected,
+    gpt,
+    held_bytes,
+    ids,
+    loss_of,
+    offloaded,
+    same,
+    train,
+    values,
+)
+from torch import nn
+
+import zcompile
+from zcompile.errors import UpdateBroken
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.late_updates import LateRows
+from zcompile.ir.units import Bytes
+from zcompile.planner import late_step, step_plan
+from zcompile.runtime import late as late_updates
+from zcompile.runtime.eager.streaming import Chunked
+from zcompile.runtime.executor import _Call
+
+THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
+PLANNED = 3
+"""Steps after which a plan is in force."""
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    """Whatever may be late is, also what is small and what does not pay."""
+    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
+    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+
+
+def budget(tmp_path, where: str) -> dict[str, object]:
+    fields: dict[str, object] = {"device_memory": Bytes(WEIGHT_BYTES + held_bytes())}
+    if where == "disk":
+        return fields | {"disk": tmp_path, "host_memory": LITTLE_HOST}
+    return fields | {"throttle": THROTTLE}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, fused=True)
+
+
+def amsgrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2, amsgrad=True, fused=True)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2, fused=True)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without states, one op for each parameter."""
+    return torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+
+
+class Pair:
+    """A model that trains late, and the same model in plain PyTorch, step by step."""
+
+    def __init__(self, make=adamw, **fields):
+        self.plain, (self.model, self.compiled) = gpt(), offloaded(**fields)
+        self.optimizers = make(self.plain), make(self.model)
+        self.session = session_behind(self.model)
+        self.number = 0
+
+    @property
+    def both(self):
+        return zip((self.plain, self.model), self.optimizers, strict=True)
+
+    def forward(self):
+        tokens = ids(self.number)
+        loss_of(self.plain, tokens).backward()
+        loss_of(self.compiled, tokens).backward()
+        self.number += 1
+
+    def step(self, steps: int = 1) -> "Pair":
+        for _ in range(steps):
+            self.forward()
+            for model, optimizer in self.both:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return self
+
+    def equal(self) -> bool:
+        return same(self.model, values(self.plain))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Some steps into a run in which updates are late."""
+    made = Pair(**budget(tmp_path, "throttled")).step(PLANNED + 1)
+    assert made.session.late.rows > 0
+    yield made
+    zcompile.close(made.model)
+
+
+# Trained whole
+
+
+@pytest.mark.parametrize(
+    ("where", "make", "clip"),
+    [
+        ("disk", adamw, True),
+        ("throttled", adamw, False),
+        ("throttled", sgd, True),
+        ("throttled", amsgrad, True),
+        ("throttled", adagrad, False),
+        ("throttled", plain_sgd, False),
+    ],
+)
+def test_a_run_whose_updates_are_late_trains_bit_equal(tmp_path, where, make, clip):
+    model, compiled = offloaded(**budget(tmp_path, where))
+    optimizer = make(model)
+    train(model, compiled, optimizer, 0, PLANNED, clip=clip)
+    waiting = session_behind(model).late.rows
+    assert waiting > 0
+    train(model, compiled, optimizer, PLANNED, STEPS, clip=clip)
+    assert session_behind(model).late.rows == waiting
+    assert same(model, expected(make, clip=clip))
+
+
+def test_the_first_of_several_micro_batches_computes_what_waits(tmp_path):
+    model, compiled = offloaded(**budget(tmp_path, "throttled"))
+    optimizer, late = adamw(model), session_behind(model).late
+    train(model, compiled, optimizer, 0, PLANNED, batches=2)
+    assert late.rows > 0
+    loss_of(compiled, ids(10 * PLANNED)).backward()
+    assert late.rows == 0
+    loss_of(compiled, ids(10 * PLANNED + 1)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, compiled, optimizer, PLANNED + 1, STEPS, batches=2)
+    assert same(model, expected(batches=2))
+
+
+def test_gradients_may_be_dropped_behind_the_forward(tmp_path):
+    """As many loops do: they live while the forward computes, and are read by nobody after it."""
+    model, compiled = offloaded(**budget(tmp_path, "throttled"))
+    optimizer = adamw(model)
+    for number in range(STEPS):
+        loss = loss_of(compiled, ids(10 * number))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    assert session_behind(model).late.rows > 0
+    assert same(model, expected())
+
+
+def test_an_update_brings_its_parameter_once_for_forward_and_step(tmp_path):
+    moved = {}
+    for pays in (0.0, 1e9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_plan, "LATE_PAYS", pays)
+            model, compiled = offloaded(**budget(tmp_path, "throttled"))
+            optimizer = adamw(model)
+            train(model, compiled, optimizer, 0, PLANNED + 1)
+            plan = session_behind(model).controller.plan
+            zcompile.stats(model, reset=True)
+            train(model, compiled, optimizer, PLANNED + 1, PLANNED + 3)
+            found = zcompile.stats(model)
+            moved[pays] = found["bytes"]
+            assert bool(plan.late) == (pays == 0.0)
+            assert found["peak"]["together"] == found["predicted"]["peak"]["together"]
+            zcompile.close(model)
+    assert moved[0.0]["h2d"] < moved[1e9]["h2d"]
+
+
+# Whatever comes between a step and the next forward
+
+
+def printed(model, optimizer):
+    return [str(p.detach()) for p in model.parameters()]
+
+
+def measured(model, optimizer):
+    return [p.detach().norm().item() for p in model.parameters()]
+
+
+def read_states(model, optimizer):
+    return [optimizer.state[p]["exp_avg"].sum().item() for p in model.parameters()]
+
+
+def changed(model, optimizer):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.75)
+
+
+def averaged(model, optimizer):
+    with torch.no_grad():
+        return [torch.zeros_like(p).lerp_(p, 0.5).sum().item() for p in model.parameters()]
+
+
+def state_dict_saved(model, optimizer):
+    return {name: value.clone().sum().item() for name, value in model.state_dict().items()}
+
+
+def states_saved(model, optimizer):
+    return [float(s["exp_avg_sq"].max()) for s in optimizer.state_dict()["state"].values()]
+
+
+def copied(model, optimizer):
+    return [p.sum().item() for p in copy.deepcopy(model).parameters()]
+
+
+def stepped_again(model, optimizer):
+    optimizer.step()  # without gradients: nothing
+
+
+def set_anew(model, optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1
+
+
+def betas_changed(model, optimizer):
+    for group in optimizer.param_groups:
+        group["betas"] = (0.5, 0.9)
+        group["weight_decay"] = 0.3
+
+
+def counts_changed(model, optimizer):
+    for state in optimizer.state.values():
+        state["step"].add_(5)
+
+
+def states_dropped(model, optimizer):
+    optimizer.state.clear()
+
+
+def data_replaced(model, optimizer):
+    for p in model.parameters():
+        p.data = p.detach().clone() * 0.5
+
+
+BETWEEN = [
+    printed,
+    measured,
+    read_states,
+    changed,
+    averaged,
+    state_dict_saved,
+    states_saved,
+    copied,
+    stepped_again,
+    set_anew,
+    betas_changed,
+    counts_changed,
+    states_dropped,
+    data_replaced,
+]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_whoever_asks_before_the_next_forward_finds_the_update_done(pair, between):
+    found = [between(model, optimizer) for model, optimizer in pair.both]
+    assert found[0] == found[1]
+    pair.step(2)
+    assert pair.equal()
+
+
+def test_gradients_that_are_used_again_are_as_the_step_left_them(pair):
+    """`zero_grad(set_to_none=False)` and a second step on the same gradients."""
+    pair.forward()
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert pair.step(2).equal()
+
+
+def test_an_evaluation_computes_with_updated_parameters(pair):
+    tokens = ids(77)
+    with torch.no_grad():
+        assert torch.equal(loss_of(pair.plain, tokens), loss_of(pair.compiled, tokens))
+    assert pair.session.late.rows == 0
+    assert pair.step(2).equal()
+
+
+def test_an_eager_call_computes_with_updated_parameters(pair):
+    tokens = ids(78)
+    assert torch.equal(loss_of(pair.plain, tokens), loss_of(pair.model, tokens))
+    assert pair.step(2).equal()
+
+
+def test_the_last_step_is_done_though_its_optimizer_is_gone(pair):
+    want = values(pair.plain)
+    pair.optimizers = ()
+    gc.collect()
+    assert same(pair.model, want)
+
+
+def test_a_checkpoint_has_what_the_step_made(pair, tmp_path):
+    zcompile.save(tmp_path / "at", pair.model, pair.optimizers[1])
+    model, compiled = offloaded(device_memory="16MiB")
+    optimizer = adamw(model)
+    zcompile.resume(tmp_path / "at", model, optimizer)
+    assert same(model, values(pair.plain))
+    for number in range(2):
+        for forward, of in ((pair.plain, pair.optimizers[0]), (compiled, optimizer)):
+            loss_of(forward, ids(50 + number)).backward()
+            of.step()
+            of.zero_grad()
+    assert same(model, values(pair.plain))
+
+
+def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(pair, caplog):
+    caplog.set_level("INFO")
+    for _ in range(late_updates.OFTEN + 3):
+        pair.step()
+        printed(pair.model, None)
+    assert pair.session.late.rows == 0
+    assert not pair.session.controller.plan.late
+    assert "lets no update wait" in caplog.text
+    assert pair.step().equal()
+
+
+def test_a_durable_run_commits_what_its_step_made(tmp_path):
+    fields = {"device_memory": Bytes(WEIGHT_BYTES + held_bytes()), "host_memory": LITTLE_HOST}
+    model, compiled = offloaded(disk=tmp_path, durable=True, **fields)
+    train(model, compiled, adamw(model), 0, PLANNED + 1)
+    assert session_behind(model).late.rows == 0
+    zcompile.close(model)
+
+
+# Failures
+
+
+def failing_at(monkeypatch, number: int) -> None:
+    """Let the forward fail before its `number`-th region."""
+    plain, seen = _Call._run, []
+
+    def run(self, instruction):
+        if self.schedule.updates_late:
+            seen.append(instruction)
+            if len(seen) == number:
+                raise RuntimeError("injected")
+        plain(self, instruction)
+
+    monkeypatch.setattr("zcompile.runtime.executor.ACTIONS", patched(run))
+
+
+def patched(run):
+    from zcompile.ir.schedule import Run
+    from zcompile.runtime.executor import ACTIONS
+
+    return {**ACTIONS, Run: run}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 21, 34])
+def test_a_forward_that_fails_has_done_whole_updates_and_the_others_wait(
+    tmp_path, monkeypatch, number
+):
+    pair = Pair(**budget(tmp_path, "throttled")).step(PLANNED + 1)
+    before = pair.session.late.rows
+    with monkeypatch.context() as patch:
+        failing_at(patch, number)
+        with pytest.raises(RuntimeError, match="injected"):
+            loss_of(pair.compiled, ids(pair.number))
+    gc.collect()  # the values of the call live as long as its error
+    assert pair.session.late.rows <= before
+    assert same(pair.model, values(pair.plain))
+    assert pair.step(2).equal()
+
+
+def chunk_failing(monkeypatch, number: int) -> None:
+    """Let the `number`-th chunk of a late update fail when it has changed its operands."""
+    plain, seen = Chunked.__call__, []
+
+    def call(self, first, last, values):
+        plain(self, first, last, values)
+        seen.append(first)
+        if len(seen) == number:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(Chunked, "__call__", call)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_a_chunk_that_fails_is_computed_again_from_what_rests_at_home(pair, monkeypatch, number):
+    with monkeypatch.context() as patch:
+        chunk_failing(patch, number)
+        with pytest.raises(RuntimeError, match="injected"):
+            loss_of(pair.compiled, ids(pair.number))
+    gc.collect()
+    assert same(pair.model, values(pair.plain))
+    assert pair.step(2).equal()
+
+
+def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(pair, monkeypatch):
+    monkeypatch.setattr(late_updates.Progress, "is_torn", lambda self, n: self.within and n == 0)
+    chunk_failing(monkeypatch, 1)
+    waiting = pair.session.late._waiting[0]
+    broken = waiting.weight(waiting.rows[0])
+    with pytest.raises(RuntimeError, match="injected"):
+        loss_of(pair.compiled, ids(pair.number))
+    (param,) = (p for p in pair.model.parameters() if p.entry is broken)
+    with pytest.raises(UpdateBroken, match="go back to a checkpoint") as refused:
+        param.detach().sum()
+    assert broken.name in str(refused.value)
+    with pytest.raises(UpdateBroken):
+        loss_of(pair.compiled, ids(pair.number))
+
+
+def test_nothing_waits_where_no_plan_says_so():
+    model, compiled = offloaded(device_memory="16MiB")
+    train(model, compiled, adamw(model), 0, PLANNED + 1)
+    assert not session_behind(model).late.wanted
+    assert LateRows().updates == ()

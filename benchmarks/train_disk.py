@@ -10,6 +10,7 @@ kernel counts for the process (`/proc/self/io`), memory is its peak resident set
 
 import argparse
 import json
+import math
 import multiprocessing as mp
 import os
 import platform
@@ -29,9 +30,12 @@ from torch import nn
 
 import zcompile
 from examples.train_gpt import GPT, Shape
+from zcompile.planner import step_plan
 
 SHAPE = Shape(layers=12, width=768, heads=12, context=128, vocabulary=50257)
 WARM_UP = 3
+PLANNED_WARM_UP = 8
+"""Two steps that are watched, and those after which the plan is reviewed."""
 FIO = (
     "fio",
     "--name=disk",
@@ -64,12 +68,16 @@ class Variant:
     autocast  whether forward runs under torch.autocast in bf16
     on_disk   built in memory and offloaded then, so that all room on the host is kept for
               gradients, and weights and states rest on disk; else the host fills as it is built
+    planned   steps are planned once two were seen; else entries rest where they were put first
+    late      such a plan may let updates wait for the next forward
     """
 
     name: str
     fields: dict[str, Any] | None
     autocast: bool = False
     on_disk: bool = False
+    planned: bool = False
+    late: bool = True
 
 
 @dataclass
@@ -128,7 +136,9 @@ def built(variant: Variant, disk: str) -> tuple[nn.Module, Callable[..., torch.T
             GPT(SHAPE), device="cpu", disk=disk, residency=False, **variant.fields
         )
         return model, torch.compile(model, backend="zinf")
-    with zcompile.init(device="cpu", disk=disk, residency=False, **variant.fields):
+    if not variant.late:
+        step_plan.LATE_PAYS = math.inf
+    with zcompile.init(device="cpu", disk=disk, residency=variant.planned, **variant.fields):
         model = GPT(SHAPE)
     return model, torch.compile(model, backend="zinf")
 
@@ -202,14 +212,16 @@ def measured(variants: list[Variant], where: Path, rounds: int) -> tuple[Disk, l
         process.start()
         there.close()
         running.append((process, here, Series(variant)))
-    for index in range(WARM_UP + rounds):
+    warm_up = PLANNED_WARM_UP if any(v.planned for v in variants) else WARM_UP
+    for index in range(warm_up + rounds):
         for _, pipe, series in running:
             pipe.send("step")
             passes, update = pipe.recv()
-            if index >= WARM_UP:
+            if index >= warm_up:
                 series.passes.append(passes)
                 series.updates.append(update)
-        disk.measure()
+        if index >= warm_up:
+            disk.measure()
     for process, pipe, series in running:
         pipe.send(None)
         series.peak_bytes, series.stats = pipe.recv()
@@ -219,6 +231,15 @@ def measured(variants: list[Variant], where: Path, rounds: int) -> tuple[Disk, l
 
 def variants_of(args: argparse.Namespace) -> list[Variant]:
     found = [Variant("torch, in memory", None)]
+    if args.planned:
+        for host in args.host_memory:
+            fields = {"device_memory": args.device_memory, "host_memory": host}
+            if args.disk_rate:
+                fields["throttle"] = dict.fromkeys(("disk_read", "disk_write"), args.disk_rate)
+            name = f"zinf, planned, host {host}"
+            found.append(Variant(name, fields, planned=True))
+            found.append(Variant(f"{name}, no late updates", fields, planned=True, late=False))
+        return found
     for host in args.host_memory:
         fields = {"device_memory": args.device_memory, "host_memory": host}
         found.append(Variant(f"zinf, host {host}", fields))
@@ -245,6 +266,8 @@ def main() -> None:
     parser.add_argument("--host-memory", nargs="+", default=["800MiB", "400MiB", "1400MiB"])
     parser.add_argument("--autocast", action="store_true", help="bf16 autocast as well")
     parser.add_argument("--durable", action="store_true", help="a durable run as well")
+    parser.add_argument("--planned", action="store_true", help="planned steps, and nothing else")
+    parser.add_argument("--disk-rate", help="throttle the disk, as in 600MB/s; of planned steps")
     parser.add_argument("--stats", action="store_true", help="print zcompile.stats as well")
     args = parser.parse_args()
     where = Path(tempfile.mkdtemp(dir=args.disk))

@@ -93,7 +93,7 @@ SENTENCES = {
     ),
     errors.UpdateBroken: (
         ("a.weight", 7, "no space left"),
-        "the update of 'a.weight' by step 7 of its optimizer broke off while it was computed, so "
+        "the update of 'a.weight' by optimizer step 7 broke off while it was computed, so "
         "that it and its states are neither the old nor the new ones: no space left; go back to a "
         "checkpoint: build model and optimizer again and call zcompile.resume",
     ),

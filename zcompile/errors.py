@@ -204,7 +204,7 @@ class UpdateBroken(ZinfError, RuntimeError):
 
     def __init__(self, name: str, step: int, why: str) -> None:
         super().__init__(
-            f"the update of {name!r} by step {step} of its optimizer broke off while it was "
+            f"the update of {name!r} by optimizer step {step} broke off while it was "
             f"computed, so that it and its states are neither the old nor the new ones: {why}; "
             "go back to a checkpoint: build model and optimizer again and call zcompile.resume"
         )

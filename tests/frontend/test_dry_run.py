@@ -85,6 +85,28 @@ def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):
     assert traced.step.micro_batches == 2
 
 
+def test_micro_batches_are_told_what_one_call_would_save():
+    """Where links bind, by the weights that they fetch once more; elsewhere nothing is said."""
+    machine = replace(SMALL, tiers={**SMALL.tiers, "device": MiB, "host": GiB})
+    reports = {
+        rate: zcompile.plan(
+            on_meta(layers=2),
+            IDS,
+            IDS,
+            micro_batches=4,
+            machine=replace(
+                machine, links={name: replace(x, bytes_per_s=rate) for name, x in LINKS.items()}
+            ),
+        )
+        for rate in (1e7, 1e13)
+    }
+    slow, fast = reports.values()
+    assert slow.one_call_seconds < slow.step_seconds / 1.5
+    assert f"one call with all {4 * slow.samples} samples" in str(slow)
+    assert "one call" not in str(fast)
+    assert zcompile.plan(on_meta(layers=2), IDS, IDS, machine=machine).one_call_seconds is None
+
+
 def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     model = Text(layers=2)
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")

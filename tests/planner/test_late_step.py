@@ -21,6 +21,7 @@ from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.planner import late_step
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.placement import Room
@@ -92,6 +93,11 @@ def test_only_the_first_of_several_micro_batches_updates():
 def test_an_update_of_several_ops_is_not_late():
     """Of those each reads what the one before has made."""
     assert with_late_step(traced(adamw_by_foreach), CHUNK) is None
+
+
+def test_a_step_of_too_many_chunks_is_planned_without(monkeypatch):
+    monkeypatch.setattr(late_step, "MOST_CHUNKS", 3)
+    assert with_late_step(traced(), CHUNK) is None
 
 
 def test_nothing_is_late_where_optimizers_take_turns():
@@ -257,7 +263,7 @@ def test_the_bound_of_late_updates_is_no_higher_and_below_both_plans(rate, devic
     where = room(device, reach=reach)
     late = with_late_step(step, CHUNK).step
     least = [
-        bound(demand_of(s, costs.region_seconds), costs.machine.links, where).seconds
+        bound(demand_of(s, costs.region_seconds, together=True), costs.machine.links, where).seconds
         for s in (step, late)
     ]
     assert least[1] <= least[0] * (1 + 1e-6)

@@ -27,15 +27,15 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
     least = []
     search = outlook.plan_step
 
-    def noted(step, machine, room, arena, compute_s, seconds, least_s, stay):
+    def noted(step, machine, room, arena, compute_s, seconds, least_s, *more):
         least.append(least_s)
-        return search(step, machine, room, arena, compute_s, seconds, least_s, stay)
+        return search(step, machine, room, arena, compute_s, seconds, least_s, *more)
 
     monkeypatch.setattr(outlook, "plan_step", noted)
     with torch.device("meta"):
         model, ids = small_models.GPT(2, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
     report = zcompile.plan(model, ids, machine=SMALL)
-    assert least == [report.bound_seconds]
+    assert set(least) == {report.bound_seconds}
 
 
 @pytest.mark.slow

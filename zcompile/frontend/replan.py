@@ -25,7 +25,6 @@ from zcompile.frontend.session_plan import (
     seconds_at,
     shadows_of,
 )
-from zcompile.ir.handles import owners_of
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
@@ -35,6 +34,7 @@ from zcompile.machine.cost import Costs, replan_pays
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.runtime.late import has_gradient
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
 from zcompile.runtime.session import Session
@@ -187,16 +187,19 @@ class StepController(Rescheduling):
         An evaluation may come before they are. If it is so step after step, none stays any more.
         """
         session = self.session
-        if not any(entry.home == HELD for entry in session.entries()):
+
+        def held() -> list[Entry]:
+            return [entry for entry in session.entries() if entry.home == HELD]
+
+        if not (found := held()):
             return
         with deferred_interrupts():
-            self._quiet()  # after which gradients of late updates may be gone
-            held = [entry for entry in session.entries() if entry.home == HELD]
-            evict(session, held, {})
+            self._quiet()
+            evict(session, held(), {})  # those of late updates may be gone by now
         again, self._evicted_in = self._seen - self._evicted_in == 1, self._seen
         log.info(
             "%d gradients that stayed go home: a forward needs their room%s",
-            len(held),
+            len(found),
             "; the next plan lets none stay" if again else "",
         )
         if again:
@@ -250,7 +253,8 @@ class StepController(Rescheduling):
         session, device = self.session, self.session.homes.device
         with deferred_interrupts():
             self._quiet()
-            self.plan, session.late.wanted = None, {}
+            self.plan = None
+            session.late.want({})
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
             evict(session, self._resident(), {})
@@ -334,7 +338,7 @@ class StepController(Rescheduling):
         session, homes = self.session, plan.placement.homes
         device = session.homes.device
         self._quiet()
-        session.late.wanted = {}
+        session.late.want({})
         device.open_window(plan.arena.window_bytes)
         left = evict(session, [e for e in self._resident() if self._is_misplaced(e, homes)], homes)
         device.clear()
@@ -350,7 +354,7 @@ class StepController(Rescheduling):
         rests = {**dict.fromkeys(crowded, "host"), **rests}
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
-        session.late.wanted = plan.late
+        session.late.want(plan.late)
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
@@ -395,7 +399,7 @@ def _is_kept(entries: Mapping[EntryRef, Entry], gradient: EntryRef) -> bool:
     if entries[gradient].waits is None:
         return True
     param = entries.get(gradient.owner)
-    return param is not None and any(owner.grad is not None for owner in owners_of(param))
+    return param is not None and has_gradient(param)
 
 
 def summary(plan: StepPlan, window_bytes: int) -> str:

@@ -62,14 +62,17 @@ class LateRows:
         of      what its rows name by their indices: entries, or what stands for them
         call    what the forward names by its own, in the same terms
         """
-        index = {entry: n for n, entry in enumerate((*call, *self.entries))}
+        index: dict[Any, int] = {}
+        for n, entry in enumerate(call):  # which may name one twice
+            index.setdefault(entry, n)
         entries, names, updates = [*self.entries], [*self.names], [*self.updates]
+        index |= {entry: len(call) + n for n, entry in enumerate(entries)}
         for row in rows:
             columns = []
             for column in row.columns:
                 entry = of[column.entry]
                 if entry not in index:
-                    index[entry] = len(index)
+                    index[entry] = len(call) + len(entries)
                     entries.append(entry)
                     names.append(column.name)
                 columns.append(replace(column, entry=EntryIndex(index[entry])))

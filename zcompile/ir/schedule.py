@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zcompile.ir import ops
 from zcompile.ir.effects import COPY, GRADIENT, IN, NEW, OUT, Effects, HomeAccess
 from zcompile.ir.effects import EntryIndex as EntryIndex
 from zcompile.ir.effects import Instruction as Instruction
@@ -429,6 +430,18 @@ class Schedule:
     def updates_late(self) -> bool:
         """Whether it computes late updates."""
         return any(isinstance(x, Run) and x.late is not None for x in self.instructions)
+
+    @cached_property
+    def gathers_inside(self) -> bool:
+        """Whether a region gathers an entry by itself, as of a tiered tensor among the inputs that
+        is no parameter: such an entry is not among those of the schedule."""
+        return any(
+            node.target is ops.gather
+            for region in self.regions()
+            for part in region.parts or (region,)
+            if part.body is not None
+            for node in part.body.nodes
+        )
 
     def fetches(self) -> Iterator[Fetch]:
         return (i for i in self.instructions if isinstance(i, Fetch))

@@ -24,9 +24,9 @@ This counts every border between two segments with all of C for each of its two 
 The linear program of `least_seconds` lets all that is held share C, and never gives less; it is
 taken for steps that it solves in a second.
 
-Late updates (`ir/late_updates.py`) are of the forward's segment. That bounds plans in which only
-some of them are late as well: a step and the forward behind it last at least as long together as
-one segment that does the work of both.
+Late updates (`ir/late_updates.py`) are of the forward's segment, and what is left of the step with
+them (`demand_of`, together). That bounds plans in which only some of them are late as well: a step
+and the forward behind it last at least as long together as one segment that does the work of both.
 
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
@@ -107,14 +107,18 @@ class _Use(NamedTuple):
     lives: bool = False
 
 
-def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
+def demand_of(
+    step: StepTrace, region_seconds: Callable[..., float], together: bool = False
+) -> Demand:
     """The demand of a step.
 
     region_seconds  seconds of a region's compute
+    together        what is left of an optimizer's step is of one segment with late updates: so that
+                    plans in which other updates are late are bounded too
     """
     touched: dict[int, _Touched] = {}
     phases, seconds, late, found = [], [], [], []
-    for phase, calls in groupby(step.calls, key=lambda call: call.phase):
+    for phase, calls in _segmented(step, together):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
         compute_s, updates = 0.0, False
@@ -143,6 +147,16 @@ def demand_of(step: StepTrace, region_seconds: Callable[..., float]) -> Demand:
     )
     gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
     return Demand(tuple(size for size, _, _ in groups), segments, gradients)
+
+
+def _segmented(step: StepTrace, together: bool) -> list[tuple[Phase, list[StepCall]]]:
+    """The calls of each segment, and its phase."""
+    found = [(p, list(calls)) for p, calls in groupby(step.calls, key=lambda call: call.phase)]
+    late = any(call.schedule.updates_late for call in step.calls)
+    if together and late and len(found) > 1 and found[-1][0] is Phase.STEP:
+        _, updates = found.pop()
+        found[0] = found[0][0], [*updates, *found[0][1]]
+    return found
 
 
 def _alike(

@@ -12,6 +12,10 @@ from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.passes.arrange import arrange
 from zcompile.passes.late_updates import reads_once
 
+MOST_CHUNKS = 1024
+"""Most chunks of late updates of a step, in roomy windows: each is a region with values of its own
+to be placed, for each window that is tried. Steps of larger models are planned without."""
+
 
 @dataclass(frozen=True)
 class LateStep:
@@ -39,7 +43,7 @@ def with_late_step(
     wanted       parameters whose updates are late, if they may be; None: all
     """
     found = _late_rows(step, wanted)
-    if not found:
+    if not 0 < _chunks(step, found, chunk_bytes) <= MOST_CHUNKS:
         return None
     joining: dict[int, LateRows] = {}
     forwards, calls = dict[EntryRef, int](), [*step.calls]
@@ -70,10 +74,17 @@ def with_late_step(
     return LateStep(replace(step, calls=tuple(kept)), forwards)
 
 
+def _chunks(step: StepTrace, found: Mapping[int, Mapping[int, int]], chunk_bytes: int) -> int:
+    """Number of chunks of the rows that may be late, where room does not make them smaller."""
+    rows = [step.calls[number].schedule.rows[n] for number, of in found.items() for n in of]
+    sizes = (row.numel * max(c.dtype.itemsize for c in row.columns) for row in rows)
+    return sum(-(-nbytes // chunk_bytes) for nbytes in sizes)
+
+
 def _settled(call: StepCall, number: int) -> Row:
     """A row of a call; its states outlive the step, also where that was the first, which made
     them."""
-    row = call.schedule.rows[number]
+    row: Row = call.schedule.rows[number]
     columns = (
         replace(column, lasting=not call.entries[column.entry].is_gradient)
         for column in row.columns
@@ -105,12 +116,19 @@ def _late_rows(step: StepTrace, wanted: Collection[EntryRef] | None) -> dict[int
     reader = _first_readers(step)
     if not reader:
         return {}
-    touched: Counter[EntryRef] = Counter(
-        ref
+    rows = [
+        (row, [call.entries[column.entry] for column in row.columns])
         for call in step.calls
         if call.phase is Phase.STEP
         for row in call.schedule.rows
-        for ref in {call.entries[c.entry] for c in row.columns}
+    ]
+    touched = Counter(ref for _, refs in rows for ref in set(refs) if not ref.is_gradient)
+    touched += Counter(  # gradients are scaled before
+        ref
+        for row, refs in rows
+        if (kinds := _kinds(step, refs)) is not None and is_update(kinds, row)
+        for ref in set(refs)
+        if ref.is_gradient
     )
     found: dict[int, dict[int, int]] = {}
     for number, call in enumerate(step.calls):
@@ -121,7 +139,7 @@ def _late_rows(step: StepTrace, wanted: Collection[EntryRef] | None) -> dict[int
             kinds = _kinds(step, refs)
             if kinds is None or not is_update(kinds, row):
                 continue
-            once = all(touched[r] == 1 for r in refs if not r.is_gradient)
+            once = all(touched[r] == 1 for r in refs)
             weight = weight_of(kinds, row)
             ref = call.entries[weight.entry]
             forward = reader.get(ref)
@@ -162,6 +180,8 @@ def _first_readers(step: StepTrace) -> Mapping[EntryRef, int]:
     if Phase.STEP not in phases:
         return {}
     if any(phase is not Phase.STEP for phase in phases[phases.index(Phase.STEP) :]):
+        return {}
+    if any(c.schedule.gathers_inside for c in step.calls if c.phase is Phase.FORWARD):
         return {}
     opening = _opening(step)
     found: dict[EntryRef, int | None] = {}

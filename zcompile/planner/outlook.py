@@ -7,6 +7,7 @@ prints the answer.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, EntryRef, Phase, aligned
 from zcompile.ir.units import GiB
@@ -101,6 +102,7 @@ class Evaluation:
     used_bytes  by tier, residents only
     missing     bytes that a tier would have to have more; empty if all fits
     lanes_s     phase -> link, or links that take turns -> busy seconds under the plan
+    one_call_s  seconds of the step, if its micro-batches came as one call; None: there is one
     """
 
     plan: StepPlan
@@ -113,6 +115,7 @@ class Evaluation:
     shadows: tuple[Shadow, ...]
     compute_s: Mapping[Phase, float]
     lanes_s: Mapping[Phase, Mapping[str, float]]
+    one_call_s: float | None = None
 
     @property
     def batch_factor(self) -> float:
@@ -154,7 +157,7 @@ def evaluated(
         return step_seconds(made, costs, homes, COMPARED)
 
     late = with_late_step(step, chunk_bytes)
-    demand = demand_of(step if late is None else late.step, costs.region_seconds)
+    demand = demand_of(step if late is None else late.step, costs.region_seconds, together=True)
     least = bound(demand, terms.machine.links, room)
 
     def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
@@ -186,7 +189,34 @@ def evaluated(
         else (),
         compute_s=compute_s,
         lanes_s=lane_seconds(groups, homes, terms.machine.links),
+        one_call_s=one_call_seconds(step, planned, costs),
     )
+
+
+def one_call_seconds(step: StepTrace, planned: StepPlan, costs: Costs) -> float | None:
+    """Seconds of a step whose micro-batches come as one call; None, if there is but one.
+
+    The call runs in slices (`passes/slice_batch`): each weight is fetched once, each gradient sent
+    once, and regions take as long as those of all micro-batches. What is saved between the stages
+    of the slices is left out.
+    """
+    passes = [call for call in step.calls if call.phase is not Phase.STEP]
+    times = step.micro_batches
+    if times == 1 or len(passes) % times:
+        return None
+    updates = [call for call in step.calls if call.phase is Phase.STEP]
+    once = replace(step, calls=(*passes[: len(passes) // times], *updates), micro_batches=1)
+    regions = {
+        region.key: times * costs.region_seconds(region)
+        for call in once.calls
+        for x in call.schedule.instructions
+        if isinstance(x, Run) and x.late is None and call.phase is not Phase.STEP
+        for region in x.region.parts or (x.region,)
+    }
+    homes = planned.placement.homes
+    made = arranged(once, homes, planned.arena)
+    longer = replace(costs, regions={**costs.regions, **regions})
+    return step_seconds(made, longer, homes, COMPARED)
 
 
 def room_of(terms: Terms, beside_bytes: int) -> Room:

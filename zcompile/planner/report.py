@@ -120,6 +120,9 @@ class Report:
     peak_device_bytes  of the arena, with entries that rest there
     scratch_bytes      outside it, for the optimizer's step, while no graph needs them
     staying_bytes      of gradients that stay there from backward to that step
+    late_parameters    number of parameters that are updated in the next forward
+    one_call_seconds   of the step, if its micro-batches came as one call that runs in slices; None:
+                       there is one
     ranks              that the machine has; one of them, which trains the whole model by itself, is
                        what is planned for
     """
@@ -154,6 +157,8 @@ class Report:
     peak_device_bytes: int
     scratch_bytes: int
     staying_bytes: int
+    late_parameters: int
+    one_call_seconds: float | None
 
     @classmethod
     def of(cls, found: Evaluation, terms: Terms, facts: Facts) -> "Report":
@@ -197,6 +202,8 @@ class Report:
             peak_device_bytes=found.plan.peak_bytes,
             scratch_bytes=found.plan.scratch_bytes,
             staying_bytes=found.plan.staying_bytes,
+            late_parameters=len(found.plan.late),
+            one_call_seconds=found.one_call_s,
         )
 
     @property
@@ -334,6 +341,11 @@ def _memory(report: Report) -> Iterator[str]:
             f"{show_size(report.staying_bytes)} of gradients stay in what activations leave "
             "until the optimizer has read them"
         )
+    if report.late_parameters:
+        yield (
+            f"{report.late_parameters} parameters are updated in the forward behind the "
+            "optimizer's step, which fetches them anyway"
+        )
     if report.scratch_bytes:
         yield (
             f"the optimizer streams through {show_size(report.scratch_bytes)} beside it, which "
@@ -416,8 +428,14 @@ def _times(report: Report) -> Iterator[str]:
     yield f"    ({floor.ASSUMES})"
 
 
+ONE_CALL_PAYS = 1.05
+"""A call with the whole batch is told of where it is so many times as fast."""
+
+
 def _advice(report: Report) -> Iterator[str]:
     yield _batch(report)
+    if told := _one_call(report):
+        yield told
     for row in report.shadows:
         yield (
             f"one more GiB of {row.tier} saves {show_seconds(row.planned_s)} a step (the bound: "
@@ -445,6 +463,18 @@ def _batch(report: Report) -> str:
             "on would compute hide what forward and backward move"
         )
     return f"batch {now} is small: from {hiding} on, compute hides what forward and backward move"
+
+
+def _one_call(report: Report) -> str:
+    """A sentence on all micro-batches in one call; "" where that is no faster."""
+    seconds = report.one_call_seconds
+    if not seconds or report.step_seconds < ONE_CALL_PAYS * seconds:
+        return ""
+    return (
+        f"one call with all {report.micro_batches * report.samples} samples, in slices where they "
+        f"do not fit, would take {show_seconds(seconds)}, {report.step_seconds / seconds:.2f} "
+        "times as fast: it fetches each weight once, where micro-batches do so each"
+    )
 
 
 def _size(nbytes: int) -> str:

@@ -134,7 +134,13 @@ def plan_step(
     """
     made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
-    windows = list(_windows(step, machine, room, arena, compute_seconds, stay, wanted))
+    if wanted is None:
+        windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
+    else:
+        windows = [
+            (window, _beside(window, step, machine, room, compute_seconds, stay))
+            for window in wanted
+        ]
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
         if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
@@ -196,6 +202,9 @@ def plan_late_or_not(
     all_late = with_late_step(step, chunk_bytes)
     if all_late is None or not _moves_in_steps(plan):
         return plan
+    if set(all_late.forwards.values()) != {step.calls[0].schedule.serial}:
+        # Gradients that stay are counted until the first call of a step only.
+        kept |= {ref.gradient for ref in all_late.forwards}
     tried = [plan]
     with suppress(BudgetExceeded):
         windows = _late_windows(all_late.step, plan, room.nbytes["device"])
@@ -333,6 +342,19 @@ def stay_and_scratch(
     return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
 
 
+def _beside(
+    window: int,
+    step: StepTrace,
+    machine: Machine,
+    room: Room,
+    compute_seconds: Mapping[Phase, float],
+    stay: frozenset[EntryRef],
+) -> Placement:
+    """The placement in what a window leaves of the device."""
+    left = {**room.nbytes, "device": room.nbytes["device"] - window}
+    return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
+
+
 def _windows(
     step: StepTrace,
     machine: Machine,
@@ -340,18 +362,13 @@ def _windows(
     arena: ArenaShare,
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef],
-    wanted: Sequence[int] | None,
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
 
     def beside(window: int) -> Placement:
-        left = {**room.nbytes, "device": whole - window}
-        return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
+        return _beside(window, step, machine, room, compute_seconds, stay)
 
-    if wanted is not None:
-        yield from ((window, beside(window)) for window in wanted)
-        return
     # No window at all, if everything rests on the device.
     everything = beside(0)
     if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:

@@ -313,6 +313,8 @@ class Executor:
         noted: Noted | None,
     ) -> list[Any]:
         """Prepare a call that there is room for (copies, a schedule that fits), and walk it."""
+        if self.late.rows and any(map(_is_tiered, values)):
+            self.late.settle()  # a tiered tensor that is no parameter: its ops gather as they run
         self.late.prepare(schedule, entries)
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
@@ -322,6 +324,9 @@ class Executor:
         self.store.enter(entries[0].name if entries else schedule.name)
         # Last, since what comes before may move entries.
         asked, schedule = schedule, self._policy.fit(schedule, entries)
+        if self.late.rows and not schedule.updates_late and any(e.waits for e in entries):
+            self.late.settle()
+            schedule = self._policy.fit(asked, entries)
         joining, progress = None, None
         if schedule.updates_late:
             joining = self.late.joining(asked, entries)
@@ -409,6 +414,11 @@ class Executor:
         self.store.homes.plan_together(others + together)
         self.store.meter.planned_activations.at_least(others + beside)
         return others
+
+
+def _is_tiered(value: Any) -> bool:
+    """Whether a value is a tiered tensor."""
+    return type(value) is not Tensor and hasattr(value, "entry_layout")
 
 
 def _check_same_data(schedule: Schedule, leaves: Sequence[Leaf]) -> None:
@@ -502,12 +512,14 @@ class _Call:
             self._run_instructions()
             self.gradients.on_device.end()
         except BaseException:
-            self._send_updates()
-            self.gradients.abandon()
-            self._abandon()
-            self.foresight.abandon()
-            self.held.abandon()
-            self.in_flight.abandon()
+            try:
+                self._send_updates()
+            finally:
+                self.gradients.abandon()
+                self._abandon()
+                self.foresight.abandon()
+                self.held.abandon()
+                self.in_flight.abandon()
             raise
         self.held.end(self.values)
         meter.span(self._account, self.lap, device.stamp())
@@ -558,10 +570,9 @@ class _Call:
         """Compute a chunk of a late update."""
         progress = self.progress
         assert progress is not None, "a schedule with late updates"
-        progress.within = True
+        progress.begins()
         compute(run, self.values)
-        progress.within = False
-        progress.chunks += 1
+        progress.ends()
         if run.ticket is not None:
             self.tickets[run.ticket] = self.store.device.mark()
 
@@ -661,7 +672,7 @@ class _Call:
 
     def _send_updates(self) -> None:
         """After an error: send home what late updates have written whole."""
-        for store in self.progress.unsent(self.tickets.__contains__) if self.progress else ():
+        for store in self.progress.sends(self.tickets.__contains__) if self.progress else ():
             source = self.store.arena.slot(store.slot.address, store.nbytes)
             after = [self.store.device.mark()]
             entry = self.entries[store.entry]

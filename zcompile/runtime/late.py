@@ -14,6 +14,7 @@ every use of these is refused from then on.
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zcompile.errors import BudgetExceeded, UpdateBroken
+from zcompile.errors import BudgetExceeded, Unsupported, UpdateBroken
+from zcompile.ir.handles import owners_of
 from zcompile.ir.late_updates import LateRows, is_update, weight_of
 from zcompile.ir.optimizer_step import Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
@@ -47,8 +49,8 @@ log = logging.getLogger(__name__)
 NO_FORWARD = -1
 """The serial of no schedule."""
 OFTEN = 3
-"""Steps in a row after which what waits is asked for before the next forward: from then on nothing
-waits any more."""
+"""Times in a row that what waits is asked for before the next forward: from then on nothing waits
+any more."""
 
 Changing = Sequence[tuple[Entry, tuple[Deferred, ...], bool]]
 """Entries whose deferred changes a call makes on its way, these, and whether it writes them."""
@@ -56,6 +58,10 @@ Changing = Sequence[tuple[Entry, tuple[Deferred, ...], bool]]
 
 class Runner(Protocol):
     """What late updates need of a session."""
+
+    @property
+    def is_walking(self) -> bool:
+        """Whether a schedule is being walked."""
 
     @property
     def in_step(self) -> bool:
@@ -164,11 +170,13 @@ class WaitingRows:
 class Broken:
     """Stands in an entry that was written in part; every use of it raises."""
 
-    error: UpdateBroken
+    name: str
+    step: int
+    why: str
 
     def settle(self) -> None:
         """raises  UpdateBroken"""
-        raise self.error
+        raise UpdateBroken(self.name, self.step, self.why)
 
 
 @dataclass(frozen=True)
@@ -190,11 +198,6 @@ class JoiningRows:
     def inputs(self) -> list[Any]:
         return [value for group in self.groups for value in group.inputs]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of gradients that have stayed where backward made them."""
-        return sum(entry.nbytes for entry in self.entries if entry.home == HELD)
-
     def drop(self, entry: Entry) -> None:
         """Keep an entry alive no longer: it was used."""
         for group in self.groups:
@@ -215,7 +218,8 @@ class LateUpdates:
         self._runner = weakref.ref(runner)
         self.wanted: Mapping[EntryRef, int] = {}
         self._waiting: list[WaitingRows] = []
-        self._steps = self._asked_in = self._asked_times = 0
+        self._steps = self._asked_times = 0
+        self._broken = False
         self._joining: tuple[Hashable, LateRows] = ((), LateRows())
 
     @property
@@ -223,6 +227,10 @@ class LateUpdates:
         runner = self._runner()
         assert runner is not None, "it asks, so it is there"
         return runner
+
+    def want(self, forwards: Mapping[EntryRef, int]) -> None:
+        """Let the updates of these parameters, and of no others, be late from here on."""
+        self.wanted = forwards
 
     @property
     def rows(self) -> int:
@@ -256,15 +264,22 @@ class LateUpdates:
                 self._run_rows(groups[0], rest, schedule)
             else:
                 self.runner.note_call(schedule, entries)
-            self._wait(groups)
+            if self.wanted:
+                self._wait(groups)
+                return
+            for group in groups:  # the plan was withdrawn to make room for the others
+                self._run_rows(group, group.rows, None)
 
     def _late_rows(
         self, schedule: Schedule, inputs: Sequence[Any], entries: Sequence[Entry]
     ) -> dict[int, int]:
         """Number of each row that may wait -> serial of the forward that it waits for."""
         found = {}
+        used = Counter(entries[c.entry].key for row in schedule.rows for c in row.columns)
         for n, row in enumerate(schedule.rows):
             of = [entries[column.entry] for column in row.columns]
+            if any(used[entry.key] > 1 for entry in of):
+                continue  # as gradients that two parameters share
             kinds = [entry.kind for entry in of]
             if not is_update(kinds, row) or any(e.copies or e.waits is not None for e in of):
                 continue
@@ -303,7 +318,7 @@ class LateUpdates:
         for group in groups:
             for row in group.rows:
                 for entry in group.entries_of(row):
-                    entry.waits = self
+                    entry.wait_for(self)
         self._waiting += groups
 
     def step_ended(self) -> None:
@@ -321,11 +336,8 @@ class LateUpdates:
         """
         if not self._waiting:
             return
-        often = self._asked_in == self._steps - 1
-        if self._asked_in != self._steps:
-            self._asked_times = self._asked_times + 1 if often else 1
-        self._asked_in = self._steps
         self.finish()
+        self._asked_times += 1
         if self._asked_times >= OFTEN and self.wanted:
             self.wanted = {}
             self.runner.updates_in_the_way()
@@ -333,6 +345,12 @@ class LateUpdates:
     @uninterrupted
     def finish(self) -> None:
         """As `settle`, when entries are about to move."""
+        if self._waiting and self.runner.is_walking:
+            raise Unsupported(
+                "a parameter, gradient or state whose update is late is used while a call of its "
+                "model is running",
+                "use it before the call, or after it",
+            )
         waiting, self._waiting = self._waiting, []
         for group in waiting:
             _wait_no_more(group, group.rows)
@@ -342,6 +360,9 @@ class LateUpdates:
             try:
                 if alive:
                     self._run_rows(group, alive, None)
+            except (BudgetExceeded, Unsupported):  # before anything was computed
+                self._wait([replace(group, rows=alive), *waiting])
+                raise
             except BaseException as error:
                 self._break(group, alive, error)
                 self._wait(waiting)
@@ -381,8 +402,14 @@ class LateUpdates:
     def prepare(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call is about to run on these entries: settle, unless it computes what waits of
         them."""
+        if self._broken:
+            for entry in entries:
+                if entry.waits is not None and entry.waits is not self:
+                    entry.settle()
         if not self._waiting:
             return
+        if schedule.gathers_inside:
+            self.settle()
         asked = {entry.key for entry in entries if entry.waits is not None}
         if schedule.phase is Phase.FORWARD and asked:
             joining = self.joining(schedule, entries)
@@ -419,7 +446,14 @@ class LateUpdates:
         if not self._waiting or schedule.phase is not Phase.FORWARD:
             return 0
         joining = self.joining(schedule, entries)
-        return 0 if joining is None else joining.held_bytes
+        return sum(
+            entry.nbytes
+            for group in (() if joining is None else joining.groups)
+            for row in group.rows
+            if not has_gradient(group.weight(row))
+            for entry in group.entries_of(row)
+            if entry.home == HELD
+        )
 
     @contextmanager
     def computed(self, joining: JoiningRows, made: "Progress") -> Iterator[None]:
@@ -434,6 +468,7 @@ class LateUpdates:
         except BaseException as error:
             self._fall_back(joining, made, error)
             raise
+        self._asked_times = 0
         for group in joining.groups:
             group.kept.clear()
 
@@ -459,9 +494,10 @@ class LateUpdates:
 
     def _break(self, group: WaitingRows, rows: Sequence[int], error: BaseException) -> None:
         for row in rows:
-            broken = Broken(UpdateBroken(group.weight(row).name, group.step, str(error)))
+            broken = Broken(group.weight(row).name, group.step, str(error))
+            self._broken = True
             for entry in group.entries_of(row):
-                entry.waits = broken
+                entry.wait_for(broken)
 
 
 def _rest_of(group: WaitingRows, row: int, ranges: Sequence[tuple[int, int]]) -> WaitingRows:
@@ -482,6 +518,11 @@ def _rest_of(group: WaitingRows, row: int, ranges: Sequence[tuple[int, int]]) ->
     return replace(group, schedule=schedule, rows=numbers, forward=NO_FORWARD)
 
 
+def has_gradient(entry: Entry) -> bool:
+    """Whether a parameter still has a `.grad`, so that what is held for a late update stays."""
+    return any(owner.grad is not None for owner in owners_of(entry))
+
+
 def _is_number(value: Any) -> bool:
     """Whether a plain operand is one number, or no tensor at all."""
     return not isinstance(value, Tensor) or (type(value) is torch.Tensor and value.numel() == 1)
@@ -490,7 +531,7 @@ def _is_number(value: Any) -> bool:
 def _wait_no_more(group: WaitingRows, rows: Sequence[int]) -> None:
     for row in rows:
         for entry in group.entries_of(row):
-            entry.waits = None
+            entry.wait_for(None)
 
 
 def _as_it_rests(row: Row, entries: Sequence[Entry]) -> Row:
@@ -530,15 +571,31 @@ class Progress:
 
     chunks  how many, in their order
     within  whether the next one has begun
+    lost    whether something that they have written could not be sent home
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self.chunks, self.within = 0, False
+        self.chunks, self.within, self.lost = 0, False, False
 
     @cached_property
     def _runs(self) -> list[Run]:
         return _chunks_of(self._schedule)
+
+    def begins(self) -> None:
+        """The next chunk is computed."""
+        self.within = True
+
+    def ends(self) -> None:
+        """The chunk was computed."""
+        self.within = False
+        self.chunks += 1
+
+    def sends(self, started: Callable[[Ticket], bool]) -> Iterator[Store]:
+        """The stores of `unsent`; what is lost if one of them fails is noted."""
+        self.lost = True
+        yield from self.unsent(started)
+        self.lost = False
 
     def has_begun(self, update: int) -> bool:
         """Whether a chunk of an update, by its number, was computed."""
@@ -555,7 +612,10 @@ class Progress:
         return ranges
 
     def is_torn(self, update: int) -> bool:
-        """Whether a chunk of an update has failed that changes an operand where it rests."""
+        """Whether a chunk of an update has failed that changes an operand where it rests, or what
+        it has written is lost."""
+        if self.lost and self.has_begun(update):
+            return True
         if not self.within:
             return False
         run = self._runs[self.chunks]

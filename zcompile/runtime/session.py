@@ -409,6 +409,11 @@ class Session(Store):
         finally:
             self._in_closure = False
 
+    @property
+    def is_walking(self) -> bool:
+        """Whether a schedule is being walked."""
+        return self.executor.is_running
+
     def can_open(self, schedule: Schedule) -> bool:
         """Whether the slots of a step are there."""
         return self.scratch_use.open(schedule)

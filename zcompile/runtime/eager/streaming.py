@@ -58,6 +58,11 @@ def stream(
 
     raises  BudgetExceeded, and what a transfer raises
     """
+    for app in apps:  # before anything is read of an operand: what is deferred of it may change
+        for tensor in app.tensors():
+            if isinstance(tensor, cls):
+                tiered: Any = tensor
+                tiered.entry.settle()
     for app in apps:
         _apply_where_written_in_part(cls, app)
     call = _StreamedCall(cls)

@@ -43,7 +43,7 @@ def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
     ready = store._mover.are_ready(entry.place for entry in entries)
     extents = [
         e.place.extent
-        if yes and e.place.tier.on_device and not (e.unset or e.deferred or e.sources)
+        if yes and e.place.tier.on_device and not (e.unset or e.deferred or e.sources or e.waits)
         else None
         for e, yes in zip(entries, ready, strict=True)
     ]

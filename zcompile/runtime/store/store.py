@@ -108,6 +108,7 @@ class Deferrals(Generic[E]):
     def apply(self, entry: E) -> None:
         """Apply what is deferred of the entry."""
         if entry.deferred:
+            entry.settle()
             self._apply_now(entry)
 
     def drop(self, entry: E) -> None:
@@ -194,6 +195,10 @@ class Entry:
     def on_device(self) -> bool:
         """Whether it rests in the device's own memory, where compute itself moves its bytes."""
         return self.place.tier.on_device
+
+    def wait_for(self, waits: Waits | None) -> None:
+        """Let its bytes be used only once this is settled; None: at once."""
+        self.waits = waits
 
     def settle(self) -> None:
         """Its bytes are about to be used: a late update that has to do with them is computed

@@ -3,9 +3,11 @@
     python -m benchmarks.train_disk --disk /mnt/nvme --rounds 7
 
 GPT-2's shape, 162 M parameters untied, one sequence of 128 tokens, fp32, fused AdamW, clipping.
-Every variant is a process of its own that makes a step when it is told to. In every round each
-makes one, and fio measures the disk; so a slow moment of the machine hits all. Bytes are what the
-kernel counts for the process (`/proc/self/io`), memory is its peak resident set.
+Every variant is a process of its own that makes steps when it is told to. In every round each
+makes a few in a row, and fio measures the disk; so a slow moment of the machine hits all. The first
+of a row is not counted: while the others had their turn, the system may have taken memory from a
+process that rested. Bytes are what the kernel counts for the process (`/proc/self/io`), memory is
+its peak resident set.
 """
 
 import argparse
@@ -36,6 +38,8 @@ SHAPE = Shape(layers=12, width=768, heads=12, context=128, vocabulary=50257)
 WARM_UP = 3
 PLANNED_WARM_UP = 8
 """Two steps that are watched, and those after which the plan is reviewed."""
+COUNTED = 2
+"""Steps of a variant in each round, after one that is not counted."""
 FIO = (
     "fio",
     "--name=disk",
@@ -107,12 +111,13 @@ def parameters() -> int:
 
 
 def child(pipe: Connection, variant: Variant, disk: str) -> None:
-    """Makes one step for every message, until None comes."""
+    """Makes as many steps as a message says and sends what each took, until None comes."""
     torch.manual_seed(0)
     model, run = built(variant, disk)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(1)
-    while pipe.recv() is not None:
+
+    def step() -> tuple[Moment, Moment]:
         ids = torch.randint(SHAPE.vocabulary, (2, 1, SHAPE.context), generator=generator)
         begin = Moment.now()
         with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
@@ -122,7 +127,10 @@ def child(pipe: Connection, variant: Variant, disk: str) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        pipe.send((middle.since(begin), Moment.now().since(middle)))
+        return middle.since(begin), Moment.now().since(middle)
+
+    while (steps := pipe.recv()) is not None:
+        pipe.send([step() for _ in range(steps)])
     stats = {} if variant.fields is None else zcompile.stats(model)
     pipe.send((peak_resident_bytes(), stats))
 
@@ -213,15 +221,16 @@ def measured(variants: list[Variant], where: Path, rounds: int) -> tuple[Disk, l
         there.close()
         running.append((process, here, Series(variant)))
     warm_up = PLANNED_WARM_UP if any(v.planned for v in variants) else WARM_UP
-    for index in range(warm_up + rounds):
+    for _, pipe, _ in running:
+        pipe.send(warm_up)
+        pipe.recv()
+    for _ in range(rounds):
         for _, pipe, series in running:
-            pipe.send("step")
-            passes, update = pipe.recv()
-            if index >= warm_up:
+            pipe.send(1 + COUNTED)
+            for passes, update in pipe.recv()[1:]:
                 series.passes.append(passes)
                 series.updates.append(update)
-        if index >= warm_up:
-            disk.measure()
+        disk.measure()
     for process, pipe, series in running:
         pipe.send(None)
         series.peak_bytes, series.stats = pipe.recv()

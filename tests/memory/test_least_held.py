@@ -1,5 +1,7 @@
 """The lower bound of what calls hold: no budget that works is below it, and it is not nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from joint import captured, catch
@@ -8,7 +10,7 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import BudgetExceeded
-from zcompile.passes.choose_tiles import ChooseTiles
+from zcompile.passes.choose_tiles import ChooseTiles, _CutSearch
 from zcompile.passes.pipeline import pipeline
 
 
@@ -54,3 +56,28 @@ def test_what_one_op_reads_and_makes_is_there_at_once():
 def test_nothing_is_tried_below_it(monkeypatch):
     monkeypatch.setattr("zcompile.passes.trial.Trial.on_copy", lambda *_: pytest.fail("a trial"))
     assert refusal(captured("transformer block"), 1) is not None
+
+
+@pytest.mark.parametrize("name", UNALIKE)
+def test_no_cuts_that_fit_are_passed_over(name, monkeypatch):
+    """Where the lower bound says so, all cuts are tried out all the same, and refused."""
+    joint, passed_over = captured(name), []
+    search_of = _CutSearch.search
+
+    def watched(self, most=None):
+        search = search_of(self, most)
+
+        def hopeless(cuts, budget):
+            if search.hopeless(cuts, budget):
+                passed_over.append(cuts)
+                assert self.refused(cuts, budget) is not None, (cuts, budget)
+            return False
+
+        return replace(search, hopeless=hopeless)
+
+    monkeypatch.setattr(_CutSearch, "search", watched)
+    works = refusal(joint, 1).needed_bytes
+    for budget in (works, 2 * works, 4 * works):
+        refusal(joint, budget)
+    if name in ("transformer block", "gpt"):
+        assert passed_over

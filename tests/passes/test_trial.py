@@ -1,6 +1,7 @@
 """Which way fits a budget, and which budget is told where none does; on made-up ways."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,14 @@ def test_a_way_of_another_kind_is_tried_all_the_same():
     assert found(("a", 300), ("a", 310), ("b", 320), ("b", 90)) == ("b", 90)
     with pytest.raises(BudgetExceeded):
         found(("a", 300), ("a", 310), ("a", 90), ("a", 200))
+
+
+def test_ways_without_hope_are_passed_over_but_for_the_last():
+    tried = []
+    of = replace(search([300, 90, 200, 80], tried), hopeless=lambda way, budget: way != 1)
+    assert of.first(100) == 1
+    assert of.first(85) == 3
+    assert [way for way, _ in tried] == [1, 1, 3]
 
 
 @pytest.mark.parametrize("needs", [[150], [1000, 400, 150], [101], [100_000]])

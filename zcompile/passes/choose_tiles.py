@@ -10,13 +10,15 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.errors import BudgetExceeded, more_device_memory
-from zcompile.ir.graph import copy_graph
+from zcompile.ir.graph import copy_graph, output_of
 from zcompile.ir.plan import BatchSlices, GraphPlan, Note
-from zcompile.ir.types import NodeName
+from zcompile.ir.torch_compat import gradient_of
+from zcompile.ir.types import Layout, NodeName
 from zcompile.ir.units import show_size
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.memory.least_held import least_held
 from zcompile.passes.base import Fact, Pass
+from zcompile.passes.reduce_grads import sinks
 from zcompile.passes.slice_batch import why_no_batch, write_batch_slices
 from zcompile.passes.slice_batch.stages import MOST_SLICES, BatchGraph, batch_graph, counts_of
 from zcompile.passes.tile_matmuls import gathered_values
@@ -105,7 +107,7 @@ class ChooseTiles(Pass):
         upper_bound = _upper_bound(held, plan, gathered)
         if upper_bound <= budget and not coarsest:
             return replace(plan, cuts=coarsest)
-        whole = _CutSearch(graph, plan, self.tile_bytes, self.trial)
+        whole = _CutSearch(graph, plan, self.tile_bytes, self.trial, self.narrows)
         if self.slices and upper_bound > budget:
             least = budget // SMALL
             regions = [r for r in regions if r.demand.sliced > least]
@@ -188,22 +190,33 @@ class _LateBatch:
 class _CutSearch:
     """Tries out cuts of the weights of one graph.
 
-    tried  (budget, cuts) -> the refusal, or the plan; what was tried is not tried again
+    narrows  whether weights may come in a narrower dtype
+    tried    (budget, cuts) -> the refusal, or the plan; what was tried is not tried again
     """
 
     graph: fx.Graph
     plan: GraphPlan
     tile_bytes: int | None
     trial: Trial
+    narrows: bool
     tried: dict[object, BudgetExceeded | GraphPlan] = field(default_factory=dict)
 
     def search(self, most: int | None = None) -> BudgetSearch[Cuts]:
         """Over the candidates of this graph, or the `most` coarsest."""
         gathered = gathered_values(self.graph, self.plan)
+        gradients = _gradient_bytes(self.graph, self.plan)
+
+        def hopeless(cuts: Cuts, budget: int) -> bool:
+            # A weight that is not cut leaves as a whole gradient, beside what is gathered.
+            weights = 0 if self.narrows else peak(gathered, cuts)[0]
+            gradient = max((n for key, n in gradients.items() if key not in cuts), default=0)
+            return weights + gradient > budget
+
         return BudgetSearch(
             lambda budget: islice(cut_candidates(gathered, budget, self.tile_bytes), most),
             self.refused,
             refines=lambda cuts, finer: cuts.keys() == finer.keys(),
+            hopeless=hopeless,
         )
 
     def fits(self, budget: int, upper_bound: int) -> bool:
@@ -369,6 +382,18 @@ def _cuts_beside(sliced: _CutSearch, budget: int) -> Cuts:
             if error.needed_bytes > HOPELESS * budget:
                 raise  # finer tiles save less than a budget: none takes more than that
     return search(CUTS).first(budget)
+
+
+def _gradient_bytes(graph: fx.Graph, plan: GraphPlan) -> dict[str, int]:
+    """Handle of each weight that is trained -> bytes that hold its gradient where that is made."""
+    handles, output = sinks(graph, plan), output_of(graph)
+    descs = output.meta.get("desc") or ()
+    results = output.args[0] if isinstance(output.args[0], list | tuple) else ()
+    return {
+        handle.name: Layout.of(result.meta["val"]).nbytes
+        for result, desc in zip(results, descs, strict=False)
+        if isinstance(result, fx.Node) and (handle := handles.get(gradient_of(desc))) is not None
+    }
 
 
 def _upper_bound(held: Footprint, plan: GraphPlan, gathered: Sequence[GatheredValue]) -> int:

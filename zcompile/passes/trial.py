@@ -86,11 +86,14 @@ class BudgetSearch(Generic[Candidate]):
     candidates  budget -> candidates, the best first; at least one
     try_out     (candidate, budget) -> the refusal of the passes, or None if everything fits
     refines     (candidate, next one) -> whether the next is only a finer version of the same
+    hopeless    (candidate, budget) -> whether a lower bound says that it does not fit; it is not
+                tried then, unless it is the last
     """
 
     candidates: Callable[[int], Iterable[Candidate]]
     try_out: Callable[[Candidate, int], BudgetExceeded | None]
     refines: Callable[[Candidate, Candidate], bool] = lambda _way, _later: True
+    hopeless: Callable[[Candidate, int], bool] = lambda _way, _budget: False
 
     def best(self, budget: int, upper_bound: int) -> Candidate:
         """The first candidate with which everything fits `budget`.
@@ -117,6 +120,8 @@ class BudgetSearch(Generic[Candidate]):
         candidates = list(self.candidates(budget))
         while candidates:
             candidate = candidates.pop(0)
+            if candidates and self.hopeless(candidate, budget):
+                continue
             error = self.try_out(candidate, budget)
             if error is None:
                 return candidate

@@ -64,8 +64,8 @@ class Runner(Protocol):
         """Whether a schedule is being walked."""
 
     @property
-    def in_step(self) -> bool:
-        """Whether what runs now belongs to an optimizer's step."""
+    def is_updating(self) -> bool:
+        """Whether an optimizer makes its step now, and no call of the model is on its way."""
 
     @property
     def step_room(self) -> StepRoom:
@@ -219,6 +219,7 @@ class LateUpdates:
         self.wanted: Mapping[EntryRef, int] = {}
         self._waiting: list[WaitingRows] = []
         self._steps = self._asked_times = 0
+        self._stepped = False
         self._broken = False
         self._joining: tuple[Hashable, LateRows] = ((), LateRows())
 
@@ -250,7 +251,7 @@ class LateUpdates:
 
         raises  what a transfer raises
         """
-        may = self.wanted and self.runner.in_step
+        may = self.wanted and self.runner.is_updating
         late = self._late_rows(schedule, inputs, entries) if may else {}
         if not late:
             with deferred_interrupts(), changes_made(changing):
@@ -322,8 +323,8 @@ class LateUpdates:
         self._waiting += groups
 
     def step_ended(self) -> None:
-        """An optimizer is done."""
-        self._steps += 1
+        """An optimizer is done, perhaps not the only one of the step."""
+        self._stepped = True
 
     # Whoever asks first.
 
@@ -402,6 +403,8 @@ class LateUpdates:
     def prepare(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call is about to run on these entries: settle, unless it computes what waits of
         them."""
+        if self._stepped and schedule.phase is Phase.FORWARD:
+            self._steps, self._stepped = self._steps + 1, False
         if self._broken:
             for entry in entries:
                 if entry.waits is not None and entry.waits is not self:

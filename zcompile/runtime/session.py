@@ -529,9 +529,15 @@ class Session(Store):
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to an optimizer's step."""
-        if self.stepping is None or self._in_closure:
+        return self.is_updating and current_pass() < 0
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an optimizer makes its step now, as a hook may that runs in backward; no forward
+        or backward of the model is on its way."""
+        if self.stepping is None or self._in_closure or torch.is_grad_enabled():
             return False
-        return not torch.is_grad_enabled() and current_pass() < 0
+        return not self.executor.is_running
 
     @property
     def is_trained_through(self) -> bool:

@@ -345,7 +345,7 @@ class Session(Store):
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._in_closure = False
-        self._warned: set[str] = set()
+        self._warned: set[object] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
@@ -600,6 +600,18 @@ class Session(Store):
                 "after the other, which is right but slower than streaming",
                 self.stepping,
                 op,
+            )
+
+    def note_unfused(self) -> None:
+        """Tell once per optimizer that it could compute each update as one op, and does not."""
+        if self.stepping is not None and (self.stepping, "fused") not in self._warned:
+            self._warned.add((self.stepping, "fused"))
+            log.warning(
+                "%s computes an update op by op, and each op brings what it reads and stores what "
+                "it writes: with %s(..., fused=True) each operand comes once, and updates may hide "
+                "behind the next forward",
+                self.stepping,
+                self.stepping,
             )
 
     def fetch(
